@@ -1,0 +1,42 @@
+# make demo | test | lint | bench | coverage | mutate | clean: each sets up .venv itself when needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench coverage mutate clean
+
+demo: $(READY)
+	$(BIN)/anyep plan --ranks 16 --hidden 7168 --dtype bf16 --tokens 4096 --topk 8 --experts 256
+	$(BIN)/anyep doctor
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python tools/bench_startup.py
+
+# The arithmetic that everything else stands on is covered to the last branch.
+ARITHMETIC := sizes topology layout
+coverage: $(READY)
+	$(BIN)/coverage run --include='$(subst $() ,$(comma),$(ARITHMETIC:%=anyep/%.py))' -m pytest \
+		$(ARITHMETIC:%=tests/test_%.py) $(ARITHMETIC:%=anyep/%.py)
+	$(BIN)/coverage report --show-missing --fail-under=100
+comma := ,
+
+# Change one constant or operator at a time and see a test fail. Minutes.
+mutate: $(READY)
+	$(BIN)/python tools/mutate.py $(ARITHMETIC:%=anyep/%.py)
+
+$(READY): pyproject.toml constraints.txt tools/make_venv.py
+	$(PYTHON) tools/make_venv.py $(VENV) dev,plot
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,19 @@
+"""Where commands print what people read."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH_OF_FILES: Final = 120
+"""A file or a pipe has no width of its own; tables should not be cut to 80 columns there."""
+
+
+def console_for_results() -> Console:
+    """The console on stdout. Rich is imported here, so that commands with --json need not wait for it."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)

@@ -1,0 +1,334 @@
+"""`anyep doctor`: what this machine can do, and what to do about what it can't.
+
+A check is a function that returns findings. It may use whatever it likes: if it raises, that becomes a
+finding too, so a bare or broken machine gets a full report.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import typer
+
+from anyep.cli.units import format_bytes
+
+State = Literal["ok", "missing", "note"]
+MIN_TORCH: Final = (2, 11)
+COMMAND_TIMEOUT_S: Final = 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `next_step` is empty where there is nothing to do."""
+
+    name: str
+    state: State
+    detail: str
+    next_step: str = ""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of findings.")] = False,
+) -> None:
+    """Tell what this machine can do, and what to do about what it can't."""
+    findings = examine_machine()
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print_report(findings)
+
+
+def examine_machine() -> list[Finding]:
+    """Every finding about this machine, in the order of the report. Never raises."""
+    findings: list[Finding] = []
+    for name, check in CHECKS:
+        try:
+            findings.extend(check())
+        except Exception as error:
+            reason = f"could not be examined: {type(error).__name__}: {error}"
+            findings.append(Finding(name, "note", reason, "AnyEP may still work; report this if it doesn't"))
+    return findings
+
+
+def check_python() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def check_cores() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    if cores > 1:
+        yield Finding("cores", "ok", f"{cores} usable")
+    else:
+        yield Finding("cores", "note", "1 usable", "ranks will take turns: right results, no parallel speed")
+
+
+def check_memory() -> Iterator[Finding]:
+    available = _meminfo_bytes("MemAvailable")
+    detail = f"{format_bytes(available)} free of {format_bytes(_meminfo_bytes('MemTotal'))}"
+    limit = _cgroup_limit_bytes()
+    if limit is not None:
+        detail += f", this container is limited to {format_bytes(limit)}"
+    if min(available, limit or available) >= 4 * 2**30:
+        yield Finding("memory", "ok", detail)
+    else:
+        yield Finding(
+            "memory", "note", detail, "keep --ranks and num_nvl_bytes small; `anyep plan --memory` tells"
+        )
+
+
+def check_shared_memory() -> Iterator[Finding]:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        yield Finding("/dev/shm", "note", "not there", "AnyEP does not need it; Gloo and other libraries may")
+        return
+    free = shutil.disk_usage(path).free
+    if free >= 2**30:
+        yield Finding("/dev/shm", "ok", f"{format_bytes(free)} free")
+    else:
+        yield Finding(
+            "/dev/shm",
+            "note",
+            f"only {format_bytes(free)} free",
+            "AnyEP uses memfd instead; for other libraries start the container with --shm-size=8g",
+        )
+
+
+def check_memfd() -> Iterator[Finding]:
+    descriptor = os.memfd_create("anyep-doctor")
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        # A peer opens the memory by this path; some sandboxes forbid it.
+        peer_descriptor = os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDWR)
+        try:
+            with (
+                mmap.mmap(descriptor, mmap.PAGESIZE) as mine,
+                mmap.mmap(peer_descriptor, mmap.PAGESIZE) as peers,
+            ):
+                mine[:5] = b"hello"
+                shared = peers[:5] == b"hello"
+        finally:
+            os.close(peer_descriptor)
+    finally:
+        os.close(descriptor)
+    if shared:
+        yield Finding("memfd", "ok", "shared memory between processes works")
+    else:
+        yield Finding("memfd", "missing", "two mappings differ", "use another kernel or sandbox")
+
+
+def check_pidfd() -> Iterator[Finding]:
+    os.close(os.pidfd_open(os.getpid()))
+    yield Finding("pidfd", "ok", "a killed rank is noticed at once")
+
+
+def check_torch() -> Iterator[Finding]:
+    install = "pip install 'torch>=2.11'"
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("torch", "missing", str(error), install)
+        return
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < MIN_TORCH:
+        yield Finding("torch", "missing", f"{torch.__version__} is too old", install)
+        return
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    yield Finding("torch", "ok", f"{torch.__version__}, {cuda}")
+    if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+        yield Finding("gloo", "ok", "process groups over TCP")
+    else:
+        yield Finding("gloo", "missing", "this torch has no Gloo", f"install another build: {install}")
+
+
+def check_numba() -> Iterator[Finding]:
+    try:
+        import numba
+    except ImportError as error:
+        yield Finding("numba", "missing", str(error), "pip install numba")
+        return
+    yield Finding("numba", "ok", f"{numba.__version__}, {numba.get_num_threads()} threads")
+
+
+def check_triton() -> Iterator[Finding]:
+    version = _installed("triton")
+    if version:
+        yield Finding("triton", "ok", version)
+    else:
+        yield Finding("triton", "note", "not installed; GPUs need it", "pip install 'anyep[cuda]'")
+
+
+def check_gpus() -> Iterator[Finding]:
+    listing = _output_of(
+        "nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"
+    )
+    gpus = [line.strip() for line in (listing or "").splitlines() if line.strip()]
+    if not gpus:
+        yield Finding("gpu", "note", "none found", "everything runs on the CPU: pass device='cpu' to Buffer")
+        return
+    for gpu in gpus:
+        yield Finding("gpu", "ok", gpu)
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("gpu in torch", "missing", "torch sees no GPU", "install a CUDA build of torch")
+    if len(gpus) > 1:
+        yield from _check_links()
+    else:
+        yield Finding(
+            "gpu links", "note", "one GPU: ranks share it", "start MPS so that they run at the same time"
+        )
+
+
+def _check_links() -> Iterator[Finding]:
+    import torch
+
+    count = torch.cuda.device_count()
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    links = _output_of("nvidia-smi", "nvlink", "--status") or ""
+    fabric = "NVLink" if "GB/s" in links else "PCIe"
+    if apart:
+        yield Finding(
+            "gpu links",
+            "note",
+            f"{fabric}; GPUs {apart[0][0]} and {apart[0][1]} cannot reach each other's memory",
+            "treat them as different nodes: pass ranks_per_node to Buffer",
+        )
+    else:
+        yield Finding("gpu links", "ok", f"{fabric}; every GPU reaches every other's memory")
+
+
+def check_mps() -> Iterator[Finding]:
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        yield Finding(
+            "mps",
+            "note",
+            "not installed",
+            "needed only where several ranks share a GPU; comes with the driver",
+        )
+        return
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    if (folder / "control").exists():
+        yield Finding("mps", "ok", f"a daemon listens in {folder}")
+    else:
+        yield Finding(
+            "mps",
+            "note",
+            "installed, not running; ranks that share a GPU would take turns of milliseconds",
+            "nvidia-cuda-mps-control -d",
+        )
+
+
+def check_symmetric_memory() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        yield Finding("symmetric memory", "missing", "this torch has none", "pip install 'torch>=2.11'")
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("symmetric memory", "note", "in torch", "nothing to do: it serves GPUs only")
+    else:
+        yield Finding("symmetric memory", "ok", "GPU heaps can be shared between ranks")
+
+
+def check_nvshmem() -> Iterator[Finding]:
+    for package in ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"):
+        version = _installed(package)
+        if version:
+            yield Finding("nvshmem", "ok", f"{package} {version}")
+            return
+    yield Finding("nvshmem", "note", "not installed", "nothing to do: AnyEP does not need it")
+
+
+def check_nixl() -> Iterator[Finding]:
+    for package in ("nixl-cu12", "nixl-cu13", "nixl"):
+        version = _installed(package)
+        if version:
+            yield Finding("nixl", "ok", f"{package} {version}")
+            return
+    yield Finding("nixl", "note", "not installed; needed between hosts only", "pip install 'anyep[network]'")
+
+
+CHECKS: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (
+    ("python", check_python),
+    ("cores", check_cores),
+    ("memory", check_memory),
+    ("/dev/shm", check_shared_memory),
+    ("memfd", check_memfd),
+    ("pidfd", check_pidfd),
+    ("torch", check_torch),
+    ("numba", check_numba),
+    ("triton", check_triton),
+    ("gpu", check_gpus),
+    ("mps", check_mps),
+    ("symmetric memory", check_symmetric_memory),
+    ("nvshmem", check_nvshmem),
+    ("nixl", check_nixl),
+)
+
+
+def _meminfo_bytes(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, amount = line.partition(":")
+        if name == field:
+            return int(amount.split()[0]) * 1024
+    raise LookupError(f"/proc/meminfo has no {field}")
+
+
+def _cgroup_limit_bytes() -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output_of(*command: str) -> str | None:
+    """What a command printed, or None where it is not there, fails or hangs."""
+    try:
+        finished = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return finished.stdout
+
+
+def _print_report(findings: list[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from anyep.cli.console import console_for_results
+
+    styles: dict[State, str] = {"ok": "green", "missing": "bold red", "note": "yellow"}
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for finding in findings:
+        detail = Text(finding.detail)
+        if finding.next_step:
+            detail.append(f"\n-> {finding.next_step}", style="cyan")
+        table.add_row(Text(finding.state, style=styles[finding.state]), finding.name, detail)
+    console = console_for_results()
+    console.print(table)
+    missing = [finding.name for finding in findings if finding.state == "missing"]
+    if missing:
+        console.print(f"AnyEP needs what is missing here: {', '.join(missing)}")
+    else:
+        console.print("AnyEP can run on this machine")

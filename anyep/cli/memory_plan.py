@@ -1,0 +1,186 @@
+"""What a workload needs of a rank's memory: the arithmetic behind `anyep plan`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Final
+
+from anyep.errors import InvalidCall, whole_number
+from anyep.layout import ControlRegion
+from anyep.sizes import (
+    CHANNELS_PER_SCALE,
+    Config,
+    LowLatencySizes,
+    TokenLayout,
+    get_combine_config,
+    get_dispatch_config,
+    num_nodes,
+    nvl_hint_parts,
+    rdma_hint_parts,
+)
+
+ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the ranks are going to do; the number of ranks aside."""
+
+    hidden: int
+    dtype: str
+    num_tokens: int
+    num_topk: int
+    num_experts: int
+    num_sms: int
+    ranks_per_node: int
+    low_latency_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ELEMENT_BYTES:
+            raise InvalidCall(f"dtype is {self.dtype!r}: choose one of {', '.join(ELEMENT_BYTES)}")
+        whole_number("hidden", self.hidden, minimum=1)
+        whole_number("tokens", self.num_tokens, minimum=0)
+        whole_number("experts", self.num_experts, minimum=1)
+        if self.num_topk > self.num_experts:
+            raise InvalidCall(f"top-k is {self.num_topk}, but there are only {self.num_experts} experts")
+
+    @property
+    def hint_hidden_bytes(self) -> int:
+        """A row as the size hints count it: 1-byte data may come back from the experts as 2-byte data."""
+        return self.hidden * max(ELEMENT_BYTES[self.dtype], 2)
+
+    @property
+    def token(self) -> TokenLayout:
+        num_scales = -(-self.hidden // CHANNELS_PER_SCALE) if self.dtype == "fp8" else 0
+        return TokenLayout(self.hidden * ELEMENT_BYTES[self.dtype], num_scales, self.num_topk)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one of `num_ranks` ranks needs for a workload."""
+
+    workload: Workload
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        whole_number("ranks", self.num_ranks, minimum=1)
+
+    @cached_property
+    def dispatch_config(self) -> Config:
+        return get_dispatch_config(self.num_ranks, self.workload.num_sms)
+
+    @cached_property
+    def combine_config(self) -> Config:
+        return get_combine_config(self.num_ranks, self.workload.num_sms)
+
+    @property
+    def num_nodes(self) -> int:
+        return num_nodes(self.num_ranks, self.workload.ranks_per_node)
+
+    @cached_property
+    def nvl_parts(self) -> dict[str, int]:
+        return self._larger_hint(nvl_hint_parts)
+
+    @cached_property
+    def rdma_parts(self) -> dict[str, int]:
+        return self._larger_hint(rdma_hint_parts)
+
+    @cached_property
+    def low_latency(self) -> LowLatencySizes | None:
+        if self.workload.low_latency_tokens is None:
+            return None
+        return LowLatencySizes(
+            self.workload.low_latency_tokens, self.workload.hidden, self.workload.num_experts
+        )
+
+    @property
+    def nvl_bytes(self) -> int:
+        return sum(self.nvl_parts.values())
+
+    @property
+    def rdma_bytes(self) -> int:
+        return sum(self.rdma_parts.values())
+
+    @property
+    def low_latency_bytes(self) -> int | None:
+        return self.low_latency.total_bytes if self.low_latency else None
+
+    @cached_property
+    def control_parts(self) -> dict[str, int]:
+        """The control region by kind; it comes on top of the hints."""
+        control = ControlRegion(self.num_ranks, self.workload.ranks_per_node)
+        parts: dict[str, int] = {}
+        for region in control.regions():
+            kind = region.kind.replace(" ", "_").replace("-", "_")
+            parts[kind] = parts.get(kind, 0) + region.num_bytes
+        return parts | {"padding": control.num_bytes - sum(parts.values())}
+
+    @property
+    def total_bytes(self) -> int:
+        """The rank's heap: rings between nodes and low-latency slots share their bytes."""
+        return (
+            sum(self.control_parts.values())
+            + self.nvl_bytes
+            + max(self.rdma_bytes, self.low_latency_bytes or 0)
+        )
+
+    @property
+    def expected_rows(self) -> int:
+        """Rows that a rank receives in one dispatch if every token draws its experts uniformly."""
+        experts_elsewhere = self.workload.num_experts - self.workload.num_experts // self.num_ranks
+        experts, topk = self.workload.num_experts, self.workload.num_topk
+        missed = Fraction(math.comb(experts_elsewhere, topk), math.comb(experts, topk))
+        return round(self.num_ranks * self.workload.num_tokens * (1 - missed))
+
+    @property
+    def expected_window_bytes(self) -> int:
+        return self.expected_rows * self.workload.token.token_bytes
+
+    def notes(self) -> list[str]:
+        """What is sound to plan for, but would be refused when it runs."""
+        notes = []
+        if self.num_ranks > self.workload.ranks_per_node and self.num_ranks % self.workload.ranks_per_node:
+            notes.append(
+                f"{self.num_ranks} ranks do not fill nodes of {self.workload.ranks_per_node} evenly:"
+                f" a Buffer needs --ranks-per-node to divide --ranks"
+            )
+        if self.workload.num_experts % self.num_ranks:
+            multiple = -(-self.workload.num_experts // self.num_ranks) * self.num_ranks
+            notes.append(
+                f"{self.workload.num_experts} experts do not divide over {self.num_ranks} ranks:"
+                f" a dispatch needs a multiple, such as --experts {multiple}"
+            )
+        return notes
+
+    def record(self) -> dict[str, Any]:
+        """The plan for programs."""
+        return {
+            "ranks": self.num_ranks,
+            "config": {"dispatch": asdict(self.dispatch_config), "combine": asdict(self.combine_config)},
+            "nvl_bytes": self.nvl_bytes,
+            "rdma_bytes": self.rdma_bytes,
+            "low_latency_bytes": self.low_latency_bytes,
+            "token_bytes": self.workload.token.token_bytes,
+            "parts": {
+                "nvl": self.nvl_parts,
+                "rdma": self.rdma_parts,
+                "low_latency": self.low_latency.parts() if self.low_latency else None,
+                "token": self.workload.token.parts(),
+                "control": self.control_parts,
+            },
+        }
+
+    def _larger_hint(self, hint_parts: Any) -> dict[str, int]:
+        candidates = [
+            hint_parts(
+                config,
+                self.workload.hint_hidden_bytes,
+                self.num_ranks,
+                ranks_per_node=self.workload.ranks_per_node,
+            )
+            for config in (self.dispatch_config, self.combine_config)
+        ]
+        return max(candidates, key=lambda parts: sum(parts.values()))

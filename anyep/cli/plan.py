@@ -1,0 +1,179 @@
+"""`anyep plan`: how much memory a cluster's ranks need, where it goes, and a picture of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anyep.cli.memory_plan import ELEMENT_BYTES, MemoryPlan, Workload
+from anyep.cli.units import format_bytes, parse_bytes
+from anyep.errors import InvalidCall
+from anyep.sizes import NUM_DEFAULT_SMS, NUM_MAX_NVL_PEERS, Config
+
+MAP_ENDINGS = (".svg", ".png")
+
+
+def plan(
+    ranks: Annotated[str, typer.Option(help="Number of ranks; several as 8,16,32.")] = "8",
+    hidden: Annotated[int, typer.Option(help="Hidden size: values per token.")] = 7168,
+    dtype: Annotated[str, typer.Option(help=f"What travels: {', '.join(ELEMENT_BYTES)}.")] = "bf16",
+    tokens: Annotated[int, typer.Option(help="Tokens per rank in one dispatch.")] = 4096,
+    topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    experts: Annotated[int, typer.Option(help="Experts of all ranks together.")] = 256,
+    num_sms: Annotated[
+        int, typer.Option(help="SMs for communication; two make a channel.")
+    ] = NUM_DEFAULT_SMS,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share memory.")] = NUM_MAX_NVL_PEERS,
+    low_latency_tokens: Annotated[
+        int | None, typer.Option(help="Also plan low-latency mode, for at most this many tokens per rank.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of a rank, like 80GiB: say whether the plan fits.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: an object, or a list of them.")
+    ] = False,
+    map_file: Annotated[
+        Path | None, typer.Option("--map", help="Draw one rank's memory to this .svg or .png file.")
+    ] = None,
+) -> None:
+    """Show how much memory each rank needs and where it goes."""
+    workload = Workload(hidden, dtype, tokens, topk, experts, num_sms, ranks_per_node, low_latency_tokens)
+    plans = [MemoryPlan(workload, count) for count in _parse_ranks(ranks)]
+    records = [plan.record() for plan in plans]
+    memory_bytes = parse_bytes(memory) if memory is not None else None
+    if memory_bytes is not None:
+        for plan_, record in zip(plans, records, strict=True):
+            record["fits"] = plan_.total_bytes <= memory_bytes
+    if map_file is not None:
+        _draw(plans, map_file)
+    for note in dict.fromkeys(note for plan_ in plans for note in plan_.notes()):
+        print(f"note: {note}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
+    elif len(plans) == 1:
+        _print_one(plans[0], memory_bytes)
+    else:
+        _print_rows(plans, memory_bytes)
+
+
+def _parse_ranks(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidCall(f"ranks is {text!r}: write a number, or several like 8,16,32") from None
+
+
+def _draw(plans: list[MemoryPlan], map_file: Path) -> None:
+    if map_file.suffix.lower() not in MAP_ENDINGS:
+        raise InvalidCall(f"a map cannot be written to {str(map_file)!r}: its name must end in .svg or .png")
+    if len(plans) > 1:
+        raise InvalidCall("a map shows one cluster: give --ranks a single number with --map")
+    if not map_file.parent.is_dir():
+        raise InvalidCall(f"there is no folder {str(map_file.parent)!r} to write the map to: create it first")
+    from anyep.cli.memory_map import draw_memory_map
+
+    try:
+        draw_memory_map(plans[0], map_file)
+    except OSError as error:
+        raise InvalidCall(f"the map {str(map_file)!r} cannot be written: {error.strerror}") from error
+    print(f"wrote {map_file}", file=sys.stderr)
+
+
+def _config_text(config: Config) -> str:
+    return (
+        f"{config.num_channels} channels; within a node chunks of {config.num_max_nvl_chunked_send_tokens}"
+        f" in rings of {config.num_max_nvl_chunked_recv_tokens} rows;"
+        f" between nodes {config.num_max_rdma_chunked_send_tokens}"
+        f" in {config.num_max_rdma_chunked_recv_tokens}"
+    )
+
+
+def _fits_text(plan: MemoryPlan, memory_bytes: int) -> str:
+    if plan.total_bytes <= memory_bytes:
+        return f"fits, {format_bytes(memory_bytes - plan.total_bytes)} left"
+    return f"{format_bytes(plan.total_bytes - memory_bytes)} too much"
+
+
+def _print_one(plan: MemoryPlan, memory_bytes: int | None) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from anyep.cli.console import console_for_results
+
+    workload = plan.workload
+    console = console_for_results()
+    nodes = "one node" if plan.num_nodes == 1 else f"{plan.num_nodes} nodes of {workload.ranks_per_node}"
+    console.print(
+        f"[bold]{plan.num_ranks} ranks[/bold] on {nodes}; {workload.num_tokens} tokens per rank, hidden"
+        f" {workload.hidden} {workload.dtype}, top-{workload.num_topk} of {workload.num_experts} experts"
+    )
+    console.print(f"  dispatch  {_config_text(plan.dispatch_config)}")
+    console.print(f"  combine   {_config_text(plan.combine_config)}")
+    table = Table(box=box.SIMPLE_HEAD, title="memory of one rank", title_justify="left")
+    table.add_column("part")
+    table.add_column("bytes", justify="right")
+    table.add_column("", justify="right")
+    low_latency_parts = plan.low_latency.parts() if plan.low_latency else {}
+    for name, parts, why_none in (
+        ("control region", plan.control_parts, ""),
+        ("NVL rings (num_nvl_bytes)", plan.nvl_parts, ""),
+        ("RDMA rings (num_rdma_bytes)", plan.rdma_parts, "one node needs none"),
+        ("low-latency slots (num_rdma_bytes)", low_latency_parts, "ask with --low-latency-tokens"),
+    ):
+        total = sum(parts.values())
+        table.add_row(f"[bold]{name}[/bold]", f"{total:,}", format_bytes(total) if total else why_none)
+        for part, size in parts.items():
+            if size:
+                table.add_row(f"  {_words(part)}", f"{size:,}", format_bytes(size), style="dim")
+    table.add_section()
+    shared = " (rings and slots share num_rdma_bytes)" if low_latency_parts and plan.rdma_bytes else ""
+    table.add_row(f"[bold]heap[/bold]{shared}", f"{plan.total_bytes:,}", format_bytes(plan.total_bytes))
+    console.print(table)
+    token = ", ".join(f"{_words(name)} {size:,}" for name, size in workload.token.parts().items() if size)
+    console.print(f"one token on the wire: {workload.token.token_bytes:,} bytes = {token}")
+    console.print(
+        f"one dispatch with uniform routing brings about {plan.expected_rows:,} rows to a rank"
+        f" ({format_bytes(plan.expected_window_bytes)}): a window of that size takes them straight,"
+        f" smaller memory sends them through the rings"
+    )
+    if memory_bytes is not None:
+        console.print(f"in {format_bytes(memory_bytes)} of memory: {_fits_text(plan, memory_bytes)}")
+
+
+def _print_rows(plans: list[MemoryPlan], memory_bytes: int | None) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from anyep.cli.console import console_for_results
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("ranks", "nodes", "NVL", "RDMA", "low latency", "heap", "rows a call"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if memory_bytes is not None:
+        table.add_column(f"in {format_bytes(memory_bytes)}", no_wrap=True)
+    for plan in plans:
+        low_latency = format_bytes(plan.low_latency_bytes) if plan.low_latency_bytes is not None else "-"
+        cells = [
+            str(plan.num_ranks),
+            str(plan.num_nodes),
+            format_bytes(plan.nvl_bytes),
+            format_bytes(plan.rdma_bytes),
+            low_latency,
+            format_bytes(plan.total_bytes),
+            f"{plan.expected_rows:,}",
+        ]
+        if memory_bytes is not None:
+            cells.append(_fits_text(plan, memory_bytes))
+        table.add_row(*cells)
+    console = console_for_results()
+    console.print(table)
+    console.print(f"one token on the wire: {plans[0].workload.token.token_bytes:,} bytes")
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ").replace("topk", "top-k")

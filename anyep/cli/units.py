@@ -1,0 +1,50 @@
+"""Bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from anyep.errors import InvalidCall
+
+_FACTORS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "K": 2**10,
+    "KIB": 2**10,
+    "M": 2**20,
+    "MIB": 2**20,
+    "G": 2**30,
+    "GIB": 2**30,
+    "T": 2**40,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "80GiB", "24 GB", "1.5G" or a plain number.
+
+    >>> parse_bytes("80GiB"), parse_bytes("1.5 kb"), parse_bytes("4096")
+    (85899345920, 1500, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    factor = _FACTORS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise InvalidCall(f"{text!r} is no amount of memory: write it like 80GiB, 24GB or 4096")
+    return int(float(match[1]) * factor)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Bytes in the largest unit that leaves a number of at least 1.
+
+    >>> format_bytes(335709824), format_bytes(1024), format_bytes(1023)
+    ('320.2 MiB', '1.0 KiB', '1023 B')
+    """
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,56 @@
+"""The exceptions of AnyEP, and the checks that raise the simplest of them.
+
+Every exception is an `AnyEPError` with one sentence that says what is wrong and what to do. All of them
+can be pickled, so that a launcher can carry them from a rank to its parent.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
+
+
+class AnyEPError(Exception):
+    """The base of every exception that AnyEP raises on purpose."""
+
+
+class InvalidCall(AnyEPError, ValueError):
+    """An argument is wrong; nothing was sent."""
+
+
+class Disagreement(AnyEPError):
+    """The ranks called different functions, or the same function with different things."""
+
+
+class PeerLost(AnyEPError):
+    """Another rank failed, died, or is out of reach."""
+
+
+class WaitTimeout(AnyEPError, TimeoutError):
+    """A wait passed its deadline."""
+
+
+class BufferBroken(AnyEPError):
+    """The Buffer was used after it failed or was destroyed."""
+
+
+class NotSupported(AnyEPError):
+    """This machine, or this installation, cannot do what was asked."""
+
+
+def whole_number(name: str, value: SupportsIndex, minimum: int) -> int:
+    """`value` as an int of at least `minimum`, or an `InvalidCall` that names it.
+
+    >>> whole_number("ranks", 8, minimum=1)
+    8
+    >>> whole_number("ranks", 0, minimum=1)
+    Traceback (most recent call last):
+    anyep.errors.InvalidCall: ranks is 0: it must be at least 1
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidCall(f"{name} is {value!r}: it must be a whole number") from None
+    if number < minimum:
+        raise InvalidCall(f"{name} is {number}: it must be at least {minimum}")
+    return number

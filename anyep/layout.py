@@ -1,0 +1,311 @@
+"""Where everything lies in a rank's heap: the one source of truth for offsets.
+
+A heap is cut into areas, an area into regions:
+
+    control region | NVL rings | RDMA rings (received, to send)     normal mode
+    control region | ............ low-latency slots (set 0, 1)      low-latency mode
+
+The control region holds every live flag, counter, letter and status word; its offsets depend on the number
+of ranks and on fixed maxima alone, so that calls with different configs agree on them. The other areas
+hold rows. They follow the classic layout to the byte, but their head, tail, prefix and signal fields stay
+reserved: the live ones are 64-bit and sit in the control region, where no row of a later call can fall.
+
+The kernels take their offsets from here, the planner draws it, the size tests sum it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from anyep.errors import InvalidCall, whole_number
+from anyep.sizes import (
+    NUM_BUFFER_ALIGNMENT_BYTES,
+    NUM_MAX_LOCAL_EXPERTS,
+    RDMA_META_BYTES,
+    ROW_ALIGNMENT_BYTES,
+    Config,
+    LowLatencySizes,
+    TokenLayout,
+    align,
+    num_nodes,
+    num_ranks_of_a_node,
+)
+
+NUM_MAX_CHANNELS: Final = 128
+NUM_MAILBOXES: Final = 2
+NUM_SLOT_SETS: Final = 2
+STATUS_BYTES: Final = 4096
+LETTER_HEADER_BYTES: Final = 256
+COUNTER_BYTES: Final = 8
+"""Every live flag, head, tail, prefix and signal is 64-bit and only grows."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named piece of a heap. `peer` is a rank in NVL rings and mailboxes, a node in RDMA rings."""
+
+    area: str
+    kind: str
+    offset: int
+    num_bytes: int
+    channel: int | None = None
+    peer: int | None = None
+    slot_set: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.num_bytes
+
+
+@dataclass(frozen=True)
+class RingArea:
+    """A ring per (channel, peer): first all rows, channel by channel, then the reserved control fields.
+
+    With 2 channels, 2 peers, 3 rows of 32 bytes and control fields of 4 + 4 bytes, starting at 0: rows of
+    (0,0) at 0, (0,1) at 96, (1,0) at 192, (1,1) at 288; fields from 384 on, 8 bytes per ring; 416 in all.
+    """
+
+    name: str
+    start: int
+    num_channels: int
+    num_peers: int
+    num_rows: int
+    token_bytes: int
+    control_fields: tuple[tuple[str, int], ...]
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.num_rows * self.token_bytes
+
+    @property
+    def control_bytes(self) -> int:
+        """Reserved per ring."""
+        return sum(num_bytes for _, num_bytes in self.control_fields)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_channels * self.num_peers * (self.ring_bytes + self.control_bytes)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_bytes
+
+    def rows_offset(self, channel: int, peer: int) -> int:
+        return self.start + self._ring_index(channel, peer) * self.ring_bytes
+
+    def control_offset(self, channel: int, peer: int) -> int:
+        rows_end = self.start + self.num_channels * self.num_peers * self.ring_bytes
+        return rows_end + self._ring_index(channel, peer) * self.control_bytes
+
+    def regions(self) -> Iterator[Region]:
+        rings = [(channel, peer) for channel in range(self.num_channels) for peer in range(self.num_peers)]
+        for channel, peer in rings:
+            yield Region(self.name, "data", self.rows_offset(channel, peer), self.ring_bytes, channel, peer)
+        for channel, peer in rings:
+            offset = self.control_offset(channel, peer)
+            for kind, num_bytes in self.control_fields:
+                yield Region(self.name, kind, offset, num_bytes, channel, peer)
+                offset += num_bytes
+
+    def _ring_index(self, channel: int, peer: int) -> int:
+        return channel * self.num_peers + peer
+
+
+def nvl_rings(
+    start: int, num_channels: int, num_peers: int, nodes: int, num_rows: int, token_bytes: int
+) -> RingArea:
+    """The rings within a node: a ring per (channel, rank of the node)."""
+    fields = (("prefix start", 4 * nodes), ("prefix end", 4 * nodes), ("head", 4), ("tail", 4))
+    return RingArea("nvl", start, num_channels, num_peers, num_rows, token_bytes, fields)
+
+
+def rdma_rings(
+    name: str, start: int, num_channels: int, nodes: int, num_rows: int, token_bytes: int
+) -> RingArea:
+    """The rings between nodes: a ring per (channel, node)."""
+    fields = (("meta", RDMA_META_BYTES), ("head", 8), ("tail", 8))
+    return RingArea(name, start, num_channels, nodes, num_rows, token_bytes, fields)
+
+
+@dataclass(frozen=True)
+class LowLatencySlots:
+    """Fixed places for messages, in two sets that alternate: send 0, send 1, receive 0, receive 1, signals.
+
+    A receive set has a slot per (local expert, source rank, token). With 2 local experts, 2 ranks and at most
+    4 tokens, the message of (expert 1, source 0, token 3) is slot (1*2 + 0)*4 + 3 = 11 of its set.
+    """
+
+    start: int
+    sizes: LowLatencySizes
+    num_ranks: int
+
+    def __post_init__(self) -> None:
+        if self.sizes.num_experts % self.num_ranks:
+            raise InvalidCall(
+                f"{self.sizes.num_experts} experts do not divide over {self.num_ranks} ranks:"
+                f" every rank holds the same number of experts"
+            )
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.sizes.num_experts // self.num_ranks
+
+    @property
+    def message_bytes(self) -> int:
+        return max(self.sizes.dispatch_message_bytes, self.sizes.combine_message_bytes)
+
+    def send_offset(self, slot_set: int) -> int:
+        return self.start + slot_set * self.sizes.send_bytes
+
+    def recv_offset(self, slot_set: int) -> int:
+        return self.send_offset(NUM_SLOT_SETS) + slot_set * self.sizes.recv_bytes
+
+    def signal_offset(self, slot_set: int) -> int:
+        return self.recv_offset(NUM_SLOT_SETS) + slot_set * align(
+            self.sizes.signal_bytes, ROW_ALIGNMENT_BYTES
+        )
+
+    @property
+    def end(self) -> int:
+        return self.signal_offset(NUM_SLOT_SETS - 1) + self.sizes.signal_bytes
+
+    def slot_offset(self, slot_set: int, local_expert: int, source: int, token: int) -> int:
+        slot = (local_expert * self.num_ranks + source) * self.sizes.num_max_tokens + token
+        return self.recv_offset(slot_set) + slot * self.message_bytes
+
+    def regions(self) -> Iterator[Region]:
+        offsets_and_sizes = (
+            ("send", self.send_offset, self.sizes.send_bytes),
+            ("receive", self.recv_offset, self.sizes.recv_bytes),
+            ("signal", self.signal_offset, self.sizes.signal_bytes),
+        )
+        for kind, offset_of, num_bytes in offsets_and_sizes:
+            for slot_set in range(NUM_SLOT_SETS):
+                yield Region("low latency", kind, offset_of(slot_set), num_bytes, slot_set=slot_set)
+
+
+@dataclass(frozen=True)
+class ControlRegion:
+    """The flags, counters, letters and status words of one rank; it starts the heap.
+
+    A rank polls its own control region and writes into those of its peers, so each block is cut by writer:
+    what one peer writes shares no 128-byte line with what another one does.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        whole_number("num_ranks", self.num_ranks, minimum=1)
+        whole_number("ranks_per_node", self.ranks_per_node, minimum=1)
+
+    @property
+    def count_row_bytes(self) -> int:
+        """A rank's row of the count matrix, in a letter."""
+        return align(4 * self.num_ranks, COUNTER_BYTES)
+
+    @property
+    def letter_bytes(self) -> int:
+        """Header, the sender's row of the count matrix, its counts for this rank's experts."""
+        return align(LETTER_HEADER_BYTES + self.count_row_bytes + 4 * NUM_MAX_LOCAL_EXPERTS, 128)
+
+    def regions(self) -> Iterator[Region]:
+        nodes = num_nodes(self.num_ranks, self.ranks_per_node)
+        node_ranks = num_ranks_of_a_node(self.num_ranks, self.ranks_per_node)
+        per_channel = NUM_MAX_CHANNELS * COUNTER_BYTES
+        # (kind, bytes that one peer writes, number of peers, number of alternating sets)
+        blocks = (
+            ("status", STATUS_BYTES, 1, 1),
+            ("mailbox", self.letter_bytes, self.num_ranks, NUM_MAILBOXES),
+            ("window arrival", COUNTER_BYTES, node_ranks, 1),
+            ("window pulled", COUNTER_BYTES, node_ranks, 1),
+            ("ring tail", per_channel, node_ranks, 1),
+            ("ring head", per_channel, node_ranks, 1),
+            ("ring prefix", per_channel * 2 * nodes, node_ranks, 1),
+            ("network tail", per_channel, nodes, 1),
+            ("network head", per_channel, nodes, 1),
+            ("network meta", NUM_MAX_CHANNELS * 2 * RDMA_META_BYTES, nodes, 1),
+            ("low-latency count", NUM_MAX_LOCAL_EXPERTS * COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
+            ("low-latency packed", COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
+            ("mask", COUNTER_BYTES, self.num_ranks, 1),
+        )
+        offset = 0
+        for kind, num_bytes, num_peers, num_sets in blocks:
+            for slot_set in range(num_sets):
+                for peer in range(num_peers):
+                    yield Region("control", kind, offset, num_bytes, peer=peer, slot_set=slot_set)
+                    offset += align(num_bytes, NUM_BUFFER_ALIGNMENT_BYTES)
+
+    @property
+    def num_bytes(self) -> int:
+        *_, last = self.regions()
+        return align(last.end, NUM_BUFFER_ALIGNMENT_BYTES)
+
+
+@dataclass(frozen=True)
+class NormalHeap:
+    """A rank's heap in normal mode. Rows from other nodes have one area, rows for other nodes a second."""
+
+    control: ControlRegion
+    nvl: RingArea
+    rdma: tuple[RingArea, ...]
+
+    def regions(self) -> Iterator[Region]:
+        yield from self.control.regions()
+        yield from self.nvl.regions()
+        for area in self.rdma:
+            yield from area.regions()
+
+    @property
+    def end(self) -> int:
+        return self.rdma[-1].end if self.rdma else self.nvl.end
+
+
+def normal_heap(config: Config, num_ranks: int, ranks_per_node: int, token: TokenLayout) -> NormalHeap:
+    """What a dispatch or combine with this config and these tokens lays out."""
+    control = ControlRegion(num_ranks, ranks_per_node)
+    nodes = num_nodes(num_ranks, ranks_per_node)
+    nvl = nvl_rings(
+        control.num_bytes,
+        config.num_channels,
+        num_ranks_of_a_node(num_ranks, ranks_per_node),
+        nodes,
+        config.num_max_nvl_chunked_recv_tokens,
+        token.token_bytes,
+    )
+    if nodes == 1:
+        return NormalHeap(control, nvl, ())
+    areas: list[RingArea] = []
+    start = align(nvl.end, NUM_BUFFER_ALIGNMENT_BYTES)
+    for name in ("rdma receive", "rdma send"):
+        area = rdma_rings(
+            name,
+            start,
+            config.num_channels,
+            nodes,
+            config.num_max_rdma_chunked_recv_tokens,
+            token.token_bytes,
+        )
+        areas.append(area)
+        start = align(area.end, NUM_BUFFER_ALIGNMENT_BYTES)
+    return NormalHeap(control, nvl, tuple(areas))
+
+
+@dataclass(frozen=True)
+class LowLatencyHeap:
+    """A rank's heap in low-latency mode."""
+
+    control: ControlRegion
+    slots: LowLatencySlots
+
+    def regions(self) -> Iterator[Region]:
+        yield from self.control.regions()
+        yield from self.slots.regions()
+
+
+def low_latency_heap(sizes: LowLatencySizes, num_ranks: int, ranks_per_node: int) -> LowLatencyHeap:
+    """What low-latency calls of these sizes lay out."""
+    control = ControlRegion(num_ranks, ranks_per_node)
+    return LowLatencyHeap(control, LowLatencySlots(control.num_bytes, sizes, num_ranks))

@@ -1,0 +1,114 @@
+"""What a user gets by importing the package."""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import anyep
+
+HEAVY = ("torch", "numba", "numpy", "triton", "matplotlib", "rich", "typer")
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_import_is_light_and_silent() -> None:
+    finished = python(f"import anyep, sys; sys.exit(any(name in sys.modules for name in {HEAVY}))")
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
+
+
+def test_plan_needs_neither_torch_nor_numba() -> None:
+    code = (
+        "import sys; sys.argv = ['anyep', 'plan']\n"
+        "from anyep.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules and 'numba' not in sys.modules\n"
+    )
+    finished = python(code)
+    assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_are_refused_with_advice(platform: str) -> None:
+    finished = python(f"import sys; sys.platform = {platform!r}\nimport anyep")
+    assert finished.returncode == 1
+    last_line = finished.stderr.splitlines()[-1]
+    assert last_line.startswith(f"ImportError: AnyEP runs on Linux only, and this is {platform!r}")
+    assert "WSL 2" in last_line
+
+
+def test_types_are_shipped() -> None:
+    assert importlib.resources.files("anyep").joinpath("py.typed").is_file()
+
+
+def test_names() -> None:
+    for name in anyep.__all__:
+        assert getattr(anyep, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "also"),
+    [
+        ("InvalidCall", ValueError),
+        ("Disagreement", anyep.AnyEPError),
+        ("PeerLost", anyep.AnyEPError),
+        ("WaitTimeout", TimeoutError),
+        ("BufferBroken", anyep.AnyEPError),
+        ("NotSupported", anyep.AnyEPError),
+    ],
+)
+def test_exceptions_travel(name: str, also: type[Exception]) -> None:
+    kind = getattr(anyep, name)
+    error = pickle.loads(pickle.dumps(kind("rank 3 did not answer")))
+    assert type(error) is kind
+    assert str(error) == "rank 3 did not answer"
+    assert isinstance(error, also)
+    assert isinstance(error, anyep.AnyEPError)
+
+
+# A module may import those of its own layer and of the layers before it.
+LAYERS = (
+    ("version", "errors"),
+    ("sizes",),
+    ("topology", "layout"),
+    ("backends", "network"),
+    ("modes",),
+    ("buffer",),
+    ("cli", "__main__"),
+)
+
+
+def layer_of(module: str) -> int:
+    name = module.split(".")[0]
+    return next(index for index, names in enumerate(LAYERS) if name in names)
+
+
+def test_nothing_reaches_upwards() -> None:
+    package = Path(anyep.__file__).parent
+    for path in package.rglob("*.py"):
+        module = ".".join(path.relative_to(package).with_suffix("").parts)
+        if module == "__init__":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("anyep."):
+                imported = (node.module or "").removeprefix("anyep.")
+                assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}"
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    readme = (Path(anyep.__file__).parent.parent / "README.md").read_text()
+    example = readme.split("```python\n")[1].split("```")[0]
+    finished = python(example)
+    assert finished.returncode == 0, finished.stderr
+    assert "num_nvl_bytes:  377673984" in finished.stdout
