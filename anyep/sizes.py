@@ -110,7 +110,7 @@ class Config:
 
 
 # Rows of (nvl_send, nvl_recv, rdma_send, rdma_recv) by number of ranks.
-_TUNED_DISPATCH: Final = {
+TUNED_DISPATCH: Final = {
     2: (16, 256, 6, 128),
     4: (16, 256, 6, 128),
     8: (6, 256, 6, 128),
@@ -122,7 +122,7 @@ _TUNED_DISPATCH: Final = {
     144: (32, 720, 12, 128),
     160: (28, 720, 12, 128),
 }
-_TUNED_COMBINE: Final = {
+TUNED_COMBINE: Final = {
     2: (6, 256, 6, 128),
     4: (6, 256, 6, 128),
     8: (6, 256, 6, 128),
@@ -138,12 +138,12 @@ _TUNED_COMBINE: Final = {
 
 def get_dispatch_config(num_ranks: int, num_sms: int = NUM_DEFAULT_SMS) -> Config:
     """The tuned config for dispatch between `num_ranks` ranks (any number of them)."""
-    return _tuned_config(_TUNED_DISPATCH, num_ranks, num_sms)
+    return _tuned_config(TUNED_DISPATCH, num_ranks, num_sms)
 
 
 def get_combine_config(num_ranks: int, num_sms: int = NUM_DEFAULT_SMS) -> Config:
     """The tuned config for combine between `num_ranks` ranks (any number of them)."""
-    return _tuned_config(_TUNED_COMBINE, num_ranks, num_sms)
+    return _tuned_config(TUNED_COMBINE, num_ranks, num_sms)
 
 
 def _tuned_config(table: dict[int, tuple[int, int, int, int]], num_ranks: int, num_sms: int) -> Config:

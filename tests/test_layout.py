@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyep import Config, InvalidCall
+from anyep import Config, InvalidCall, layout
 from anyep.layout import (
     ControlRegion,
     LowLatencySlots,
@@ -169,7 +169,8 @@ def test_control_region(num_ranks: int, per_node: int) -> None:
 
 
 def test_control_region_in_full() -> None:
-    """Two ranks on one node, block by block: (kind, bytes per peer, peers, sets)."""
+    assert (layout.LETTER_HEADER_BYTES, layout.NUM_MAX_CHANNELS, layout.STATUS_BYTES) == (256, 128, 4096)
+    # Two ranks on one node, block by block: (kind, bytes per peer, peers, sets).
     found: dict[str, list[tuple[int | None, int | None, int]]] = {}
     for region in ControlRegion(2, 2).regions():
         found.setdefault(region.kind, []).append((region.slot_set, region.peer, region.num_bytes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, fields
 
 import pytest
 from hypothesis import given
@@ -42,6 +42,8 @@ from tests.strategies import configs
         ("NUM_DEFAULT_SMS", 20),
         ("RDMA_META_BYTES", 72),
         ("LOW_LATENCY_HEADER_BYTES", 16),
+        ("CHANNELS_PER_SCALE", 128),
+        ("ROW_ALIGNMENT_BYTES", 16),
     ],
 )
 def test_constant(name: str, value: int) -> None:
@@ -71,6 +73,12 @@ def test_tuned_config(num_ranks: int) -> None:
     assert get_combine_config(num_ranks, 24) == Config(24, *combine)
 
 
+def test_tuned_tables_in_full() -> None:
+    # Rounding hides some changes from the configs themselves.
+    assert {count: rows[0] for count, rows in TUNED.items()} == sizes.TUNED_DISPATCH
+    assert {count: rows[1] for count, rows in TUNED.items()} == sizes.TUNED_COMBINE
+
+
 @given(st.integers(1, 10_000))
 def test_any_rank_count_takes_the_row_below_it(num_ranks: int) -> None:
     listed = 2
@@ -82,6 +90,7 @@ def test_any_rank_count_takes_the_row_below_it(num_ranks: int) -> None:
 
 
 def test_config_defaults_and_rounding() -> None:
+    assert [field.default for field in fields(Config)] == [20, 6, 256, 6, 256]
     config = Config()
     assert (config.num_sms, config.num_channels) == (20, 10)
     assert (config.num_max_nvl_chunked_send_tokens, config.num_max_nvl_chunked_recv_tokens) == (6, 256)
@@ -262,6 +271,7 @@ def test_sizes_refuse(call, sentence: str) -> None:
 
 
 def test_smallest_sizes_are_taken() -> None:
+    assert TokenLayout(16) == TokenLayout(16, num_scales=0, num_topk=0)
     assert TokenLayout(16).token_bytes == 32
     assert TokenLayout(16, 128, 128).token_bytes == align(16 + 8 + 512 + 512 + 512, 16)
     assert LowLatencySizes(1, 8, 1).dispatch_message_bytes == 32
