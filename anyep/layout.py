@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from anyep.errors import InvalidCall, whole_number
@@ -129,6 +130,46 @@ def rdma_rings(
     return RingArea(name, start, num_channels, nodes, num_rows, token_bytes, fields)
 
 
+def ring_rows_that_fit(area: RingArea, area_bytes: int) -> int:
+    """The rows per ring, at most those of `area`, for which an area like it fits in `area_bytes`.
+
+    >>> area = nvl_rings(0, num_channels=2, num_peers=2, nodes=1, num_rows=100, token_bytes=32)
+    >>> ring_rows_that_fit(area, 2 * 2 * (7 * 32 + 16)), ring_rows_that_fit(area, 10**6)
+    (7, 100)
+    """
+    bytes_per_ring = area_bytes // (area.num_channels * area.num_peers) - area.control_bytes
+    return min(area.num_rows, max(0, bytes_per_ring // area.token_bytes))
+
+
+@dataclass(frozen=True)
+class Window:
+    """The results of one dispatch side by side: x, source indices, top-k ids, top-k weights, scales.
+
+    >>> window = Window(num_rows=3, row_bytes=64, num_topk=2, num_scales=1)
+    >>> window.offsets(), window.num_bytes
+    ((0, 256, 384, 512, 640), 768)
+    """
+
+    num_rows: int
+    row_bytes: int
+    num_topk: int
+    num_scales: int
+
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each result."""
+        per_row = (self.row_bytes, 4, 8 * self.num_topk, 4 * self.num_topk, 4 * self.num_scales)
+        return tuple(self.num_rows * num_bytes for num_bytes in per_row)
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where each result begins."""
+        aligned = [align(size, NUM_BUFFER_ALIGNMENT_BYTES) for size in self.sizes()]
+        return tuple(sum(aligned[:index]) for index in range(len(aligned)))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(align(size, NUM_BUFFER_ALIGNMENT_BYTES) for size in self.sizes())
+
+
 @dataclass(frozen=True)
 class LowLatencySlots:
     """Fixed places for messages, in two sets that alternate: send 0, send 1, receive 0, receive 1, signals.
@@ -187,6 +228,33 @@ class LowLatencySlots:
 
 
 @dataclass(frozen=True)
+class ControlBlock:
+    """One kind of words in the control region: `num_bytes` for each peer that writes them, in each set.
+
+    >>> ControlBlock("mailbox", start=4096, num_bytes=200, num_peers=2, num_sets=2).offset(peer=1, slot_set=1)
+    4864
+    """
+
+    kind: str
+    start: int
+    num_bytes: int
+    num_peers: int
+    num_sets: int
+
+    @property
+    def stride(self) -> int:
+        """From one peer's words to the next one's."""
+        return align(self.num_bytes, NUM_BUFFER_ALIGNMENT_BYTES)
+
+    @property
+    def end(self) -> int:
+        return self.offset(0, self.num_sets)
+
+    def offset(self, peer: int, slot_set: int = 0) -> int:
+        return self.start + (slot_set * self.num_peers + peer) * self.stride
+
+
+@dataclass(frozen=True)
 class ControlRegion:
     """The flags, counters, letters and status words of one rank; it starts the heap.
 
@@ -202,21 +270,19 @@ class ControlRegion:
         whole_number("ranks_per_node", self.ranks_per_node, minimum=1)
 
     @property
-    def count_row_bytes(self) -> int:
-        """A rank's row of the count matrix, in a letter."""
-        return align(4 * self.num_ranks, COUNTER_BYTES)
-
-    @property
     def letter_bytes(self) -> int:
-        """Header, the sender's row of the count matrix, its counts for this rank's experts."""
-        return align(LETTER_HEADER_BYTES + self.count_row_bytes + 4 * NUM_MAX_LOCAL_EXPERTS, 128)
+        """Header, the sender's row of the count matrix, its rows by channel, its counts for local experts."""
+        counts = self.num_ranks + NUM_MAX_CHANNELS + NUM_MAX_LOCAL_EXPERTS
+        return align(LETTER_HEADER_BYTES + 4 * counts, NUM_BUFFER_ALIGNMENT_BYTES)
 
-    def regions(self) -> Iterator[Region]:
+    @cached_property
+    def blocks(self) -> tuple[ControlBlock, ...]:
+        """The kinds of words, in the order of the heap."""
         nodes = num_nodes(self.num_ranks, self.ranks_per_node)
         node_ranks = num_ranks_of_a_node(self.num_ranks, self.ranks_per_node)
         per_channel = NUM_MAX_CHANNELS * COUNTER_BYTES
         # (kind, bytes that one peer writes, number of peers, number of alternating sets)
-        blocks = (
+        kinds = (
             ("status", STATUS_BYTES, 1, 1),
             ("mailbox", self.letter_bytes, self.num_ranks, NUM_MAILBOXES),
             ("window arrival", COUNTER_BYTES, node_ranks, 1),
@@ -231,17 +297,26 @@ class ControlRegion:
             ("low-latency packed", COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
             ("mask", COUNTER_BYTES, self.num_ranks, 1),
         )
+        blocks = []
         offset = 0
-        for kind, num_bytes, num_peers, num_sets in blocks:
-            for slot_set in range(num_sets):
-                for peer in range(num_peers):
-                    yield Region("control", kind, offset, num_bytes, peer=peer, slot_set=slot_set)
-                    offset += align(num_bytes, NUM_BUFFER_ALIGNMENT_BYTES)
+        for kind, num_bytes, num_peers, num_sets in kinds:
+            blocks.append(ControlBlock(kind, offset, num_bytes, num_peers, num_sets))
+            offset = blocks[-1].end
+        return tuple(blocks)
 
-    @property
+    def block(self, kind: str) -> ControlBlock:
+        return next(block for block in self.blocks if block.kind == kind)
+
+    def regions(self) -> Iterator[Region]:
+        for block in self.blocks:
+            for slot_set in range(block.num_sets):
+                for peer in range(block.num_peers):
+                    offset = block.offset(peer, slot_set)
+                    yield Region("control", block.kind, offset, block.num_bytes, peer=peer, slot_set=slot_set)
+
+    @cached_property
     def num_bytes(self) -> int:
-        *_, last = self.regions()
-        return align(last.end, NUM_BUFFER_ALIGNMENT_BYTES)
+        return self.blocks[-1].end
 
 
 @dataclass(frozen=True)

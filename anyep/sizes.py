@@ -11,6 +11,7 @@ and passes the result to `Buffer`. What one call really lays out is in `layout.p
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Final
 
 from anyep.errors import InvalidCall, whole_number
@@ -138,16 +139,17 @@ TUNED_COMBINE: Final = {
 
 def get_dispatch_config(num_ranks: int, num_sms: int = NUM_DEFAULT_SMS) -> Config:
     """The tuned config for dispatch between `num_ranks` ranks (any number of them)."""
-    return _tuned_config(TUNED_DISPATCH, num_ranks, num_sms)
+    return _tuned("dispatch", whole_number("num_ranks", num_ranks, minimum=1), num_sms)
 
 
 def get_combine_config(num_ranks: int, num_sms: int = NUM_DEFAULT_SMS) -> Config:
     """The tuned config for combine between `num_ranks` ranks (any number of them)."""
-    return _tuned_config(TUNED_COMBINE, num_ranks, num_sms)
+    return _tuned("combine", whole_number("num_ranks", num_ranks, minimum=1), num_sms)
 
 
-def _tuned_config(table: dict[int, tuple[int, int, int, int]], num_ranks: int, num_sms: int) -> Config:
-    num_ranks = whole_number("num_ranks", num_ranks, minimum=1)
+@cache
+def _tuned(table_name: str, num_ranks: int, num_sms: int) -> Config:
+    table = {"dispatch": TUNED_DISPATCH, "combine": TUNED_COMBINE}[table_name]
     listed = max((count for count in table if count <= num_ranks), default=min(table))
     return Config(num_sms, *table[listed])
 

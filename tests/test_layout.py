@@ -163,9 +163,12 @@ def test_control_region(num_ranks: int, per_node: int) -> None:
     assert [(letter.slot_set, letter.peer) for letter in letters] == [
         (box, rank) for box in (0, 1) for rank in range(num_ranks)
     ]
-    # A letter holds its header, a row of the count matrix and the counts of every local expert.
+    # A letter holds its header, a row of the count matrix, the channels' and every local expert's counts.
     assert control.letter_bytes % 128 == 0
-    assert 256 + 4 * num_ranks + 4 * 1024 <= control.letter_bytes < 256 + 4 * num_ranks + 4 * 1024 + 128 + 8
+    used_bytes = 256 + 4 * num_ranks + 4 * 128 + 4 * 1024
+    assert used_bytes <= control.letter_bytes < used_bytes + 128
+    for block in control.blocks:
+        assert control.block(block.kind) == block
 
 
 def test_control_region_in_full() -> None:
@@ -176,7 +179,7 @@ def test_control_region_in_full() -> None:
         found.setdefault(region.kind, []).append((region.slot_set, region.peer, region.num_bytes))
     expected = {
         "status": (4096, 1, 1),
-        "mailbox": (4480, 2, 2),
+        "mailbox": (4992, 2, 2),
         "window arrival": (8, 2, 1),
         "window pulled": (8, 2, 1),
         "ring tail": (1024, 2, 1),

@@ -79,12 +79,12 @@ def test_exceptions_travel(name: str, also: type[Exception]) -> None:
 
 # A module may import those of its own layer and of the layers before it.
 LAYERS = (
-    ("version", "errors"),
+    ("version", "errors", "machine", "launch"),
     ("sizes",),
-    ("topology", "layout"),
+    ("topology", "layout", "freelist", "events", "rendezvous"),
     ("backends", "network"),
     ("modes",),
-    ("buffer",),
+    ("arguments", "buffer"),
     ("cli", "__main__"),
 )
 

@@ -22,6 +22,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from anyep.cli.units import format_bytes
+from anyep.machine import container_limit_bytes, memory_bytes, num_cores
 
 State = Literal["ok", "missing", "note"]
 MIN_TORCH: Final = (2, 11)
@@ -66,7 +67,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_cores() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     if cores > 1:
         yield Finding("cores", "ok", f"{cores} usable")
     else:
@@ -74,9 +75,9 @@ def check_cores() -> Iterator[Finding]:
 
 
 def check_memory() -> Iterator[Finding]:
-    available = _meminfo_bytes("MemAvailable")
-    detail = f"{format_bytes(available)} free of {format_bytes(_meminfo_bytes('MemTotal'))}"
-    limit = _cgroup_limit_bytes()
+    available = memory_bytes("MemAvailable")
+    detail = f"{format_bytes(available)} free of {format_bytes(memory_bytes('MemTotal'))}"
+    limit = container_limit_bytes()
     if limit is not None:
         detail += f", this container is limited to {format_bytes(limit)}"
     if min(available, limit or available) >= 4 * 2**30:
@@ -276,22 +277,6 @@ CHECKS: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (
     ("nvshmem", check_nvshmem),
     ("nixl", check_nixl),
 )
-
-
-def _meminfo_bytes(field: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, amount = line.partition(":")
-        if name == field:
-            return int(amount.split()[0]) * 1024
-    raise LookupError(f"/proc/meminfo has no {field}")
-
-
-def _cgroup_limit_bytes() -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _installed(package: str) -> str | None:

@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
+from anyep.cli.bench import bench
 from anyep.cli.doctor import doctor
 from anyep.cli.plan import plan
+from anyep.cli.run import run
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.version import __version__
 
@@ -20,7 +22,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(plan)
+app.command()(bench)
 app.command()(doctor)
+# Options end at the script's name: what follows is the script's own.
+app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
 def _print_version(wanted: bool) -> None:

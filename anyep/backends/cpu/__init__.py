@@ -1,0 +1,58 @@
+"""The CPU: heaps of shared memory (memfd), a stream that is a thread, kernels compiled by Numba.
+
+A backend is this list of names; the modes use nothing else of it.
+"""
+
+from anyep.backends.cpu.heap import BlockAddress, OwnBlock, PrivateBlock, SharedBlock, open_block
+from anyep.backends.cpu.kernels.atomics import NUM_SLEEPS, PATIENCE
+from anyep.backends.cpu.kernels.counting import (
+    check_handle,
+    count_layout,
+    fill_handle,
+    first_wrong_expert,
+    place_tokens,
+)
+from anyep.backends.cpu.kernels.letters import (
+    announce,
+    await_counters,
+    post_letters,
+    read_counts,
+    read_headers,
+)
+from anyep.backends.cpu.kernels.rings import combine_through_rings, dispatch_through_rings, read_counters
+from anyep.backends.cpu.kernels.sums import BF16, FP16, FP32, pull_and_sum
+from anyep.backends.cpu.kernels.windows import choose_windows, copy_rows, send_to_windows
+from anyep.backends.cpu.stream import Stream
+from anyep.backends.cpu.team import Team
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "FP32",
+    "NUM_SLEEPS",
+    "PATIENCE",
+    "BlockAddress",
+    "OwnBlock",
+    "PrivateBlock",
+    "SharedBlock",
+    "Stream",
+    "Team",
+    "announce",
+    "await_counters",
+    "check_handle",
+    "choose_windows",
+    "combine_through_rings",
+    "copy_rows",
+    "count_layout",
+    "dispatch_through_rings",
+    "fill_handle",
+    "first_wrong_expert",
+    "open_block",
+    "place_tokens",
+    "post_letters",
+    "pull_and_sum",
+    "read_counters",
+    "read_counts",
+    "read_headers",
+    "send_to_windows",
+]

@@ -1,0 +1,149 @@
+"""Symmetric memory between the processes of a machine.
+
+A `SharedBlock` is a memfd: it has no name, is not bound by the size of /dev/shm, takes memory only where it has
+been touched, and is gone when the last process that maps it is, killed or not. Peers open it through
+/proc/<pid>/fd. A tensor over a part of it (`lend`) tells when it dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from anyep.errors import NotSupported
+
+STAMP_BYTES: Final = 16
+MAP_NORESERVE: Final = 0x4000
+"""Linux's number, on every architecture that torch runs on; Python 3.11 has no name for it."""
+
+
+@dataclass(frozen=True)
+class BlockAddress:
+    """What a peer needs to open a block. The stamp proves that it opened the right one."""
+
+    pid: int
+    descriptor: int
+    num_bytes: int
+    stamp: bytes
+
+
+class Block:
+    """Mapped memory, and tensors and arrays over parts of it."""
+
+    def __init__(self, mapping: mmap.mmap, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._view = memoryview(mapping)
+        self._watches: dict[int, weakref.ref[memoryview]] = {}
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) if num_bytes else 0
+
+    def array(self, offset: int, count: int, dtype: Any = np.int64) -> np.ndarray[Any, Any]:
+        """A NumPy array over a part of the block."""
+        return np.frombuffer(self._view, dtype=dtype, count=count, offset=offset)
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where a tensor's data lies in this block, or None if it lies elsewhere."""
+        offset = tensor.data_ptr() - self.address
+        if tensor.numel() and 0 <= offset < self.num_bytes:
+            return offset
+        return None
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a part of the block."""
+        return _tensor_over(self._view, offset, shape, dtype)
+
+    def lend(
+        self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, on_death: Callable[[], None]
+    ) -> torch.Tensor:
+        """Like `tensor`; `on_death` is called when the tensor and all its views are gone."""
+        part = self._view[offset : offset + math.prod(shape) * dtype.itemsize]
+        watches, key = self._watches, id(part)
+
+        def part_died(_: weakref.ref[memoryview]) -> None:
+            del watches[key]
+            on_death()
+
+        watches[key] = weakref.ref(part, part_died)
+        return _tensor_over(part, 0, shape, dtype)
+
+
+class PrivateBlock(Block):
+    """Memory of this process alone; it takes memory only where it has been touched."""
+
+    def __init__(self, num_bytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        super().__init__(mapping, num_bytes)
+
+
+class SharedBlock(Block):
+    """Memory that this process and its peers see. The last `STAMP_BYTES` of the file are not part of it."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        super().__init__(mmap.mmap(descriptor, num_bytes + STAMP_BYTES), num_bytes)
+
+    @property
+    def stamp(self) -> bytes:
+        return bytes(self._view[self.num_bytes :])
+
+
+class OwnBlock(SharedBlock):
+    """A block that this process made; `close` takes away its descriptor, so that nobody new can open it."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self._descriptor = os.memfd_create(f"anyep-{name}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._descriptor, num_bytes + STAMP_BYTES)
+            super().__init__(self._descriptor, num_bytes)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise NotSupported(
+                f"{num_bytes:,} bytes of shared memory cannot be had ({error.strerror}):"
+                f" ask for less; `anyep plan` tells what is needed"
+            ) from error
+        self._view[num_bytes:] = secrets.token_bytes(STAMP_BYTES)
+
+    def share(self) -> BlockAddress:
+        return BlockAddress(os.getpid(), self._descriptor, self.num_bytes, self.stamp)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def open_block(address: BlockAddress, owner: int) -> SharedBlock:
+    """Map a peer's block."""
+    path = f"/proc/{address.pid}/fd/{address.descriptor}"
+    advice = (
+        "all ranks of a node need to see each other's processes; run them in one container or with a shared pid"
+        " namespace, as the same user"
+    )
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotSupported(f"the memory of rank {owner} cannot be opened ({error}): {advice}") from error
+    try:
+        if os.fstat(descriptor).st_size != address.num_bytes + STAMP_BYTES:
+            raise NotSupported(f"{path} is not the memory of rank {owner}: {advice}")
+        block = SharedBlock(descriptor, address.num_bytes)
+    finally:
+        os.close(descriptor)
+    if block.stamp != address.stamp:
+        raise NotSupported(f"{path} is not the memory of rank {owner}: {advice}")
+    return block
+
+
+def _tensor_over(view: memoryview, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(view, dtype=dtype, count=count, offset=offset).view(shape)

@@ -1,0 +1,170 @@
+"""Layout: who gets how many tokens, and where each token's row will lie."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anyep.backends.cpu.kernels.compiler import kernel
+
+
+@kernel("void(int64[:,::1], int64, int32[::1], int32[::1], boolean[:,::1])")
+def count_layout(topk_idx, experts_per_rank, tokens_per_rank, tokens_per_expert, in_rank):  # type: ignore[no-untyped-def]
+    """Count tokens per rank (a token once per rank) and per expert (every slot), and mark token-in-rank.
+
+    With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks:
+    tokens_per_rank [1, 1], tokens_per_expert [1, 1, 0, 1], in_rank [[True, False], [False, True]].
+    """
+    num_tokens, num_topk = topk_idx.shape
+    num_experts = tokens_per_expert.shape[0]
+    tokens_per_rank[:] = 0
+    tokens_per_expert[:] = 0
+    in_rank[:] = False
+    for token in range(num_tokens):
+        for slot in range(num_topk):
+            expert = topk_idx[token, slot]
+            if 0 <= expert < num_experts:
+                tokens_per_expert[expert] += 1
+                rank = expert // experts_per_rank
+                if not in_rank[token, rank]:
+                    in_rank[token, rank] = True
+                    tokens_per_rank[rank] += 1
+
+
+@kernel("void(boolean[:,::1], int32[::1], int32[:,::1], int32[:,::1])")
+def place_tokens(in_rank, rank_counts, channel_counts, position):  # type: ignore[no-untyped-def]
+    """Number the rows that go to each rank, and count them by channel.
+
+    Channels are contiguous ranges of ceil(tokens / channels) tokens. With in_rank [[1, 0], [1, 1], [0, 1]] and
+    2 channels (tokens 0-1 and 2): rank_counts [2, 2], channel_counts [[2, 0], [1, 1]] (rank, channel) and
+    position [[0, -1], [1, 0], [-1, 1]].
+    """
+    num_tokens, num_ranks = in_rank.shape
+    num_channels = channel_counts.shape[1]
+    per_channel = max(1, (num_tokens + num_channels - 1) // num_channels)
+    rank_counts[:] = 0
+    channel_counts[:] = 0
+    for token in range(num_tokens):
+        channel = token // per_channel
+        for rank in range(num_ranks):
+            if in_rank[token, rank]:
+                position[token, rank] = rank_counts[rank]
+                rank_counts[rank] += 1
+                channel_counts[rank, channel] += 1
+            else:
+                position[token, rank] = -1
+
+
+@kernel(
+    "void(int64, int32[:,::1], int32[:,::1], int32[:,::1], int32[:,::1],"
+    " int32[:,::1], int32[:,::1], int32[:,::1], int32[:,::1])"
+)
+def fill_handle(  # type: ignore[no-untyped-def]
+    rank,
+    matrix,
+    sent_by_channel,
+    received_by_channel,
+    position,
+    rank_prefix,
+    channel_prefix,
+    recv_channel_prefix,
+    send_head,
+):
+    """Turn counts into the prefix sums of a handle.
+
+    For rank 1 of 2 with matrix [[2, 1], [1, 3]] (from, to): rank_prefix [[2, 1], [3, 4]]; sent_by_channel
+    [[1, 0], [1, 2]] gives channel_prefix [[1, 1], [1, 3]] (inclusive); received_by_channel [[1, 0], [1, 2]] gives
+    recv_channel_prefix [[0, 1], [0, 1]] (exclusive); position [[0, 0]] gives send_head [[2, 1]], since rank 0
+    sends 2 rows to rank 0 and 1 row to rank 1 before.
+    """
+    num_ranks, num_channels = sent_by_channel.shape
+    for receiver in range(num_ranks):
+        rows = np.int32(0)
+        for sender in range(num_ranks):
+            rows += matrix[sender, receiver]
+            rank_prefix[sender, receiver] = rows
+    for peer in range(num_ranks):
+        sent = np.int32(0)
+        received = np.int32(0)
+        for channel in range(num_channels):
+            sent += sent_by_channel[peer, channel]
+            channel_prefix[peer, channel] = sent
+            recv_channel_prefix[peer, channel] = received
+            received += received_by_channel[peer, channel]
+    for token in range(position.shape[0]):
+        for peer in range(num_ranks):
+            before = rank_prefix[rank - 1, peer] if rank > 0 else np.int32(0)
+            place = position[token, peer]
+            send_head[token, peer] = place + before if place >= 0 else np.int32(-1)
+
+
+@kernel("int64(int64[:,::1], int32[::1])")
+def first_wrong_expert(topk_idx, tokens_per_expert):  # type: ignore[no-untyped-def]
+    """The first expert whose count is not what topk_idx says, or -1.
+
+    With topk_idx [[0, 1], [1, -1]] the counts [1, 2] are right (-1), and [1, 1] are wrong at expert 1.
+    """
+    counts = np.zeros(tokens_per_expert.shape[0], np.int32)
+    for token in range(topk_idx.shape[0]):
+        for slot in range(topk_idx.shape[1]):
+            expert = topk_idx[token, slot]
+            if 0 <= expert < counts.shape[0]:
+                counts[expert] += 1
+    for expert in range(counts.shape[0]):
+        if counts[expert] != tokens_per_expert[expert]:
+            return expert
+    return -1
+
+
+@kernel("int64(int64, int32[:,::1], int32[:,::1], int32[:,::1], int64, boolean[:,::1], int32[:,::1])")
+def check_handle(  # type: ignore[no-untyped-def]
+    rank, rank_prefix, channel_prefix, recv_channel_prefix, num_recv_rows, in_rank, send_head
+):
+    """0 if the parts of a handle fit together, so that no kernel can reach outside; else what does not.
+
+    1: rank_prefix falls somewhere; 2: more rows than recv_src_idx has; 3: send_head of a peer is not first,
+    first + 1, ... for its tokens in order; 4: is_token_in_rank and send_head differ; 5: channel_prefix does not
+    count send_head; 6: recv_channel_prefix falls or leaves the rows of its peer.
+
+    For rank 0 of 1 with 2 tokens in 1 channel: rank_prefix [[2]], channel_prefix [[2]], recv_channel_prefix
+    [[0]], 2 rows, in_rank [[True], [True]] and send_head [[0], [1]] fit; with send_head [[0], [2]] it is 3.
+    """
+    num_tokens, num_ranks = send_head.shape
+    num_channels = channel_prefix.shape[1]
+    per_channel = max(1, (num_tokens + num_channels - 1) // num_channels)
+    for receiver in range(num_ranks):
+        before = 0
+        for sender in range(num_ranks):
+            if rank_prefix[sender, receiver] < before:
+                return 1
+            before = rank_prefix[sender, receiver]
+    if rank_prefix[num_ranks - 1, rank] > num_recv_rows:
+        return 2
+    for peer in range(num_ranks):
+        row = rank_prefix[rank - 1, peer] if rank > 0 else np.int32(0)
+        first = row
+        channel = 0
+        for token in range(num_tokens):
+            while token // per_channel > channel:
+                if channel_prefix[peer, channel] != row - first:
+                    return 5
+                channel += 1
+            here = send_head[token, peer]
+            if in_rank[token, peer] != (here >= 0):
+                return 4
+            if here >= 0:
+                if here != row:
+                    return 3
+                row += 1
+        if row != rank_prefix[rank, peer]:
+            return 3
+        for rest in range(channel, num_channels):
+            if channel_prefix[peer, rest] != row - first:
+                return 5
+        received = rank_prefix[peer, rank] - (rank_prefix[peer - 1, rank] if peer > 0 else np.int32(0))
+        before = 0
+        for channel in range(num_channels):
+            start = recv_channel_prefix[peer, channel]
+            if start < before or start > received:
+                return 6
+            before = start
+    return 0

@@ -1,0 +1,107 @@
+"""Notify: letters to every peer, and waiting for counters.
+
+A letter lies in the receiver's mailbox: header words, the sender's row of the count matrix, its rows for the
+receiver by channel, and its counts for the receiver's experts. Word 0 of the header is the call number; it is
+stored last, with release.
+"""
+
+from __future__ import annotations
+
+from anyep.backends.cpu.kernels.atomics import PATIENCE, back_off, load_acquire, store_release
+from anyep.backends.cpu.kernels.compiler import kernel
+from anyep.backends.cpu.kernels.memory import int32_at, int64_at
+
+
+@kernel("void(int64[::1], int64[::1], int64, int64, int32[::1], int32[:,::1], int32[::1])")
+def post_letters(mailboxes, header, counts_at, with_counts, counts, channel_counts, expert_counts):  # type: ignore[no-untyped-def]
+    """Write one letter to each peer; mailboxes[p] is the address of this rank's mailbox at peer p.
+
+    With header [5, 1, ...] and 2 peers, both find 5 in word 0 when the rest is there. counts [3, 4] goes to both;
+    channel_counts [[1, 2], [4, 0]] goes row by row (peer 0 gets [1, 2]); of expert_counts [9, 8, 7, 6] peer 1
+    gets [7, 6]. Without counts (a short letter) only the header is written.
+    """
+    num_peers = mailboxes.shape[0]
+    num_channels = channel_counts.shape[1]
+    local_experts = expert_counts.shape[0] // num_peers
+    for peer in range(num_peers):
+        words = int64_at(mailboxes[peer], header.shape[0])
+        for index in range(1, header.shape[0]):
+            words[index] = header[index]
+        if with_counts:
+            row = int32_at(mailboxes[peer] + counts_at, num_peers + num_channels + local_experts)
+            for index in range(num_peers):
+                row[index] = counts[index]
+            for channel in range(num_channels):
+                row[num_peers + channel] = channel_counts[peer, channel]
+            for expert in range(local_experts):
+                row[num_peers + num_channels + expert] = expert_counts[peer * local_experts + expert]
+        store_release(mailboxes[peer], header[0])
+
+
+@kernel("boolean(int64[::1], int64[::1], int64, int64, int64[:,::1])")
+def read_headers(mailboxes, own_header, first, end, headers):  # type: ignore[no-untyped-def]
+    """Copy the header of every peer's letter (row p comes from peer p); whether words [first, end) all agree.
+
+    With the letters [5, 0, 7] and [5, 0, 8] at two peers and own_header [5, 0, 7], words [1, 2) agree, and words
+    [1, 3) do not.
+    """
+    agree = True
+    for peer in range(mailboxes.shape[0]):
+        words = int64_at(mailboxes[peer], headers.shape[1])
+        for index in range(headers.shape[1]):
+            headers[peer, index] = words[index]
+            if first <= index < end and words[index] != own_header[index]:
+                agree = False
+    return agree
+
+
+@kernel("void(int64[::1], int64, int32[:,::1], int32[:,::1], int64[::1])")
+def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):  # type: ignore[no-untyped-def]
+    """Gather the count matrix (from, to), the rows of each peer by channel, and the tokens of each local expert.
+
+    The letters of `post_letters`' example, read at peer 1 (with a like letter from a second sender that has
+    counts [1, 1], channel_counts row [1, 0] and experts [0, 2]) give matrix [[3, 4], [1, 1]],
+    channel_counts [[4, 0], [1, 0]] and expert_totals [7, 8].
+    """
+    num_peers, num_channels = channel_counts.shape
+    local_experts = expert_totals.shape[0]
+    expert_totals[:] = 0
+    for peer in range(num_peers):
+        row = int32_at(mailboxes[peer] + counts_at, num_peers + num_channels + local_experts)
+        for index in range(num_peers):
+            matrix[peer, index] = row[index]
+        for channel in range(num_channels):
+            channel_counts[peer, channel] = row[num_peers + channel]
+        for expert in range(local_experts):
+            expert_totals[expert] += row[num_peers + num_channels + expert]
+
+
+@kernel("void(int64[::1], int64)")
+def announce(counters, value):  # type: ignore[no-untyped-def]
+    """Release `value` at every one of these addresses: all that was stored before is visible to who acquires it.
+
+    With counters at two zeroed words and value 5, both hold 5.
+    """
+    for index in range(counters.shape[0]):
+        store_release(counters[index], value)
+
+
+@kernel("int64(int64[::1], int64, boolean[::1], int64)")
+def await_counters(counters, expected, missing, num_polls):  # type: ignore[no-untyped-def]
+    """Wait a while until every counter has reached `expected`; the number of those that have not.
+
+    `missing` marks them. With words [5, 4] and expected 5 it returns 1 and missing is [False, True]. `num_polls`
+    tells how long the caller has waited already: who waits long sleeps instead of yielding.
+    """
+    for index in range(counters.shape[0]):
+        missing[index] = True
+    num_missing = counters.shape[0]
+    while True:
+        for index in range(counters.shape[0]):
+            if missing[index] and load_acquire(counters[index]) >= expected:
+                missing[index] = False
+                num_missing -= 1
+        if num_missing == 0 or num_polls >= PATIENCE:
+            return num_missing
+        back_off(num_polls)
+        num_polls += 1

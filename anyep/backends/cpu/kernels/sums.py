@@ -1,0 +1,135 @@
+"""Combine: add the rows of a token, in float32, in the order given, and round once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anyep.backends.cpu.kernels.compiler import inlined, kernel
+from anyep.backends.cpu.kernels.floats import bf16_of_float, float_of_bf16, float_of_fp16, fp16_of_float
+from anyep.backends.cpu.kernels.memory import float32_at, uint16_at
+
+BF16, FP16, FP32 = 1, 2, 3
+BLOCK = 1024
+"""Values that are summed at a time: their float32 sums stay in the first-level cache."""
+
+
+@inlined
+def add_block(sums, row, start, count, dtype):  # type: ignore[no-untyped-def]
+    """sums[:count] += row[start : start + count]."""
+    if dtype == BF16:
+        halves = uint16_at(row + 2 * start, count)
+        for index in range(count):
+            sums[index] += float_of_bf16(halves[index])
+    elif dtype == FP16:
+        halves = uint16_at(row + 2 * start, count)
+        for index in range(count):
+            sums[index] += float_of_fp16(halves[index])
+    else:
+        values = float32_at(row + 4 * start, count)
+        for index in range(count):
+            sums[index] += values[index]
+
+
+@inlined
+def set_block(sums, row, start, count, dtype):  # type: ignore[no-untyped-def]
+    """sums[:count] = row[start : start + count]."""
+    if dtype == BF16:
+        halves = uint16_at(row + 2 * start, count)
+        for index in range(count):
+            sums[index] = float_of_bf16(halves[index])
+    elif dtype == FP16:
+        halves = uint16_at(row + 2 * start, count)
+        for index in range(count):
+            sums[index] = float_of_fp16(halves[index])
+    else:
+        values = float32_at(row + 4 * start, count)
+        for index in range(count):
+            sums[index] = values[index]
+
+
+@inlined
+def store_block(row, start, sums, count, dtype):  # type: ignore[no-untyped-def]
+    """row[start : start + count] = sums[:count], rounded to nearest even."""
+    if dtype == BF16:
+        halves = uint16_at(row + 2 * start, count)
+        for index in range(count):
+            halves[index] = bf16_of_float(sums[index])
+    elif dtype == FP16:
+        halves = uint16_at(row + 2 * start, count)
+        for index in range(count):
+            halves[index] = fp16_of_float(sums[index])
+    else:
+        values = float32_at(row + 4 * start, count)
+        for index in range(count):
+            values[index] = sums[index]
+
+
+@inlined
+def sum_rows(out, rows, num_rows, bias_0, bias_1, hidden, dtype, sums):  # type: ignore[no-untyped-def]
+    """out = bias_0 + bias_1 + rows[0] + rows[1] + ...; an address of 0 is no bias; without any, from +0.0."""
+    for start in range(0, hidden, BLOCK):
+        count = min(BLOCK, hidden - start)
+        if bias_0:
+            set_block(sums, bias_0, start, count, dtype)
+        else:
+            for index in range(count):
+                sums[index] = np.float32(0.0)
+        if bias_1:
+            add_block(sums, bias_1, start, count, dtype)
+        for row in range(num_rows):
+            add_block(sums, rows[row], start, count, dtype)
+        store_block(out, start, sums, count, dtype)
+
+
+@inlined
+def sum_weights(out, rows, num_rows, num_topk):  # type: ignore[no-untyped-def]
+    """out[k] = rows[0][k] + rows[1][k] + ..., from +0.0, in float32."""
+    for slot in range(num_topk):
+        out[slot] = np.float32(0.0)
+    for row in range(num_rows):
+        weights = float32_at(rows[row], num_topk)
+        for slot in range(num_topk):
+            out[slot] += weights[slot]
+
+
+@kernel(
+    "void(int64, int64, int32[:,::1], int64[::1], int64[::1], int64, int64, int64, int64, int64, int64,"
+    " float32[:,::1])"
+)
+def pull_and_sum(  # type: ignore[no-untyped-def]
+    first_token,
+    end_token,
+    send_head,
+    x_of,
+    weights_of,
+    out,
+    bias_0,
+    bias_1,
+    hidden,
+    row_bytes,
+    dtype,
+    combined_weights,
+):
+    """Read the rows of each token where they lie at the peers, and add them up, ranks ascending.
+
+    `x_of[r]` is the address of rank r's rows. With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of
+    rank 0 plus row 2 of rank 1, and the second one is row 3 of rank 1. Top-k weights likewise, per slot.
+    """
+    num_ranks = x_of.shape[0]
+    num_topk = combined_weights.shape[1]
+    rows = np.empty(num_ranks, np.int64)
+    weight_rows = np.empty(num_ranks, np.int64)
+    sums = np.empty(BLOCK, np.float32)
+    for token in range(first_token, end_token):
+        num_rows = 0
+        for rank in range(num_ranks):
+            row = send_head[token, rank]
+            if row >= 0:
+                rows[num_rows] = x_of[rank] + row * row_bytes
+                weight_rows[num_rows] = weights_of[rank] + 4 * row * num_topk
+                num_rows += 1
+        bias_0_row = bias_0 + token * row_bytes if bias_0 else 0
+        bias_1_row = bias_1 + token * row_bytes if bias_1 else 0
+        sum_rows(out + token * row_bytes, rows, num_rows, bias_0_row, bias_1_row, hidden, dtype, sums)
+        if num_topk:
+            sum_weights(combined_weights[token], weight_rows, num_rows, num_topk)

@@ -1,0 +1,114 @@
+"""Dispatch by window: rows go straight to their final place in the receiver's memory."""
+
+from __future__ import annotations
+
+from anyep.backends.cpu.kernels.compiler import inlined, kernel
+from anyep.backends.cpu.kernels.memory import copy_bytes, float32_at, int32_at, int64_at, uint32_at
+
+
+@inlined
+def copy_scales(destination, source, token, stride_token, stride_scale, num_scales):  # type: ignore[no-untyped-def]
+    """One token's scales, of any stride (in 4-byte elements), row-major to `destination`."""
+    to = uint32_at(destination, num_scales)
+    start = source + 4 * token * stride_token
+    for scale in range(num_scales):
+        to[scale] = uint32_at(start + 4 * scale * stride_scale, 1)[0]
+
+
+@kernel(
+    "void(int64, int64, int32[:,::1], int64[:,::1], int64, int64,"
+    " int64, int64, int64, int64, int64[:,::1], float32[:,::1], int64)"
+)
+def send_to_windows(  # type: ignore[no-untyped-def]
+    first_token,
+    end_token,
+    send_head,
+    places,
+    x,
+    row_bytes,
+    scales,
+    stride_token,
+    stride_scale,
+    num_scales,
+    topk_idx,
+    topk_weights,
+    experts_per_rank,
+):
+    """Read each token's row once and write it to every receiver with a window.
+
+    `places[r]` holds the addresses of receiver r's x, source indices, top-k ids, top-k weights and scales, or
+    zeros where r has no window. With send_head [[0, 2], [-1, 3]] row 0 of x goes to row 0 at receiver 0 and to
+    row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source indices there are 0, 0 and 1. An expert
+    id is written as the receiver's local one; where the expert is not there, -1 and weight 0.
+    """
+    num_receivers = places.shape[0]
+    num_topk = topk_idx.shape[1]
+    for token in range(first_token, end_token):
+        source = x + token * row_bytes
+        for receiver in range(num_receivers):
+            row = send_head[token, receiver]
+            if row < 0 or places[receiver, 0] == 0:
+                continue
+            copy_bytes(places[receiver, 0] + row * row_bytes, source, row_bytes)
+            int32_at(places[receiver, 1] + 4 * row, 1)[0] = token
+            if num_topk:
+                ids = int64_at(places[receiver, 2] + 8 * row * num_topk, num_topk)
+                weights = float32_at(places[receiver, 3] + 4 * row * num_topk, num_topk)
+                first_expert = receiver * experts_per_rank
+                for slot in range(num_topk):
+                    local = topk_idx[token, slot] - first_expert
+                    here = 0 <= local < experts_per_rank
+                    ids[slot] = local if here else -1
+                    weights[slot] = topk_weights[token, slot] if here else 0.0
+            if num_scales:
+                destination = places[receiver, 4] + 4 * row * num_scales
+                copy_scales(destination, scales, token, stride_token, stride_scale, num_scales)
+
+
+@kernel("void(int64, int64, int64, int64)")
+def copy_rows(destination, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
+    """Copy rows one by one; 2 rows of 16 bytes are 32 bytes."""
+    for row in range(num_rows):
+        copy_bytes(destination + row * row_bytes, source + row * row_bytes, row_bytes)
+
+
+@kernel(
+    "int64(int64[:,::1], int32[:,::1], int64, int64, int64, int64[::1], int64[::1], int64[::1], int64[::1], int64[:,::1])"
+)
+def choose_windows(  # type: ignore[no-untyped-def]
+    headers, matrix, result_rows_at, num_offers_at, offers_at, bytes_per_row, bases, num_rows, offsets, places
+):
+    """Decide for each receiver where in its window heap its rows go; every rank decides alike.
+
+    A receiver gets `result_rows` of its letter, or (where that is -1) as many rows as the matrix says. Its window
+    holds the results side by side, each aligned to 128 bytes, in the first of its offers that is large enough;
+    where none is, offsets is -1 and places are 0: its rows go through rings. Returns the first receiver that would
+    get more rows than its letter allows, or -1.
+
+    With one receiver of 3 rows, bytes_per_row [64, 4, 0, 0, 0] (256 + 128 bytes) and the offers (0, 256) and
+    (512, 1024) in a heap at 4096: num_rows [3], offsets [512], places [[4608, 4864, 4992, 4992, 4992]].
+    """
+    for receiver in range(headers.shape[0]):
+        rows = headers[receiver, result_rows_at]
+        arriving = 0
+        for sender in range(matrix.shape[0]):
+            arriving += matrix[sender, receiver]
+        if rows < 0:
+            rows = arriving
+        if arriving > rows:
+            return receiver
+        num_rows[receiver] = arriving
+        needed = 0
+        for index in range(bytes_per_row.shape[0]):
+            needed += (rows * bytes_per_row[index] + 127) // 128 * 128
+        needed = max(needed, 128)
+        offsets[receiver] = -1
+        for offer in range(headers[receiver, num_offers_at]):
+            if headers[receiver, offers_at + 2 * offer + 1] >= needed:
+                offsets[receiver] = headers[receiver, offers_at + 2 * offer]
+                break
+        place = bases[receiver] + offsets[receiver]
+        for index in range(bytes_per_row.shape[0]):
+            places[receiver, index] = place if offsets[receiver] >= 0 else 0
+            place += (rows * bytes_per_row[index] + 127) // 128 * 128
+    return -1

@@ -1,0 +1,64 @@
+"""The CPU's communication stream: one worker thread per Buffer, started when it is first needed.
+
+`run` does a piece of work in the caller's thread, after all that was submitted before; `submit` hands it to the
+worker, which runs beside the caller (kernels hold no GIL). Either way work happens in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from anyep.events import EventHandle
+
+T = TypeVar("T")
+
+
+class Stream:
+    """Does work in order, in line or beside the caller."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], EventHandle] | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._last: EventHandle | None = None
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do it now, when all earlier work is done."""
+        self.synchronize()
+        return work()
+
+    def submit(self, work: Callable[[], None]) -> EventHandle:
+        """Do it in the worker; the event comes when it is done, and carries its error."""
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._serve, name="anyep-stream", daemon=True)
+            self._worker.start()
+        event = EventHandle.pending()
+        self._last = event
+        self._work.put((work, event))
+        return event
+
+    def synchronize(self) -> None:
+        """Return when all submitted work is done. Its errors belong to those who hold its events."""
+        last, self._last = self._last, None
+        if last is not None and last._finished is not None:
+            last._finished.wait()
+
+    def close(self) -> None:
+        """End the worker after its last work."""
+        if self._worker is not None:
+            self._work.put(None)
+            self._worker.join()
+            self._worker = None
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None:
+            work, event = item
+            error: BaseException | None = None
+            try:
+                work()
+            except BaseException as caught:  # it is raised where the event is waited for
+                error = caught
+            del work, item
+            event.finish(error)

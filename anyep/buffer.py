@@ -1,0 +1,492 @@
+"""`Buffer`: what users call. It checks arguments, chooses the mode and returns the documented tuples."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+
+from anyep import arguments, sizes
+from anyep.backends import cpu
+from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, whole_number
+from anyep.events import EventHandle, EventOverlap
+from anyep.machine import num_cores
+from anyep.modes.connection import Wishes, connect
+from anyep.modes.conversation import Call, Conversation
+from anyep.modes.intranode import Intranode, Payload
+from anyep.modes.letters import Kind
+from anyep.modes.routing import IntranodeHandle, checked_handle
+from anyep.modes.status import RankStatus
+from anyep.rendezvous import rendezvous_of
+from anyep.sizes import Config, TokenLayout
+
+T = TypeVar("T")
+Handle = tuple[torch.Tensor, ...]
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class Buffer:
+    """Communication between the ranks of a process group: dispatch tokens to experts, and combine them.
+
+    Making one is collective. It holds memory that the ranks share; calls on it are numbered, and every rank makes
+    the same calls in the same order.
+    """
+
+    num_sms: ClassVar[int] = sizes.NUM_DEFAULT_SMS
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        device: str | torch.device | None = None,
+        ranks_per_node: int | None = None,
+        num_window_bytes: int | None = None,
+        network: str | None = None,
+    ) -> None:
+        self.runtime: Intranode | None = None
+        rendezvous = rendezvous_of(group, comm)
+        self.group = group
+        self.rank = rendezvous.rank
+        self.group_size = rendezvous.num_ranks
+        self.num_nvl_bytes = num_nvl_bytes
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+
+        def checked_wishes() -> Wishes:
+            _check_device(device)
+            if network is not None:
+                raise NotSupported(
+                    f"network is {network!r}: AnyEP works within one node so far; leave it out"
+                )
+            return Wishes(
+                arguments.check_num_bytes("num_nvl_bytes", num_nvl_bytes),
+                arguments.check_num_bytes("num_rdma_bytes", num_rdma_bytes),
+                bool(low_latency_mode),
+                bool(enable_shrink),
+                ranks_per_node,
+                None
+                if num_window_bytes is None
+                else arguments.check_num_bytes("num_window_bytes", num_window_bytes),
+            )
+
+        self._connection = connect(cpu, rendezvous, checked_wishes)
+        self._conversation = Conversation(
+            cpu,
+            rendezvous,
+            self._connection.control,
+            self._connection.heaps,
+            self._connection.pids,
+            _timeout_seconds(),
+        )
+        self.runtime = Intranode(
+            cpu,
+            self._conversation,
+            self._connection.control,
+            self._connection.heaps,
+            self._connection.windows,
+            num_nvl_bytes,
+            self._connection.memory_share_bytes,
+            max(1, num_cores() // self.group_size),
+        )
+        self._pid = os.getpid()
+
+    # Sizes and settings
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """The SMs that calls without a config use, on every Buffer of this process."""
+        Buffer.num_sms = Config(new_num_sms).num_sms
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: FP8 data is always supported."""
+        return True
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The tuned config for dispatch between so many ranks."""
+        return sizes.get_dispatch_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The tuned config for combine between so many ranks."""
+        return sizes.get_combine_config(num_ranks, Buffer.num_sms)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes for `num_rdma_bytes` that suffice for low-latency calls of these sizes."""
+        return sizes.get_low_latency_rdma_size_hint(
+            num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
+        )
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The moment "now" on the current stream."""
+        return EventOverlap(EventHandle())
+
+    def get_comm_stream(self) -> Any:
+        """A stream to hold; on the CPU communication has a thread of its own, and this one does nothing."""
+        return torch.cpu.current_stream()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> torch.Tensor:
+        """This rank's NVL (or RDMA) bytes as a tensor, from `offset` (in bytes) on."""
+        self._check_usable()
+        num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        start = self._connection.control.num_bytes + (self.num_nvl_bytes if use_rdma_buffer else 0)
+        if not 0 <= offset <= num_bytes or offset % dtype.itemsize:
+            raise InvalidCall(
+                f"offset is {offset}: it must be a multiple of {dtype.itemsize} in 0 to {num_bytes}"
+            )
+        shape = ((num_bytes - offset) // dtype.itemsize,) if size is None else tuple(size)
+        wanted = int(np.prod(shape)) * dtype.itemsize
+        if wanted > num_bytes - offset:
+            raise InvalidCall(
+                f"size {list(shape)} takes {wanted} bytes, but only {num_bytes - offset} are there"
+            )
+        tensor: torch.Tensor = self._connection.heaps[self.rank].tensor(start + offset, shape, dtype)
+        return tensor
+
+    def status(self) -> list[RankStatus]:
+        """What every rank is doing, without waiting for any of them; `print(*buffer.status(), sep="\\n")`."""
+        self._check_usable()
+        return self._conversation.status()
+
+    # Normal mode
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Count tokens per rank and per expert, and mark which token goes to which rank. No peer is asked."""
+        runtime = self._check_usable()
+        previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
+        topk_idx = arguments.check_topk_idx(topk_idx, None)
+        num_experts = arguments.check_num_experts(num_experts, self.group_size)
+        tokens_per_rank = torch.empty(self.group_size, dtype=torch.int32)
+        tokens_per_expert = torch.empty(num_experts, dtype=torch.int32)
+        in_rank = torch.empty((topk_idx.shape[0], self.group_size), dtype=torch.bool)
+
+        def count() -> None:
+            _wait_for(previous)
+            cpu.count_layout(
+                topk_idx.numpy(),
+                num_experts // self.group_size,
+                tokens_per_rank.numpy(),
+                tokens_per_expert.numpy(),
+                in_rank.numpy(),
+            )
+
+        event = None
+        if async_finish:
+            event = runtime.stream.submit(count)
+        else:
+            count()
+        return tokens_per_rank, None, tokens_per_expert, in_rank, EventOverlap(event)
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: Handle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """Send each token to every rank that holds one of its experts.
+
+        Received rows are ordered by source rank, then source token. With a `handle` of an earlier dispatch the
+        routing is taken from it and only x is sent.
+        """
+        runtime = self._check_usable()
+        if handle is not None:
+            return self._cached_dispatch(
+                runtime,
+                x,
+                handle,
+                topk_idx,
+                topk_weights,
+                config,
+                previous_event,
+                async_finish,
+                allocate_on_comm_stream,
+            )
+        call = self._conversation.begin(Kind.DISPATCH)
+
+        def check() -> tuple[Any, ...]:
+            _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
+            payload = arguments.check_payload(x, topk_idx, topk_weights)
+            chosen = arguments.check_config(config, self.get_dispatch_config(self.group_size), None)
+            self._check_rings(runtime, chosen, payload.token)
+            in_rank, per_expert, places = self._check_routing(
+                runtime, payload, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, chosen
+            )
+            worst = whole_number("num_worst_tokens", num_worst_tokens, 0)
+            if worst and payload.topk_idx is None:
+                raise InvalidCall("num_worst_tokens needs topk_idx: that is how padding rows are told apart")
+            alignment = whole_number("expert_alignment", expert_alignment, 1)
+            return payload, in_rank, per_expert, places, chosen, worst, alignment
+
+        payload, in_rank, per_expert, places, chosen, worst, alignment = self._refusing(call, check)
+        received = runtime.dispatch(
+            call, payload, in_rank, per_expert, places, chosen, worst, alignment, async_finish
+        )
+        rows = received.x if received.scales is None else (received.x, received.scales)
+        return (
+            rows,
+            received.topk_idx,
+            received.topk_weights,
+            received.tokens_per_expert,
+            received.handle.tensors(),
+            EventOverlap(received.event),
+        )
+
+    def _cached_dispatch(
+        self,
+        runtime: Intranode,
+        x: Rows,
+        handle: Handle,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        config: Config | None,
+        previous_event: EventOverlap | None,
+        async_finish: bool,
+        allocate_on_comm_stream: bool,
+    ) -> tuple[Rows, None, None, None, None, EventOverlap]:
+        call = self._conversation.begin(Kind.CACHED_DISPATCH)
+
+        def check() -> tuple[Payload, IntranodeHandle, Config]:
+            _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
+            if topk_idx is not None or topk_weights is not None:
+                raise InvalidCall(
+                    "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
+                )
+            payload = arguments.check_payload(x, None, None)
+            parts = checked_handle(cpu, handle, self.rank, self.group_size)
+            if payload.num_tokens != parts.num_tokens:
+                raise InvalidCall(
+                    f"x has {payload.num_tokens} rows, but the handle was made for {parts.num_tokens}"
+                )
+            default = self.get_dispatch_config(self.group_size)
+            chosen = arguments.check_config(config, default, parts.num_channels)
+            self._check_rings(runtime, chosen, payload.token)
+            return payload, parts, chosen
+
+        payload, parts, chosen = self._refusing(call, check)
+        received = runtime.cached_dispatch(call, payload, parts, chosen, async_finish)
+        rows = received.x if received.scales is None else (received.x, received.scales)
+        return rows, None, None, None, None, EventOverlap(received.event)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Add up each token's rows at its source: in float32, ranks ascending, from the biases on, rounded once."""
+        runtime = self._check_usable()
+        call = self._conversation.begin(Kind.COMBINE)
+
+        def check() -> tuple[Any, ...]:
+            _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
+            rows = arguments.check_x("x", x, arguments.FLOAT_DTYPES)
+            parts = checked_handle(cpu, handle, self.rank, self.group_size)
+            if rows.shape[0] != parts.num_recv_rows:
+                raise InvalidCall(
+                    f"x has {rows.shape[0]} rows, but the handle's dispatch gave {parts.num_recv_rows}"
+                )
+            weights = topk_weights
+            if weights is not None:
+                weights = arguments.check_tensor(
+                    "topk_weights", weights, (torch.float32,), (rows.shape[0], None)
+                )
+                if not 1 <= weights.shape[1] <= sizes.NUM_MAX_TOPK:
+                    raise InvalidCall(
+                        f"topk_weights has {weights.shape[1]} columns: it must be 1 to {sizes.NUM_MAX_TOPK}"
+                    )
+                weights = weights.contiguous()
+            biases = arguments.check_biases(bias, (parts.num_tokens, rows.shape[1]), rows.dtype)
+            default = self.get_combine_config(self.group_size)
+            chosen = arguments.check_config(config, default, parts.num_channels)
+            num_topk = weights.shape[1] if weights is not None else 0
+            self._check_rings(runtime, chosen, TokenLayout(rows.shape[1] * rows.element_size(), 0, num_topk))
+            return rows, parts, weights, biases, chosen
+
+        rows, parts, weights, biases, chosen = self._refusing(call, check)
+        combined = runtime.combine(call, rows, parts, weights, biases, chosen, async_finish)
+        return combined.x, combined.topk_weights, EventOverlap(combined.event)
+
+    # The end
+
+    def destroy(self) -> None:
+        """Give back what the Buffer holds; peers that still wait for this rank raise. Results stay valid."""
+        if self.runtime is None:
+            return
+        runtime, self.runtime = self.runtime, None
+        if os.getpid() != self._pid:
+            return
+        runtime.close()
+        self._conversation.close()
+        del self._connection
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.destroy()
+
+    def __del__(self) -> None:
+        if (
+            sys.is_finalizing()
+            or getattr(self, "runtime", None) is None
+            or os.getpid() != getattr(self, "_pid", -1)
+        ):
+            return
+        if self.explicitly_destroy:
+            warnings.warn(
+                "a Buffer made with explicitly_destroy=True was dropped without destroy()", stacklevel=1
+            )
+        self.destroy()
+
+    # Helpers
+
+    def _check_usable(self) -> Intranode:
+        if self.runtime is None:
+            raise BufferBroken("this Buffer was destroyed: make a new one")
+        if os.getpid() != self._pid:
+            raise BufferBroken(
+                f"this Buffer belongs to process {self._pid}: a forked child must make its own"
+            )
+        return self.runtime
+
+    def _refusing(self, call: Call, check: Callable[[], T]) -> T:
+        """Check a call's arguments; if they are wrong, the peers hear of it before this rank raises."""
+        try:
+            return check()
+        except Exception as error:
+            reason = (
+                error if isinstance(error, AnyEPError) else InvalidCall(f"{type(error).__name__}: {error}")
+            )
+            assert self.runtime is not None
+            self.runtime.stream.run(lambda: self._conversation.refuse(call, reason))
+            raise
+        except BaseException as error:
+            self._conversation.fail(call, error)
+            raise
+
+    def _check_rings(self, runtime: Intranode, config: Config, token: TokenLayout) -> None:
+        area = runtime.ring_area(config, token)
+        per_row = area.token_bytes * arguments.MIN_RING_ROWS + area.control_bytes
+        needed = sizes.align(area.num_channels * area.num_peers * per_row, sizes.NUM_BUFFER_ALIGNMENT_BYTES)
+        arguments.check_ring_rows(area.num_rows, self.num_nvl_bytes, needed)
+
+    def _check_routing(
+        self,
+        runtime: Intranode,
+        payload: Payload,
+        num_tokens_per_rank: Any,
+        is_token_in_rank: Any,
+        num_tokens_per_expert: Any,
+        config: Config,
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        for name, value in (
+            ("num_tokens_per_rank", num_tokens_per_rank),
+            ("is_token_in_rank", is_token_in_rank),
+            ("num_tokens_per_expert", num_tokens_per_expert),
+        ):
+            if value is None:
+                raise InvalidCall(f"{name} is missing: pass what get_dispatch_layout returned, or a handle")
+        ranks, tokens = self.group_size, payload.num_tokens
+        per_rank = arguments.check_tensor(
+            "num_tokens_per_rank", num_tokens_per_rank, (torch.int32,), (ranks,)
+        )
+        in_rank = arguments.check_tensor("is_token_in_rank", is_token_in_rank, (torch.bool,), (tokens, ranks))
+        per_expert = arguments.check_tensor(
+            "num_tokens_per_expert", num_tokens_per_expert, (torch.int32,), (None,)
+        )
+        in_rank, per_expert = in_rank.contiguous(), per_expert.contiguous()
+        arguments.check_num_experts(per_expert.shape[0], ranks)
+        places = runtime.place(in_rank, config.num_channels)
+        wrong = np.flatnonzero(places[0] != per_rank.numpy())
+        if wrong.size:
+            rank = int(wrong[0])
+            raise InvalidCall(
+                f"num_tokens_per_rank says {int(per_rank[rank])} for rank {rank}, but is_token_in_rank marks"
+                f" {places[0][rank]}: pass both from one get_dispatch_layout"
+            )
+        if payload.topk_idx is not None:
+            expert = cpu.first_wrong_expert(payload.topk_idx.numpy(), per_expert.numpy())
+            if expert >= 0:
+                raise InvalidCall(
+                    f"num_tokens_per_expert says {int(per_expert[expert])} for expert {expert}, but topk_idx has"
+                    f" another number: pass both from one get_dispatch_layout"
+                )
+        return in_rank, per_expert, places
+
+
+def _wait_for(event: EventOverlap | None) -> None:
+    if event is not None:
+        event.current_stream_wait()
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    if device is None:
+        if torch.cuda.is_available():
+            raise NotSupported("AnyEP works on the CPU so far: pass device='cpu' and CPU tensors")
+    elif torch.device(device).type != "cpu":
+        raise NotSupported(f"device is {str(device)!r}: AnyEP works on the CPU so far, pass device='cpu'")
+
+
+def _timeout_seconds() -> float:
+    text = os.environ.get("ANYEP_TIMEOUT_S", str(sizes.NUM_CPU_TIMEOUT_SECS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise InvalidCall(f"ANYEP_TIMEOUT_S is {text!r}: it must be a number of seconds above 0")
+    return seconds

@@ -1,0 +1,94 @@
+"""`anyep bench`: how fast AnyEP is here, beside a plain copy of the same bytes and beside Gloo, in one run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anyep.errors import InvalidCall, whole_number
+from anyep.sizes import check_row_bytes
+
+
+def bench(
+    mode: Annotated[str, typer.Option(help="What to measure: normal.")] = "normal",
+    ranks: Annotated[int, typer.Option(help="Number of ranks, as processes on this machine.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 512,
+    hidden: Annotated[int, typer.Option(help="Hidden size, in bf16 values.")] = 7168,
+    experts: Annotated[int, typer.Option(help="Experts of all ranks together.")] = 64,
+    topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    repeats: Annotated[int, typer.Option(help="Repeats of each case; medians are shown.")] = 15,
+    seed: Annotated[int, typer.Option(help="Seed of the data and the routing.")] = 0,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the records to this file; - for stdout.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the result to this .png or .svg file.")
+    ] = None,
+) -> None:
+    """Measure dispatch and combine beside a plain copy of the same bytes and beside Gloo."""
+    if mode != "normal":
+        raise InvalidCall(f"mode is {mode!r}: choose normal")
+    for name, value in (
+        ("ranks", ranks),
+        ("tokens", tokens),
+        ("hidden", hidden),
+        ("repeats", repeats),
+        ("topk", topk),
+    ):
+        whole_number(name, value, minimum=1)
+    check_row_bytes(2 * hidden)
+    if experts % ranks or topk > experts:
+        raise InvalidCall(
+            f"{experts} experts: there must be a multiple of {ranks} ranks and at least top-{topk}"
+        )
+    if plot_file is not None and plot_file.suffix.lower() not in (".png", ".svg"):
+        raise InvalidCall(
+            f"a plot cannot be written to {str(plot_file)!r}: its name must end in .png or .svg"
+        )
+    from anyep.cli.bench_normal import Setup, measure
+
+    setup = Setup(ranks, tokens, hidden, experts, topk, repeats, seed)
+    records = measure(setup, show_progress=sys.stderr.isatty())
+    if json_file == "-":
+        print(json.dumps(records, indent=2))
+    else:
+        if json_file is not None:
+            Path(json_file).write_text(json.dumps(records, indent=2) + "\n")
+        _print_table(setup, records)
+    if plot_file is not None:
+        from anyep.cli.bench_plot import draw
+
+        draw(records, plot_file)
+
+
+def _print_table(setup: Any, records: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from anyep.cli.console import console_for_results
+
+    console = console_for_results()
+    console.print(setup.description())
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("case", "path", "tokens", "median", "GB/s per rank", "of copy", "vs Gloo"):
+        table.add_column(heading, justify="left" if heading in ("case", "path") else "right")
+    for record in records:
+        gloo = record["vs"].get("gloo")
+        table.add_row(
+            record["case"],
+            record["path"],
+            str(record["tokens"]),
+            _time_text(record["median_s"]),
+            f"{record['gbps']:.2f}" if record["gbps"] else "",
+            f"{record['of_copy']:.2f}" if record["of_copy"] else "",
+            f"{gloo:.1f}x" if gloo else "",
+        )
+    console.print(table)
+
+
+def _time_text(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

@@ -1,0 +1,68 @@
+"""Moments of a stream: `EventHandle` is one, `EventOverlap` is what calls return.
+
+A call that finished in line has nothing to wait for: its `EventOverlap.event` is None. One that goes on beside
+the caller (`async_finish`) has an event; `current_stream_wait` waits for it and raises what went wrong in it.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+
+class EventHandle:
+    """A moment. Made by a caller it means "now": on the CPU all that the caller did has happened already."""
+
+    def __init__(self) -> None:
+        self._finished: threading.Event | None = None
+        self._error: BaseException | None = None
+
+    @classmethod
+    def pending(cls) -> EventHandle:
+        """A moment that `finish` is going to bring."""
+        event = cls()
+        event._finished = threading.Event()
+        return event
+
+    def finish(self, error: BaseException | None = None) -> None:
+        assert self._finished is not None
+        self._error = error
+        self._finished.set()
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finished is None or self._finished.is_set()
+
+    def current_stream_wait(self) -> None:
+        """Return when the moment has come; raise the error of the work that it ends."""
+        if self._finished is not None:
+            self._finished.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class EventOverlap:
+    """An event, and the tensors that must live until it has come. Use it in `with` to compute beside it:
+
+    with event:
+        compute_something_else()
+    # here the event has come
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+
+    def current_stream_wait(self) -> None:
+        """Return when the event has come; at once where there is none."""
+        if self.event is not None:
+            self.event.current_stream_wait()
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.current_stream_wait()

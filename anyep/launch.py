@@ -1,0 +1,434 @@
+"""Start the ranks of a program on this machine, and end them together.
+
+    from anyep.launch import launch
+
+    exit_code = launch(8, [sys.executable, "-u", "train.py"])
+
+Every rank finds the usual variables of torch.distributed in its environment, so `init_process_group` needs
+no arguments. When one rank fails, or the launcher is told to stop, all the others are ended. Nothing
+outlives the launcher, however it goes: the kernel kills a rank whose launcher has died, and a small
+guard process kills what the ranks themselves had started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final
+
+from anyep.errors import InvalidCall, whole_number
+
+GRACE_S: Final = 3.0
+"""How long ranks have between SIGTERM and SIGKILL."""
+MAX_PIPE_BYTES: Final = 2**20
+"""What a pipe can hold at most."""
+MAX_LINE_BYTES: Final = 2**16
+"""A line that has grown to this length is printed without waiting for its end."""
+STUCK_S: Final = 1.0
+"""When nobody reads our output for this long at the end, the rest of it is dropped."""
+STDOUT: Final = 1
+STDERR: Final = 2
+
+# Runs in a rank's process before its program does. The kernel's promise to kill it with its parent
+# (PR_SET_PDEATHSIG) survives the exec, but is worthless if the parent died before it was made: hence the
+# look at the parent afterwards. Python ignores SIGPIPE for itself; the program gets the default back.
+_START_RANK: Final = """\
+import ctypes, os, signal, sys
+launcher, command = int(sys.argv[1]), sys.argv[2:]
+word = ctypes.c_ulong
+ctypes.CDLL(None).prctl(1, word(signal.SIGKILL), word(0), word(0), word(0))
+if os.getppid() != launcher:
+    os._exit(1)
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    sys.exit(f"{command[0]} cannot be started: {error.strerror}")
+"""
+
+# Collects the ranks' process groups until its input ends: by a launcher that has cleaned up and says so,
+# or by one that was killed.
+_GUARD: Final = """\
+import os, signal, sys
+words = sys.stdin.read().split()
+for group in [] if "clean" in words else words:
+    try:
+        os.killpg(int(group), signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+def launch(
+    num_ranks: int, command: Sequence[str], env: Mapping[str, str] | None = None, *, prefix_lines: bool = True
+) -> int:
+    """Run `command` as `num_ranks` ranks, wait for them, and return one exit code for all.
+
+    It is 0 when every rank ended with 0, that of the rank that failed first (128 + n where signal n killed
+    it), or 128 + n when the launcher was told to stop by signal n. `env` is added to this process's
+    environment. Each line that the ranks print gets a prefix like `[rank 3] `, unless there is only one
+    rank or `prefix_lines` is False.
+    """
+    num_ranks = whole_number("num_ranks", num_ranks, minimum=1)
+    if not command:
+        raise InvalidCall("the command is empty: name the program to run")
+    variables = {**os.environ, **(env or {})}
+    if shutil.which(command[0], path=variables.get("PATH")) is None:
+        raise InvalidCall(f"there is no program {command[0]!r}: check its name and the PATH")
+    num_cores = len(os.sched_getaffinity(0))
+    # What this process printed comes before what the ranks print.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with _reserved_port() as port, _Job(num_ranks, prefix_lines) as job:
+        for rank in range(num_ranks):
+            job.start(command, rank_environment(rank, num_ranks, port, num_cores, variables))
+        ending = job.wait()
+    if ending.sentence:
+        print(f"anyep: {ending.sentence}", file=sys.stderr)
+    return ending.exit_code
+
+
+def rank_environment(
+    rank: int, num_ranks: int, port: int, num_cores: int, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of one rank.
+
+    >>> environment = rank_environment(1, 4, 29500, num_cores=9, inherited={"HOME": "/root", "RANK": "7"})
+    >>> environment["RANK"], environment["WORLD_SIZE"], environment["OMP_NUM_THREADS"], environment["HOME"]
+    ('1', '4', '2', '/root')
+    """
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, num_cores // num_ranks)),
+        # All ranks are on this machine; Gloo would look the host name up, which fails on many laptops.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    place = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return {**defaults, **inherited, **place}
+
+
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A free port that nobody else is given while this lasts.
+
+    The socket stays bound but never listens. With SO_REUSEADDR on both sides, rank 0 can still listen
+    there, as torch.distributed does.
+    """
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("127.0.0.1", 0))
+        yield reservation.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How a job ended; the sentence is empty where all went well."""
+
+    exit_code: int
+    sentence: str = ""
+
+
+class _Job:
+    """The ranks of one launch; leaving its `with` block leaves no process behind."""
+
+    def __init__(self, num_ranks: int, prefix_lines: bool) -> None:
+        self._num_ranks = num_ranks
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._pidfds: list[int] = []
+        # As Popen.returncode: negative for a signal. The processes stay unreaped until the end, so that no
+        # number of a process group is given to somebody else while we may still have to kill it.
+        self._exit_codes: dict[int, int] = {}
+        self._stop_signal: int | None = None
+        self._old_handlers: dict[int, Any] = {}
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self._bell, select.POLLIN)
+        self._printer = _Printer(on_broken_output=self._ring) if prefix_lines and num_ranks > 1 else None
+
+    def __enter__(self) -> _Job:
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._take_signals()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._end_ranks()
+            if self._printer is not None:
+                self._printer.finish()
+        finally:
+            self._give_signals_back()
+            self._close()
+        if self._printer is not None and self._printer.output_is_broken:
+            raise BrokenPipeError("nobody reads the output of the ranks any more")
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the next rank, in a session of its own: it and its children can be signalled together."""
+        rank = len(self._ranks)
+        output = None if self._printer is None else subprocess.PIPE
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _START_RANK, str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL if self._num_ranks > 1 else None,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+        self._ranks.append(process)
+        self._tell_guard(str(process.pid))
+        self._pidfds.append(os.pidfd_open(process.pid))
+        self._poll.register(self._pidfds[rank], select.POLLIN)
+        if self._printer is not None and process.stdout is not None and process.stderr is not None:
+            self._printer.add(process.stdout.fileno(), STDOUT, f"[rank {rank}] ")
+            self._printer.add(process.stderr.fileno(), STDERR, f"[rank {rank}] ")
+
+    def wait(self) -> _Ending:
+        """Wait until all ranks have ended, one has failed, or a signal tells us to stop."""
+        if self._printer is not None:
+            self._printer.start()
+        while len(self._exit_codes) < len(self._ranks):
+            ended = self._watch()
+            if self._stop_signal is not None:
+                name = signal.Signals(self._stop_signal).name
+                return _Ending(128 + self._stop_signal, f"stopped by {name}; all ranks were ended")
+            if self._printer is not None and self._printer.output_is_broken:
+                break
+            failed = [rank for rank in ended if self._exit_codes[rank] != 0]
+            if failed:
+                # Peers complain within microseconds about a rank that was killed: it was the first.
+                return self._failure_of(min(failed, key=lambda rank: self._exit_codes[rank] > 0))
+        return _Ending(0)
+
+    def _failure_of(self, rank: int) -> _Ending:
+        exit_code = self._exit_codes[rank]
+        reason = f"exit code {exit_code}" if exit_code > 0 else f"killed by {_signal_name(-exit_code)}"
+        sentence = f"rank {rank} failed{' first' if self._num_ranks > 1 else ''} ({reason})"
+        if len(self._exit_codes) < len(self._ranks):
+            sentence += "; the ranks still running were ended"
+        return _Ending(exit_code if exit_code > 0 else 128 - exit_code, sentence)
+
+    def _watch(self, seconds: float | None = None) -> list[int]:
+        """Wait until something happens, and return the ranks that have ended since the last call."""
+        self._poll.poll(None if seconds is None else 1000 * seconds)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        ended = []
+        for rank, process in enumerate(self._ranks):
+            if rank not in self._exit_codes:
+                exit_code = _look_at_exit_code(process.pid)
+                if exit_code is not None:
+                    self._exit_codes[rank] = exit_code
+                    self._poll.unregister(self._pidfds[rank])
+                    ended.append(rank)
+        return ended
+
+    def _end_ranks(self) -> None:
+        for rank, process in enumerate(self._ranks):
+            if rank not in self._exit_codes:
+                _signal_group(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_S
+        while len(self._exit_codes) < len(self._ranks) and time.monotonic() < deadline:
+            self._watch(max(0.0, deadline - time.monotonic()))
+        # Also the groups of ranks that have ended: their children may still be there.
+        for process in self._ranks:
+            _signal_group(process.pid, signal.SIGKILL)
+        self._tell_guard("clean")
+        for process in self._ranks:
+            process.wait()
+
+    def _tell_guard(self, word: str) -> None:
+        # A guard that somebody killed is no reason to fail: it is the second line of defence.
+        with contextlib.suppress(BrokenPipeError):
+            assert self._guard.stdin is not None
+            self._guard.stdin.write(f"{word}\n".encode())
+            self._guard.stdin.flush()
+
+    def _close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.communicate()
+        for process in self._ranks:
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        for descriptor in (*self._pidfds, self._bell):
+            os.close(descriptor)
+
+    def _take_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Under nohup, SIGHUP is ignored and stays so.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._old_handlers[number] = signal.signal(number, self._on_signal)
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            # Exit codes of children are lost where this is ignored.
+            self._old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def _give_signals_back(self) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._stop_signal is None:
+            self._stop_signal = number
+        self._ring()
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
+
+class LinePrefixer:
+    """Puts a prefix before each line of a stream that comes in pieces of any size.
+
+    >>> prefixer = LinePrefixer("[rank 3] ")
+    >>> prefixer.take(b"one\\ntw"), prefixer.take(b"o\\n"), prefixer.take(b"three"), prefixer.rest()
+    (b'[rank 3] one\\n', b'[rank 3] two\\n', b'', b'[rank 3] three\\n')
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix.encode()
+        self._unfinished = b""
+
+    def take(self, piece: bytes) -> bytes:
+        """What can be printed now: whole lines, and a line that has become too long to wait for its end."""
+        *lines, self._unfinished = (self._unfinished + piece).split(b"\n")
+        printable = b"".join(self._prefix + line + b"\n" for line in lines)
+        return printable + self.rest() if len(self._unfinished) >= MAX_LINE_BYTES else printable
+
+    def rest(self) -> bytes:
+        """The last line, where the stream ended without a newline."""
+        line, self._unfinished = self._unfinished, b""
+        return self._prefix + line + b"\n" if line else b""
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """One output of one rank, and where it goes."""
+
+    target: int
+    prefixer: LinePrefixer
+
+
+class _Printer(threading.Thread):
+    """Prints what the ranks print, line by line.
+
+    A thread of its own: where nobody reads our output, a write blocks, and the job must still be able to
+    notice failures and signals.
+    """
+
+    def __init__(self, on_broken_output: Callable[[], None]) -> None:
+        super().__init__(name="anyep-printer", daemon=True)
+        self.output_is_broken = False
+        self._on_broken_output = on_broken_output
+        self._streams: dict[int, _Stream] = {}
+        self._num_written = 0
+        self._given_up = False
+        self._finish = os.eventfd(0, os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._finish, select.POLLIN)
+
+    def add(self, source: int, target: int, prefix: str) -> None:
+        """Print `source`, the end of a pipe, to `target`. Call before start()."""
+        os.set_blocking(source, False)
+        self._streams[source] = _Stream(target, LinePrefixer(prefix))
+        self._poll.register(source, select.POLLIN)
+
+    def run(self) -> None:
+        try:
+            while self._streams:
+                ready = [descriptor for descriptor, _ in self._poll.poll()]
+                if self._finish in ready:
+                    break
+                for source in ready:
+                    self._pump(source)
+            # All ranks are dead, and one read empties a pipe. Waiting for its end instead could take forever:
+            # a process that left the rank's group may hold it open.
+            for source in list(self._streams):
+                self._pump(source)
+            for stream in self._streams.values():
+                self._write(stream.target, stream.prefixer.rest())
+        except OSError:
+            self.output_is_broken = True
+            if not self._given_up:
+                self._on_broken_output()
+
+    def finish(self) -> None:
+        """Print what is left of ranks that have ended, unless nobody reads it."""
+        os.eventfd_write(self._finish, 1)
+        num_written = -1
+        while self.is_alive() and num_written != self._num_written:
+            num_written = self._num_written
+            self.join(STUCK_S)
+        self._given_up = self.is_alive()
+        if not self._given_up:
+            os.close(self._finish)
+
+    def _pump(self, source: int) -> None:
+        stream = self._streams[source]
+        try:
+            piece = os.read(source, MAX_PIPE_BYTES)
+        except BlockingIOError:
+            return
+        if not piece:
+            self._poll.unregister(source)
+            del self._streams[source]
+        self._write(stream.target, stream.prefixer.take(piece) if piece else stream.prefixer.rest())
+
+    def _write(self, target: int, text: bytes) -> None:
+        while text:
+            try:
+                num_bytes = os.write(target, text)
+            except BlockingIOError:
+                # The terminal was left in this mode by another program.
+                select.select([], [target], [])
+                continue
+            if self._given_up:
+                raise BrokenPipeError
+            text = text[num_bytes:]
+            self._num_written += num_bytes
+
+
+def _look_at_exit_code(pid: int) -> int | None:
+    """The exit code of a child that has ended, negative for a signal; it stays there to be reaped."""
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _signal_name(number: int) -> str:
+    """
+    >>> _signal_name(9), _signal_name(40)
+    ('SIGKILL', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

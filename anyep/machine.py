@@ -1,0 +1,36 @@
+"""What this machine has to give: memory and cores, as this process may use them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def memory_bytes(field: str) -> int:
+    """A field of /proc/meminfo, such as MemTotal or MemAvailable, in bytes."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, amount = line.partition(":")
+        if name == field:
+            return int(amount.split()[0]) * 1024
+    raise LookupError(f"/proc/meminfo has no {field}")
+
+
+def container_limit_bytes() -> int | None:
+    """The memory limit of this container, or None where there is none."""
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def free_memory_bytes() -> int:
+    """Memory that can still be taken."""
+    limit = container_limit_bytes()
+    available = memory_bytes("MemAvailable")
+    return available if limit is None else min(available, limit)
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,1 @@
+"""The protocol of each mode, written once for every backend."""

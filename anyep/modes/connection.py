@@ -1,0 +1,120 @@
+"""How the ranks of a Buffer connect: each makes its memory, opens its peers', and all hear of any trouble."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from anyep.errors import AnyEPError, Disagreement, InvalidCall, NotSupported, PeerLost
+from anyep.layout import ControlRegion
+from anyep.machine import free_memory_bytes
+from anyep.rendezvous import Rendezvous, host_identity
+from anyep.topology import Topology, topology_of_hosts
+
+SHARE_OF_FREE_MEMORY: Final = 4
+PAGE_BYTES: Final = 4096
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for; it must be the same on every rank."""
+
+    num_nvl_bytes: int
+    num_rdma_bytes: int
+    low_latency_mode: bool
+    enable_shrink: bool
+    ranks_per_node: int | None
+    num_window_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The memory of all ranks of the node, mapped here; index by rank."""
+
+    topology: Topology
+    control: ControlRegion
+    heaps: list[Any]
+    windows: list[Any]
+    pids: list[int]
+    memory_share_bytes: int
+    """What this rank may use for windows and results when the user does not say."""
+
+
+def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -> Connection:
+    """Make this rank's memory and open its peers'. What goes wrong on one rank is raised on all."""
+    wishes = _on_all_ranks(rendezvous, lambda: (check(), host_identity()))
+    for rank, (other, _) in enumerate(wishes):
+        for name, value in vars(other).items():
+            mine = getattr(wishes[0][0], name)
+            if value != mine:
+                raise Disagreement(
+                    f"the ranks disagree about {name}: {mine} on rank 0, {value} on rank {rank}"
+                )
+    own = wishes[rendezvous.rank][0]
+    hosts = [host for _, host in wishes]
+    topology = topology_of_hosts(hosts, own.ranks_per_node)
+    if topology.num_nodes > 1:
+        raise NotSupported(
+            f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: AnyEP works within one node so far"
+        )
+    share = _memory_share_bytes(hosts.count(hosts[rendezvous.rank]))
+    control = ControlRegion(topology.num_ranks, topology.ranks_per_node)
+    made: list[Any] = []
+
+    def make() -> tuple[int, Any, Any]:
+        heap = backend.OwnBlock("heap", control.num_bytes + own.num_nvl_bytes + own.num_rdma_bytes)
+        made.append(heap)
+        # Sparse: it takes memory only as windows are used.
+        windows = backend.OwnBlock("windows", share if own.num_window_bytes is None else own.num_window_bytes)
+        made.append(windows)
+        return os.getpid(), heap.share(), windows.share()
+
+    shared = _on_all_ranks(rendezvous, make)
+
+    def open_all() -> tuple[list[Any], list[Any]]:
+        heaps, windows = [], []
+        for rank, (_, heap, window) in enumerate(shared):
+            if rank == rendezvous.rank:
+                heaps.append(made[0])
+                windows.append(made[1])
+            else:
+                heaps.append(backend.open_block(heap, rank))
+                windows.append(backend.open_block(window, rank))
+        return heaps, windows
+
+    opened: list[tuple[list[Any], list[Any]]] = []
+    _on_all_ranks(rendezvous, lambda: opened.append(open_all()))
+    # Everyone has opened everything: the descriptors have done their work.
+    for block in made:
+        block.close()
+    return Connection(topology, control, *opened[0], [pid for pid, _, _ in shared], share)
+
+
+def _memory_share_bytes(ranks_on_host: int) -> int:
+    """A quarter of the free memory, shared among the ranks of the machine."""
+    share = free_memory_bytes() // SHARE_OF_FREE_MEMORY // ranks_on_host
+    return share // PAGE_BYTES * PAGE_BYTES
+
+
+def _on_all_ranks(rendezvous: Rendezvous, work: Callable[[], T]) -> list[T]:
+    """Do something on every rank and gather the results; if it raises on one rank, every rank raises."""
+    error: AnyEPError | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except AnyEPError as caught:
+        error = caught
+    except Exception as caught:
+        error = NotSupported(f"{type(caught).__name__}: {caught}")
+        error.__cause__ = caught
+    outcomes = rendezvous.all_gather((result, error))
+    if error is not None:
+        raise error
+    for rank, (_, other_error) in enumerate(outcomes):
+        if other_error is not None:
+            kind = InvalidCall if isinstance(other_error, InvalidCall) else PeerLost
+            raise kind(f"rank {rank} could not make its Buffer: {other_error}")
+    return [outcome for outcome, _ in outcomes]

@@ -1,0 +1,320 @@
+"""How the ranks of a node talk: call numbers, letters, waits that end, and what happens when something fails.
+
+A `Conversation` is one rank's side. Every normal-mode call takes a number, sends a letter to every peer, waits
+for every peer's letter, and only then touches a peer's memory. Two mailboxes alternate: before letter n is
+written, every peer's letter n-1 has been seen, so every peer has read letter n-2.
+
+Every wait ends: when what is waited for comes, when a peer that is waited for says that it failed, when such a
+peer is dead, at the deadline, or by Ctrl-C. All but the first break the conversation for good, here and, since
+this rank then says that it failed, at every peer.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, PeerLost, WaitTimeout
+from anyep.layout import LETTER_HEADER_BYTES, ControlRegion
+from anyep.modes.letters import SIGNATURE, SIGNATURE_WORDS, Field, new_header, word_for_people
+from anyep.modes.status import FUNCTIONS, Phase, RankStatus, State, StatusBlock
+from anyep.rendezvous import Rendezvous
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of this rank: its number, and what was called (a `letters.Kind`)."""
+
+    number: int
+    kind: int
+
+    def __str__(self) -> str:
+        return f"{FUNCTIONS[self.kind]} (call {self.number})"
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What a wait still waits for."""
+
+    peers: Sequence[int]
+    what: str
+    seen: int
+    expected: int
+    channel: int | None = None
+
+
+class Conversation:
+    """One rank's side of the talk with its peers; `heaps` are all ranks' heaps, this rank's own included."""
+
+    def __init__(
+        self,
+        backend: Any,
+        rendezvous: Rendezvous,
+        control: ControlRegion,
+        heaps: Sequence[Any],
+        pids: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        self.rank = rendezvous.rank
+        self.num_ranks = rendezvous.num_ranks
+        self.timeout_s = timeout_s
+        self.between_steps: Callable[[Call, Phase], None] | None = None
+        """Called at the start of every phase; tests delay or kill a rank there."""
+        self._backend = backend
+        self._last_call = 0
+        self._broken: AnyEPError | None = None
+        self._addresses = np.array([heap.address for heap in heaps], np.int64)
+        self._statuses = [
+            StatusBlock(backend, heap, rank, pid)
+            for rank, (heap, pid) in enumerate(zip(heaps, pids, strict=True))
+        ]
+        self._own = self._statuses[self.rank]
+        self._own.start()
+        mailbox = control.block("mailbox")
+        self._mailboxes_of_peers = [self._at_peers(mailbox.offset(self.rank, box)) for box in range(2)]
+        self._own_mailboxes = [self.own_counters(mailbox, box) for box in range(2)]
+        self._missing = np.zeros(self.num_ranks, np.bool_)
+        self._no_counts = (np.zeros(self.num_ranks, np.int32), np.zeros((self.num_ranks, 1), np.int32))
+        self.headers = np.zeros((self.num_ranks, len(new_header())), np.int64)
+        self._pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids) if rank != self.rank}
+        self._poller = select.poll()
+        for descriptor in self._pidfds:
+            self._poller.register(descriptor, select.POLLIN)
+
+    def _at_peers(self, offset: int) -> Array:
+        """The address of this offset in every rank's heap."""
+        return self._addresses + offset
+
+    def peer_counters(self, block: Any) -> Array:
+        """The words of a control block that this rank writes at each peer."""
+        return self._at_peers(block.offset(self.rank))
+
+    def own_counters(self, block: Any, slot_set: int = 0) -> Array:
+        """The words of a control block that each peer writes here."""
+        offsets = [block.offset(peer, slot_set) for peer in range(self.num_ranks)]
+        return self._addresses[self.rank] + np.array(offsets, np.int64)
+
+    # Calls
+
+    def begin(self, kind: int) -> Call:
+        """Take the next call number."""
+        if self._broken is not None:
+            raise BufferBroken(
+                f"this Buffer is broken since an earlier call: {self._broken}"
+            ) from self._broken
+        self._last_call += 1
+        return Call(self._last_call, kind)
+
+    def enter(self, call: Call, phase: Phase) -> None:
+        """Say what this rank does now."""
+        self._own.enter(call.number, call.kind, phase)
+        if self.between_steps is not None and phase is not Phase.IDLE:
+            self.between_steps(call, phase)
+
+    def end(self, call: Call) -> None:
+        self.enter(call, Phase.IDLE)
+
+    def guarded(self, call: Call, work: Callable[[], Any]) -> Any:
+        """Do a part of a call that touches peers: whatever it raises breaks the conversation for good."""
+        if self._broken is not None:
+            raise BufferBroken(
+                f"this Buffer is broken since an earlier call: {self._broken}"
+            ) from self._broken
+        try:
+            return work()
+        except (Disagreement, InvalidCall):
+            # Every rank found it in the letters, before any data: the next call can go on.
+            self.end(call)
+            raise
+        except BaseException as error:
+            self.fail(call, error)
+            raise
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        """Say that this rank failed, so that nobody waits for it."""
+        reason = str(error) if isinstance(error, AnyEPError) else f"{type(error).__name__}: {error}"
+        self._broken = error if isinstance(error, AnyEPError) else AnyEPError(f"{call} ended by {reason}")
+        self._own.fail(f"{call}: {reason}")
+
+    # Letters
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        """Tell the peers that this rank's call was wrong; they raise instead of waiting."""
+        header = new_header()
+        header[Field.KIND] = call.kind
+        header[Field.REFUSED] = 1
+        self.guarded(call, lambda: self._post(call, header, None, refusal=str(error)))
+        self.end(call)
+
+    def exchange(self, call: Call, header: Array, counts: tuple[Array, Array, Array] | None = None) -> Array:
+        """Send this rank's letter, wait for all others', and return their headers if they agree.
+
+        `counts` are this rank's rows per receiver, the same by (receiver, channel), and its tokens per expert.
+        """
+        header[Field.KIND] = call.kind
+        self._post(call, header, counts)
+        mailboxes = self._own_mailboxes[call.number % 2]
+        self._wait_for_counters(call, mailboxes, call.number, "letter")
+        first, end = int(Field.REFUSED), SIGNATURE[-1] + 1
+        if not self._backend.read_headers(mailboxes, header, first, end, self.headers):
+            raise self._disagreement(call)
+        return self.headers
+
+    def read_counts(self, call: Call, matrix: Array, by_channel: Array, by_expert: Array) -> None:
+        """The counts of the letters that `exchange` waited for."""
+        mailboxes = self._own_mailboxes[call.number % 2]
+        self._backend.read_counts(mailboxes, LETTER_HEADER_BYTES, matrix, by_channel, by_expert)
+
+    def _post(
+        self, call: Call, header: Array, counts: tuple[Array, Array, Array] | None, refusal: str = ""
+    ) -> None:
+        self.enter(call, Phase.NOTIFY)
+        if call.number > 1:
+            # Usually seen in the last call already; not where this rank refused that one.
+            previous = call.number - 1
+            self._wait_for_counters(call, self._own_mailboxes[previous % 2], previous, "letter")
+        if refusal:
+            self._own.refuse(call.number, refusal)
+        header[Field.CALL] = call.number
+        rows, by_channel, by_expert = counts or (*self._no_counts, self._no_counts[0])
+        self._backend.post_letters(
+            self._mailboxes_of_peers[call.number % 2],
+            header,
+            LETTER_HEADER_BYTES,
+            int(counts is not None),
+            rows,
+            by_channel,
+            by_expert,
+        )
+
+    def _disagreement(self, call: Call) -> Disagreement:
+        """What the letters disagree about; every rank finds the same."""
+        refusing = np.flatnonzero(self.headers[:, Field.REFUSED])
+        if refusing.size:
+            rank = int(refusing[0])
+            reason = self._statuses[rank].refusal(call.number)
+            function = FUNCTIONS[int(self.headers[rank, Field.KIND])]
+            return Disagreement(
+                f"rank {rank} refused its {function} (call {call.number}), so rank {self.rank} cannot go on with its"
+                f" {FUNCTIONS[call.kind]}: {reason}"
+            )
+        for field in SIGNATURE:
+            words = self.headers[:, field]
+            if (words != words[0]).any():
+                ranks_by_value: dict[str, list[int]] = {}
+                for rank, word in enumerate(words):
+                    ranks_by_value.setdefault(word_for_people(field, int(word)), []).append(rank)
+                listing = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+                return Disagreement(
+                    f"the ranks disagree in call {call.number} about {SIGNATURE_WORDS[field]}: {listing}"
+                )
+        raise AssertionError("letters that differ agree in every field")
+
+    # Waiting
+
+    def wait_for_counters(self, call: Call, phase: Phase, counters: Array, what: str) -> None:
+        """Return when every peer has released this call's number in its counter here."""
+        self.enter(call, phase)
+        self._wait_for_counters(call, counters, call.number, what)
+
+    def _wait_for_counters(self, call: Call, counters: Array, expected: int, what: str) -> None:
+        backend, missing = self._backend, self._missing
+
+        def stalled() -> Stall:
+            peers = [int(peer) for peer in np.flatnonzero(missing)]
+            seen = np.zeros((1, 1), np.int64)
+            backend.read_counters(counters[peers[:1]].reshape(1, 1), seen)
+            return Stall(peers, what, int(seen[0, 0]), expected)
+
+        self.wait_until(
+            call, lambda polls: int(backend.await_counters(counters, expected, missing, polls)), stalled
+        )
+
+    def wait_until(
+        self,
+        call: Call,
+        step: Callable[[int], int],
+        stalled: Callable[[], Stall],
+        progress: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Run a kernel's step until nothing is missing.
+
+        A step waits a few milliseconds at most; between two of them Python runs (Ctrl-C works) and the peers that
+        are waited for are looked at. The deadline counts from the last progress.
+        """
+        if step(0) == 0:
+            return
+        deadline = time.monotonic() + self.timeout_s
+        done = progress()
+        suspects: set[int] = set()
+        long_wait = self._backend.PATIENCE - self._backend.NUM_SLEEPS
+        while step(long_wait):
+            stall = stalled()
+            if not stall.peers:
+                continue
+            self._own.wait_for(stall.peers[0])
+            gone = self._gone().intersection(stall.peers)
+            # What a peer sent before it ended may have arrived since the step: look once more.
+            if gone & suspects:
+                raise self._lost(call, min(gone & suspects), stall)
+            suspects = gone
+            if progress() != done:
+                done = progress()
+                deadline = time.monotonic() + self.timeout_s
+            elif time.monotonic() > deadline:
+                raise self._too_late(call, stall)
+
+    def _gone(self) -> set[int]:
+        """Peers that will send nothing more."""
+        dead = {self._pidfds[descriptor] for descriptor, _ in self._poller.poll(0)}
+        return dead | {status.rank for status in self._statuses if status.state is not State.ALIVE}
+
+    def _lost(self, call: Call, peer: int, stall: Stall) -> PeerLost:
+        status = self._statuses[peer]
+        waiting = f"while rank {self.rank} waited for its {stall.what} in {call}, phase {self._phase()}"
+        if status.state is State.FAILED:
+            return PeerLost(f"rank {peer} (pid {status.pid}) failed {waiting}: {status.failure}")
+        if status.state is State.DESTROYED:
+            return PeerLost(f"rank {peer} (pid {status.pid}) destroyed its Buffer {waiting}")
+        return PeerLost(f"rank {peer} (pid {status.pid}) died {waiting}; its last word: {status.read(True)}")
+
+    def _too_late(self, call: Call, stall: Stall) -> WaitTimeout:
+        peer = stall.peers[0]
+        others = f" (and {_ranks(stall.peers[1:])})" if len(stall.peers) > 1 else ""
+        channel = f", channel {stall.channel}" if stall.channel is not None else ""
+        return WaitTimeout(
+            f"rank {self.rank} waited {self.timeout_s:g} s for the {stall.what} of rank {peer}{others} in {call},"
+            f" phase {self._phase()}{channel}: counter {stall.seen} seen, {stall.expected} expected."
+            f" What rank {peer} said last: {self._statuses[peer].read(True)}."
+            f" If it only needs longer, set ANYEP_TIMEOUT_S"
+        )
+
+    def _phase(self) -> str:
+        return self._own.read(True).phase
+
+    # The end
+
+    def status(self) -> list[RankStatus]:
+        """What every rank is doing, without waiting for any."""
+        dead = {self._pidfds[descriptor] for descriptor, _ in self._poller.poll(0)}
+        return [status.read(status.rank not in dead) for status in self._statuses]
+
+    def close(self) -> None:
+        self._own.destroy()
+        self._broken = BufferBroken("it was destroyed")
+        for descriptor in self._pidfds:
+            os.close(descriptor)
+        self._pidfds = {}
+        self._poller = select.poll()
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,172 @@
+"""The line that each rank keeps about itself in its control region, for all others to read."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+
+from anyep.layout import STATUS_BYTES
+
+TEXT_BYTES: Final = 1080
+FAILURE_TEXT_AT: Final = 512
+REFUSAL_TEXTS_AT: Final = (1600, 2800)
+assert FAILURE_TEXT_AT + TEXT_BYTES <= REFUSAL_TEXTS_AT[0]
+assert REFUSAL_TEXTS_AT[0] + TEXT_BYTES <= REFUSAL_TEXTS_AT[1]
+assert REFUSAL_TEXTS_AT[1] + TEXT_BYTES <= STATUS_BYTES
+
+
+class State(IntEnum):
+    """Whether a rank goes on."""
+
+    ALIVE = 0
+    FAILED = 1
+    DESTROYED = 2
+
+
+class Phase(IntEnum):
+    """What a rank is doing."""
+
+    IDLE = 0
+    NOTIFY = 1
+    STAGE = 2
+    SEND = 3
+    RECEIVE = 4
+    RINGS = 5
+    PULL = 6
+    ACKNOWLEDGE = 7
+
+
+class Word(IntEnum):
+    """The words of the status block, by index."""
+
+    STATE = 0
+    CALL = 1
+    KIND = 2
+    PHASE = 3
+    SINCE_NS = 4
+    WAITS_FOR = 5
+    FAILURE_BYTES = 6
+    REFUSAL_BYTES_EVEN = 7
+    REFUSAL_BYTES_ODD = 8
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What a rank said of itself last."""
+
+    rank: int
+    pid: int
+    alive: bool
+    state: str
+    call: int
+    function: str
+    phase: str
+    seconds_in_phase: float
+    waits_for: int | None
+    failure: str
+
+    def __str__(self) -> str:
+        if not self.alive:
+            return f"rank {self.rank} (pid {self.pid}) is dead"
+        if self.state == "failed":
+            return f"rank {self.rank} (pid {self.pid}) failed: {self.failure}"
+        if self.state == "destroyed":
+            return f"rank {self.rank} (pid {self.pid}) has destroyed its Buffer"
+        if self.phase == "idle":
+            last = (
+                f"its last call was {self.function} (call {self.call})"
+                if self.call
+                else "it has not called yet"
+            )
+            return f"rank {self.rank} (pid {self.pid}) is idle for {self.seconds_in_phase:.1f} s; {last}"
+        waiting = f", waiting for rank {self.waits_for}" if self.waits_for is not None else ""
+        return (
+            f"rank {self.rank} (pid {self.pid}) is in {self.function} (call {self.call}), phase {self.phase},"
+            f" for {self.seconds_in_phase:.1f} s{waiting}"
+        )
+
+
+def _refusal_place(call: int) -> tuple[int, Word]:
+    word = Word.REFUSAL_BYTES_ODD if call % 2 else Word.REFUSAL_BYTES_EVEN
+    return REFUSAL_TEXTS_AT[call % 2], word
+
+
+FUNCTIONS: Final = ("nothing", "dispatch", "cached dispatch", "combine")
+
+
+class StatusBlock:
+    """One rank's status words. Only their owner writes them."""
+
+    def __init__(self, backend: Any, block: Any, rank: int, pid: int) -> None:
+        self._backend = backend
+        self._state_address = np.array([block.address + 8 * Word.STATE], np.int64)
+        self._words = block.array(0, len(Word))
+        self._bytes = block.array(0, STATUS_BYTES, np.uint8)
+        self.rank = rank
+        self.pid = pid
+
+    def start(self) -> None:
+        self._words[Word.WAITS_FOR] = -1
+        self._words[Word.SINCE_NS] = time.monotonic_ns()
+
+    def enter(self, call: int, kind: int, phase: Phase) -> None:
+        words = self._words
+        words[Word.CALL] = call
+        words[Word.KIND] = kind
+        words[Word.PHASE] = phase
+        words[Word.SINCE_NS] = time.monotonic_ns()
+        words[Word.WAITS_FOR] = -1
+
+    def wait_for(self, peer: int) -> None:
+        self._words[Word.WAITS_FOR] = peer
+
+    def fail(self, reason: str) -> None:
+        self._write_text(FAILURE_TEXT_AT, Word.FAILURE_BYTES, reason)
+        self._backend.announce(self._state_address, int(State.FAILED))
+
+    def refuse(self, call: int, reason: str) -> None:
+        """Say why; a letter tells peers when to look. Two texts alternate, as mailboxes do."""
+        self._write_text(*_refusal_place(call), reason)
+
+    def destroy(self) -> None:
+        self._backend.announce(self._state_address, int(State.DESTROYED))
+
+    @property
+    def state(self) -> State:
+        return State(int(self._words[Word.STATE]))
+
+    @property
+    def failure(self) -> str:
+        return self._read_text(FAILURE_TEXT_AT, Word.FAILURE_BYTES)
+
+    def refusal(self, call: int) -> str:
+        """Why the rank refused this call, which its letter says it did."""
+        return self._read_text(*_refusal_place(call))
+
+    def read(self, alive: bool) -> RankStatus:
+        waits_for = int(self._words[Word.WAITS_FOR])
+        return RankStatus(
+            rank=self.rank,
+            pid=self.pid,
+            alive=alive,
+            state=self.state.name.lower(),
+            call=int(self._words[Word.CALL]),
+            function=FUNCTIONS[int(self._words[Word.KIND])],
+            phase=Phase(int(self._words[Word.PHASE])).name.lower(),
+            seconds_in_phase=(time.monotonic_ns() - int(self._words[Word.SINCE_NS])) / 1e9,
+            waits_for=waits_for if waits_for >= 0 else None,
+            failure=self.failure if self.state is State.FAILED else "",
+        )
+
+    def _write_text(self, offset: int, length_word: Word, text: str) -> None:
+        encoded = text.encode()[:TEXT_BYTES]
+        self._bytes[offset : offset + len(encoded)] = np.frombuffer(encoded, np.uint8)
+        self._words[length_word] = len(encoded)
+
+    def _read_text(self, offset: int, length_word: Word) -> str:
+        length = int(self._words[length_word])
+        return self._bytes[offset : offset + length].tobytes().decode(errors="replace")
