@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from anyep import Config
+from tests.cases import ROUTINGS, ROW_DTYPES, Case
 
 
 @st.composite
@@ -15,3 +16,32 @@ def configs(draw: st.DrawFn, max_channels: int = 32, max_rows: int = 64) -> Conf
     rdma_send = draw(st.integers(1, max_rows // 2))
     rdma_recv = draw(st.integers(2 * rdma_send, max_rows))
     return Config(2 * draw(st.integers(1, max_channels)), nvl_send, nvl_recv, rdma_send, rdma_recv)
+
+
+@st.composite
+def cases(draw: st.DrawFn, num_ranks: int, max_tokens: int = 24) -> Case:
+    """Any dispatch and combine between `num_ranks` ranks."""
+    dtype = draw(st.sampled_from(list(ROW_DTYPES)))
+    one_byte = ROW_DTYPES[dtype].itemsize == 1
+    send_chunk = draw(st.integers(1, 6))
+    return Case(
+        tokens=tuple(draw(st.lists(st.integers(0, max_tokens), min_size=num_ranks, max_size=num_ranks))),
+        hidden=draw(st.sampled_from([16, 32, 48, 272, 1040])),
+        dtype=dtype,
+        num_topk=draw(st.integers(1, 6)),
+        local_experts=draw(st.integers(1, 4)),
+        routing=draw(st.sampled_from(ROUTINGS)),
+        send_topk=draw(st.booleans()),
+        num_scales=draw(st.integers(0, 5)) if one_byte else 0,
+        strided_scales=draw(st.booleans()),
+        alignment=draw(st.integers(1, 4)),
+        worst=draw(st.booleans()),
+        num_biases=draw(st.integers(0, 2)),
+        combine_weights=draw(st.booleans()),
+        combine_from_window=draw(st.booleans()),
+        config=Config(2 * draw(st.integers(1, 4)), send_chunk, draw(st.integers(max(2, send_chunk + 1), 12))),
+        num_window_bytes=draw(st.sampled_from([None, 0, 4096, 1 << 16])),
+        run_async=draw(st.booleans()),
+        delay_seed=draw(st.one_of(st.none(), st.integers(0, 1000))),
+        seed=draw(st.integers(0, 10_000)),
+    )
