@@ -35,6 +35,7 @@ MAX_PIPE_BYTES: Final = 2**20
 """What a pipe can hold at most."""
 MAX_LINE_BYTES: Final = 2**16
 """A line that has grown to this length is printed without waiting for its end."""
+WRITE_BYTES: Final = 2**14
 STUCK_S: Final = 1.0
 """When nobody reads our output for this long at the end, the rest of it is dropped."""
 STDOUT: Final = 1
@@ -399,7 +400,8 @@ class _Printer(threading.Thread):
     def _write(self, target: int, text: bytes) -> None:
         while text:
             try:
-                num_bytes = os.write(target, text)
+                # In small parts, so that a slow reader can be told from one that does not read.
+                num_bytes = os.write(target, text[:WRITE_BYTES])
             except BlockingIOError:
                 # The terminal was left in this mode by another program.
                 select.select([], [target], [])

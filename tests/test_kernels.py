@@ -1,0 +1,480 @@
+"""Every CPU kernel does what the example in its docstring says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anyep.backends import cpu
+from anyep.backends.cpu.kernels import counting, letters, rings, sums, windows
+from anyep.backends.cpu.kernels.atomics import PATIENCE, load_acquire, store_release
+from anyep.backends.cpu.kernels.compiler import kernel
+from anyep.backends.cpu.kernels.floats import bf16_of_float, float_of_bf16, float_of_fp16, fp16_of_float
+from anyep.layout import Window
+
+Array = np.ndarray[Any, Any]
+
+
+def int32(values: Any) -> Array:
+    return np.array(values, np.int32)
+
+
+def int64(values: Any) -> Array:
+    return np.array(values, np.int64)
+
+
+def flags(values: Any) -> Array:
+    return np.array(values, np.bool_)
+
+
+def test_count_layout() -> None:
+    per_rank, per_expert, in_rank = np.empty(2, np.int32), np.empty(4, np.int32), np.empty((2, 2), np.bool_)
+    counting.count_layout(int64([[0, 1], [3, -1]]), 2, per_rank, per_expert, in_rank)
+    assert per_rank.tolist() == [1, 1]
+    assert per_expert.tolist() == [1, 1, 0, 1]
+    assert in_rank.tolist() == [[True, False], [False, True]]
+
+
+def test_place_tokens() -> None:
+    rank_counts, channel_counts = np.empty(2, np.int32), np.empty((2, 2), np.int32)
+    position = np.empty((3, 2), np.int32)
+    counting.place_tokens(flags([[1, 0], [1, 1], [0, 1]]), rank_counts, channel_counts, position)
+    assert rank_counts.tolist() == [2, 2]
+    assert channel_counts.tolist() == [[2, 0], [1, 1]]
+    assert position.tolist() == [[0, -1], [1, 0], [-1, 1]]
+
+
+def test_fill_handle() -> None:
+    rank_prefix, channel_prefix, recv_prefix = (np.empty((2, 2), np.int32) for _ in range(3))
+    send_head = np.empty((1, 2), np.int32)
+    counting.fill_handle(
+        1,
+        int32([[2, 1], [1, 3]]),
+        int32([[1, 0], [1, 2]]),
+        int32([[1, 0], [1, 2]]),
+        int32([[0, 0]]),
+        rank_prefix,
+        channel_prefix,
+        recv_prefix,
+        send_head,
+    )
+    assert rank_prefix.tolist() == [[2, 1], [3, 4]]
+    assert channel_prefix.tolist() == [[1, 1], [1, 3]]
+    assert recv_prefix.tolist() == [[0, 1], [0, 1]]
+    assert send_head.tolist() == [[2, 1]]
+
+
+def test_first_wrong_expert() -> None:
+    topk_idx = int64([[0, 1], [1, -1]])
+    assert counting.first_wrong_expert(topk_idx, int32([1, 2])) == -1
+    assert counting.first_wrong_expert(topk_idx, int32([1, 1])) == 1
+
+
+def test_check_handle() -> None:
+    def check(**changes: Any) -> int:
+        parts: dict[str, Any] = {
+            "rank": 0,
+            "rank_prefix": int32([[2]]),
+            "channel_prefix": int32([[2]]),
+            "recv_channel_prefix": int32([[0]]),
+            "num_recv_rows": 2,
+            "in_rank": flags([[1], [1]]),
+            "send_head": int32([[0], [1]]),
+        }
+        return int(counting.check_handle(*(parts | changes).values()))
+
+    assert check() == 0
+    assert check(num_recv_rows=1) == 2
+    assert check(send_head=int32([[0], [2]])) == 3
+    assert check(rank_prefix=int32([[3]]), num_recv_rows=3) == 3
+    assert check(in_rank=flags([[1], [0]])) == 4
+    assert check(channel_prefix=int32([[1]])) == 5
+    assert check(recv_channel_prefix=int32([[3]])) == 6
+    assert check(recv_channel_prefix=int32([[-1]])) == 6
+    two = counting.check_handle(
+        0,
+        int32([[0, 0], [-1, 0]]),
+        int32([[0], [0]]),
+        int32([[0], [0]]),
+        0,
+        flags(np.zeros((0, 2))),
+        int32(np.zeros((0, 2))),
+    )
+    assert two == 1
+
+
+def test_letters() -> None:
+    """Two senders, both read at peer 1."""
+    counts_at, letter_words = 256, 64
+    mailboxes = np.zeros((2, 2, letter_words), np.int64)  # receiver, sender
+    header = int64([5, 1, *[0] * 30])
+
+    def mailboxes_of(sender: int) -> Array:
+        return int64([mailboxes[receiver, sender].ctypes.data for receiver in range(2)])
+
+    letters.post_letters(
+        mailboxes_of(0), header, counts_at, 1, int32([3, 4]), int32([[1, 2], [4, 0]]), int32([9, 8, 7, 6])
+    )
+    letters.post_letters(
+        mailboxes_of(1), header, counts_at, 1, int32([1, 1]), int32([[0, 0], [1, 0]]), int32([0, 0, 0, 2])
+    )
+    assert mailboxes[:, :, 0].tolist() == [[5, 5], [5, 5]]
+    assert mailboxes[0, 0, 32:].view(np.int32)[:6].tolist() == [3, 4, 1, 2, 9, 8]
+    at_peer_1 = int64([mailboxes[1, sender].ctypes.data for sender in range(2)])
+    matrix, by_channel, experts = (
+        np.empty((2, 2), np.int32),
+        np.empty((2, 2), np.int32),
+        np.empty(2, np.int64),
+    )
+    letters.read_counts(at_peer_1, counts_at, matrix, by_channel, experts)
+    assert matrix.tolist() == [[3, 4], [1, 1]]
+    assert by_channel.tolist() == [[4, 0], [1, 0]]
+    assert experts.tolist() == [7, 8]
+
+
+def test_short_letter() -> None:
+    mailbox = np.full(64, 9, np.int64)
+    nothing = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+    letters.post_letters(int64([mailbox.ctypes.data]), int64([5, *[0] * 31]), 256, 0, *nothing)
+    assert mailbox[:32].tolist() == [5, *[0] * 31]
+    assert (mailbox[32:] == 9).all()
+
+
+def test_read_headers() -> None:
+    words = int64([[5, 0, 7], [5, 0, 8]])
+    headers = np.empty((2, 3), np.int64)
+    addresses = int64([row.ctypes.data for row in words])
+    assert letters.read_headers(addresses, int64([5, 0, 7]), 1, 2, headers)
+    assert headers.tolist() == words.tolist()
+    assert not letters.read_headers(addresses, int64([5, 0, 7]), 1, 3, headers)
+
+
+def test_announce_and_await() -> None:
+    words = int64([0, 0])
+    addresses = words.ctypes.data + 8 * np.arange(2)
+    letters.announce(addresses, 5)
+    assert words.tolist() == [5, 5]
+    words[1] = 4
+    missing = np.zeros(2, np.bool_)
+    assert letters.await_counters(addresses, 5, missing, PATIENCE) == 1
+    assert missing.tolist() == [False, True]
+
+
+def test_send_to_windows() -> None:
+    x = torch.arange(2 * 4, dtype=torch.int32).view(2, 4)  # rows of 16 bytes
+    results = [
+        {
+            "x": np.zeros((4, 4), np.int32),
+            "source": np.full(4, -9, np.int32),
+            "ids": np.full((4, 1), -9, np.int64),
+            "weights": np.full((4, 1), -9, np.float32),
+            "scales": np.zeros((4, 2), np.float32),
+        }
+        for _ in range(2)
+    ]
+    places = int64([[part.ctypes.data for part in result.values()] for result in results])
+    send_head = int32([[0, 2], [-1, 3]])
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()  # strides (1, 2)
+    windows.send_to_windows(
+        0,
+        2,
+        send_head,
+        places,
+        x.data_ptr(),
+        16,
+        scales.data_ptr(),
+        scales.stride(0),
+        scales.stride(1),
+        2,
+        int64([[1], [3]]),
+        np.array([[0.5], [0.25]], np.float32),
+        2,
+    )
+    assert results[0]["x"].tolist() == [[0, 1, 2, 3], [0] * 4, [0] * 4, [0] * 4]
+    assert results[1]["x"].tolist() == [[0] * 4, [0] * 4, [0, 1, 2, 3], [4, 5, 6, 7]]
+    assert results[0]["source"][0] == 0
+    assert results[1]["source"][2:].tolist() == [0, 1]
+    assert results[0]["ids"][0, 0] == 1
+    assert results[1]["ids"][2:].tolist() == [[-1], [1]]
+    assert results[1]["weights"][2:].tolist() == [[0.0], [0.25]]
+    assert results[1]["scales"][2:].tolist() == [[1.0, 3.0], [2.0, 4.0]]
+
+
+def test_a_receiver_without_a_window_gets_nothing() -> None:
+    windows.send_to_windows(
+        0,
+        1,
+        int32([[0]]),
+        int64([[0] * 5]),
+        0,
+        16,
+        0,
+        0,
+        0,
+        0,
+        np.zeros((0, 0), np.int64),
+        np.zeros((0, 0), np.float32),
+        0,
+    )
+
+
+def test_copy_rows() -> None:
+    source, target = np.arange(8, dtype=np.int32), np.zeros(8, np.int32)
+    windows.copy_rows(target.ctypes.data, source.ctypes.data, 2, 16)
+    assert target.tolist() == source.tolist()
+
+
+def choose(
+    headers: Array, matrix: Array, bytes_per_row: list[int]
+) -> tuple[int, list[int], list[int], list[Any]]:
+    count = len(headers)
+    num_rows, offsets = np.empty(count, np.int64), np.empty(count, np.int64)
+    places = np.empty((count, len(bytes_per_row)), np.int64)
+    bases = np.full(count, 4096, np.int64)
+    wrong = windows.choose_windows(
+        headers, matrix, 0, 1, 2, int64(bytes_per_row), bases, num_rows, offsets, places
+    )
+    return int(wrong), num_rows.tolist(), offsets.tolist(), places.tolist()
+
+
+def test_choose_windows() -> None:
+    headers = int64([[-1, 2, 0, 256, 512, 1024]])
+    assert choose(headers, int32([[3]]), [64, 4, 0, 0, 0]) == (
+        -1,
+        [3],
+        [512],
+        [[4608, 4864, 4992, 4992, 4992]],
+    )
+    assert choose(int64([[-1, 1, 0, 256]]), int32([[3]]), [64, 4, 0, 0, 0])[2:] == ([-1], [[0] * 5])
+    assert choose(int64([[2, 0, 0, 0]]), int32([[3]]), [64, 4, 0, 0, 0])[0] == 0
+
+
+@given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
+def test_windows_of_the_kernel_are_those_of_the_layout(rows: int, words: int, topk: int, scales: int) -> None:
+    window = Window(rows, 16 * words, topk, scales)
+    needed = max(window.num_bytes, 128)
+    bytes_per_row = list(Window(1, 16 * words, topk, scales).sizes())
+    _, _, offsets, places = choose(int64([[-1, 1, 256, needed]]), int32([[rows]]), bytes_per_row)
+    assert offsets == [256]
+    assert [place - 4096 - 256 for place in places[0]] == list(window.offsets())
+    assert choose(int64([[-1, 1, 256, needed - 1]]), int32([[rows]]), bytes_per_row)[2] == [-1]
+
+
+def test_pull_and_sum() -> None:
+    of_rank = [torch.randn(4, 8), torch.randn(4, 8)]
+    weights = [torch.rand(4, 2), torch.rand(4, 2)]
+    out, out_weights = torch.empty(2, 8), torch.empty(2, 2)
+    sums.pull_and_sum(
+        0,
+        2,
+        int32([[0, 2], [-1, 3]]),
+        int64([part.data_ptr() for part in of_rank]),
+        int64([part.data_ptr() for part in weights]),
+        out.data_ptr(),
+        0,
+        0,
+        8,
+        32,
+        sums.FP32,
+        out_weights.numpy(),
+    )
+    assert torch.equal(out, torch.stack([of_rank[0][0] + of_rank[1][2], of_rank[1][3]]))
+    assert torch.equal(out_weights, torch.stack([weights[0][0] + weights[1][2], weights[1][3]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hidden", [8, 1024, 1032])
+def test_sums_start_from_the_biases_and_round_once(dtype: torch.dtype, hidden: int) -> None:
+    code = {torch.bfloat16: sums.BF16, torch.float16: sums.FP16, torch.float32: sums.FP32}[dtype]
+    x, bias_0, bias_1 = (torch.randn(1, hidden).to(dtype) for _ in range(3))
+    out = torch.empty(1, hidden, dtype=dtype)
+    row_bytes = hidden * dtype.itemsize
+    arguments = (hidden, row_bytes, code, np.zeros((1, 0), np.float32))
+    x_of, weights_of = int64([x.data_ptr()]), int64([0])
+    sums.pull_and_sum(
+        0, 1, int32([[0]]), x_of, weights_of, out.data_ptr(), bias_0.data_ptr(), bias_1.data_ptr(), *arguments
+    )
+    assert torch.equal(out, (bias_0.float() + bias_1.float() + x.float()).to(dtype))
+    minus_zero = torch.full((1, hidden), -0.0).to(dtype)
+    sums.pull_and_sum(
+        0, 1, int32([[0]]), int64([minus_zero.data_ptr()]), weights_of, out.data_ptr(), 0, 0, *arguments
+    )
+    assert not torch.signbit(out.float()).any()
+
+
+def test_a_ring_of_two_rows() -> None:
+    """The example of `dispatch_through_rings`: one rank that sends two tokens to itself."""
+    slot_bytes, ring = 32, np.zeros(64, np.uint8)
+    tail, head = int64([[7]]), int64([[7]])
+    x = np.arange(8, dtype=np.int32).reshape(2, 4)
+    result_x, source = np.zeros((2, 4), np.int32), np.zeros(2, np.int32)
+    sent, taken, cursor = (np.zeros((1, 1), np.int64) for _ in range(3))
+    base = int64([[7]])
+    ring_at, tail_at, head_at = (int64([[array.ctypes.data]]) for array in (ring, tail, head))
+    values = np.zeros((1, 1), np.int64)
+    rings.read_counters(tail_at, values)
+    assert values.tolist() == [[7]]
+    unfinished = rings.dispatch_through_rings(
+        0,
+        1,
+        1,
+        ring_at,
+        tail_at,
+        head_at,
+        base,
+        ring_at,
+        tail_at,
+        head_at,
+        base,
+        cursor,
+        sent,
+        taken,
+        2,
+        1,
+        int64([16, 24, 24, 24, slot_bytes]),
+        int32([[0], [1]]),
+        x.ctypes.data,
+        16,
+        0,
+        0,
+        0,
+        0,
+        np.zeros((0, 0), np.int64),
+        np.zeros((0, 0), np.float32),
+        0,
+        int32([[0, 2]]),
+        int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0]),
+        0,
+    )
+    assert unfinished == 0
+    assert (tail[0, 0], head[0, 0]) == (9, 9)
+    assert result_x.tolist() == x.tolist()
+    assert source.tolist() == [0, 1]
+
+
+def test_a_token_from_two_rings() -> None:
+    """The example of `combine_through_rings`: one token, whose rows came back from two ranks."""
+    slots = np.zeros((2, 2, 48), np.uint8)  # ranks, rows, bytes of a slot: 32 of hidden
+    slots[0, 0, :32] = np.arange(8, dtype=np.float32).view(np.uint8)
+    slots[1, 0, :32] = np.full(8, 10, np.float32).view(np.uint8)
+    tails, heads = int64([[8, 3]]), int64([[7, 2]])
+    out, zeros = np.zeros((1, 8), np.float32), np.zeros((1, 2), np.int64)
+    taken = np.zeros((1, 2), np.int64)
+    unfinished = rings.combine_through_rings(
+        0,
+        1,
+        1,
+        zeros,
+        zeros,
+        zeros,
+        zeros,
+        int64([[slots[0].ctypes.data, slots[1].ctypes.data]]),
+        tails.ctypes.data + 8 * np.arange(2).reshape(1, 2),
+        heads.ctypes.data + 8 * np.arange(2).reshape(1, 2),
+        int64([[7, 2]]),
+        np.zeros(1, np.int64),
+        np.zeros((1, 2), np.int64),
+        taken,
+        2,
+        1,
+        int64([32, 40, 40, 40, 48]),
+        np.zeros((2, 2), np.int32),
+        0,
+        0,
+        int32([[0, 0]]),
+        np.zeros(2, np.int64),
+        np.zeros(2, np.int64),
+        out.ctypes.data,
+        0,
+        0,
+        8,
+        32,
+        sums.FP32,
+        np.zeros((1, 0), np.float32),
+        0,
+    )
+    assert unfinished == 0
+    assert out.tolist() == [[10 + value for value in range(8)]]
+    assert heads.tolist() == [[8, 3]]
+    assert taken.tolist() == [[1, 1]]
+
+
+@kernel("void(uint16[::1], float32[::1], int64)")
+def widen(halves, values, dtype):  # type: ignore[no-untyped-def]
+    for index in range(halves.shape[0]):
+        values[index] = float_of_bf16(halves[index]) if dtype == 1 else float_of_fp16(halves[index])
+
+
+@kernel("void(float32[::1], uint16[::1], int64)")
+def narrow(values, halves, dtype):  # type: ignore[no-untyped-def]
+    for index in range(halves.shape[0]):
+        halves[index] = bf16_of_float(values[index]) if dtype == 1 else fp16_of_float(values[index])
+
+
+DTYPES = {1: torch.bfloat16, 2: torch.float16}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_half_widens_exactly(dtype: int) -> None:
+    halves = np.arange(65536, dtype=np.uint16)
+    values = np.empty(65536, np.float32)
+    widen(halves, values, dtype)
+    expected = torch.from_numpy(halves.view(np.int16)).view(DTYPES[dtype]).float()
+    nan = expected.isnan()
+    assert torch.equal(torch.from_numpy(values).isnan(), nan)
+    ours = torch.from_numpy(values).view(torch.int32)
+    assert torch.equal(ours[~nan], expected.view(torch.int32)[~nan])
+
+
+def assert_narrows_like_torch(values: Array, dtype: int) -> None:
+    halves = np.empty(len(values), np.uint16)
+    narrow(values, halves, dtype)
+    expected = torch.from_numpy(values).to(DTYPES[dtype])
+    ours = torch.from_numpy(halves.view(np.int16)).view(DTYPES[dtype])
+    nan = expected.isnan()
+    assert torch.equal(ours.isnan(), nan)
+    assert torch.equal(ours.view(torch.int16)[~nan], expected.view(torch.int16)[~nan])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_floats_narrow_to_nearest_even(dtype: int) -> None:
+    # All halves, all midpoints between neighbours, and what lies next to them on both sides.
+    halves = np.arange(65536, dtype=np.uint16)
+    exact = np.empty(65536, np.float32)
+    widen(halves, exact, dtype)
+    finite = exact[np.isfinite(exact)]
+    finite.sort()
+    middles = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)
+    near = [np.nextafter(middles, np.float32(side), dtype=np.float32) for side in (-np.inf, np.inf)]
+    special = np.array([np.inf, -np.inf, np.nan, 65519.99, 65520, 65536, 1e-45, -1e-45, 3.4e38], np.float32)
+    assert_narrows_like_torch(np.concatenate([exact, middles, *near, special]), dtype)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_floats_narrow_like_torch(dtype: int, seed: int) -> None:
+    bits = np.random.default_rng(seed).integers(0, 2**32, 10_000, dtype=np.uint32)
+    assert_narrows_like_torch(bits.view(np.float32), dtype)
+
+
+@kernel("int64(int64, int64)")
+def store_then_load(address, value):  # type: ignore[no-untyped-def]
+    store_release(address, value)
+    return load_acquire(address)
+
+
+def test_atomics() -> None:
+    word = int64([0])
+    assert store_then_load(word.ctypes.data, 2**62 + 1) == 2**62 + 1
+    assert word[0] == 2**62 + 1
+
+
+def test_a_backend_is_its_list_of_names() -> None:
+    for name in cpu.__all__:
+        assert getattr(cpu, name) is not None
