@@ -58,6 +58,21 @@ SIGNATURE_WORDS: Final = {
 }
 
 
+DTYPES: Final = (
+    "other 1-byte data",
+    "bfloat16",
+    "float16",
+    "float32",
+    "uint8",
+    "int8",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+
+
 def new_header() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     header = np.zeros(NUM_WORDS, np.int64)
     header[Field.RESULT_ROWS] = -1
@@ -73,14 +88,15 @@ def word_for_people(field: Field, word: int) -> str:
     if field is Field.ROUTING:
         return f"checksum {word:08x}"
     if field is Field.DTYPE:
-        return bytes.fromhex(f"{word:016x}").strip(b"\0").decode()
+        return DTYPES[word]
     return str(word)
 
 
 def dtype_word(name: str) -> int:
-    """A dtype's name as a 64-bit word: equal words, equal dtypes.
+    """A dtype's number in letters, by its name.
 
-    >>> word_for_people(Field.DTYPE, dtype_word("bfloat16"))
+    >>> word_for_people(Field.DTYPE, dtype_word("torch.bfloat16"))
     'bfloat16'
     """
-    return int.from_bytes(name.encode()[-8:].rjust(8, b"\0"), "big") & (2**63 - 1)
+    name = name.removeprefix("torch.")
+    return DTYPES.index(name) if name in DTYPES else 0

@@ -133,6 +133,9 @@ class StatusBlock:
         self._write_text(*_refusal_place(call), reason)
 
     def destroy(self) -> None:
+        """Say that the rank is gone; a failure stays what peers should hear of."""
+        if self.state is State.FAILED:
+            return
         self._backend.announce(self._state_address, int(State.DESTROYED))
 
     @property
