@@ -26,6 +26,7 @@ from anyep.modes.status import RankStatus
 from anyep.rendezvous import rendezvous_of
 from anyep.sizes import Config, TokenLayout
 
+NUM_SPINS = 2000
 T = TypeVar("T")
 Handle = tuple[torch.Tensor, ...]
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -95,6 +96,8 @@ class Buffer:
             self._connection.heaps,
             self._connection.pids,
             _timeout_seconds(),
+            # With a core for every rank it pays to look again at once; else whoever is waited for must run.
+            NUM_SPINS if self.group_size <= num_cores() else 0,
         )
         self.runtime = Intranode(
             cpu,

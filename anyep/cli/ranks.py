@@ -11,9 +11,9 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
@@ -46,7 +46,8 @@ def run_ranks(
     num_ranks = whole_number("ranks", num_ranks, minimum=1)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    port = _free_port()
+    # The ranks meet through a file without a name: nothing can collide with it, and nothing remains of it.
+    store = os.memfd_create("anyep-store")
     processes = []
     pipes: list[Connection] = []
     try:
@@ -54,7 +55,7 @@ def run_ranks(
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, num_ranks, port, os.getpid(), theirs, function, arguments),
+                args=(rank, num_ranks, f"/proc/{os.getpid()}/fd/{store}", theirs, function, arguments),
                 daemon=True,
             )
             process.start()
@@ -69,6 +70,7 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
+        os.close(store)
 
 
 def _collect(pipes: list[Connection], on_report: Callable[[int, Any], None] | None) -> list[Any]:
@@ -92,14 +94,13 @@ def _collect(pipes: list[Connection], on_report: Callable[[int, Any], None] | No
 def _serve(
     rank: int,
     num_ranks: int,
-    port: int,
-    parent: int,
+    store: str,
     pipe: Connection,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
     """What a rank's process does."""
-    _die_with(parent)
+    _die_with_the_command()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command that started the ranks ends them
     import torch
     import torch.distributed as dist
@@ -107,8 +108,8 @@ def _serve(
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+        meeting = dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks)
         result = function(
             Rank(rank, num_ranks, dist.group.WORLD, lambda thing: pipe.send(("report", thing))), *arguments
         )
@@ -120,12 +121,16 @@ def _serve(
     os._exit(0)
 
 
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when the fork server, which ends with the command, is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        os.kill(parent, 0)
-    except ProcessLookupError:
+def _die_with_the_command() -> None:
+    """Let the kernel kill this rank when the command is gone, killed or not.
+
+    A rank's parent is the fork server, which ends when nobody holds a certain pipe open any more: the command
+    does, and so would every rank.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    command = multiprocessing.parent_process()
+    if command is None or not command.is_alive():
         os._exit(1)
 
 
@@ -135,10 +140,3 @@ def _sendable(error: BaseException) -> BaseException:
     except Exception:
         return AnyEPError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

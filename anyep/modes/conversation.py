@@ -62,7 +62,9 @@ class Conversation:
         heaps: Sequence[Any],
         pids: Sequence[int],
         timeout_s: float,
+        num_spins: int,
     ) -> None:
+        self._num_spins = num_spins
         self.rank = rendezvous.rank
         self.num_ranks = rendezvous.num_ranks
         self.timeout_s = timeout_s
@@ -235,7 +237,9 @@ class Conversation:
             return Stall(peers, what, int(seen[0, 0]), expected)
 
         self.wait_until(
-            call, lambda polls: int(backend.await_counters(counters, expected, missing, polls)), stalled
+            call,
+            lambda num_spins: int(backend.await_counters(counters, expected, missing, num_spins)),
+            stalled,
         )
 
     def wait_until(
@@ -245,18 +249,17 @@ class Conversation:
         stalled: Callable[[], Stall],
         progress: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Run a kernel's step until nothing is missing.
+        """Run a kernel's step until nothing is missing; it is told how often to look before it sleeps.
 
         A step waits a few milliseconds at most; between two of them Python runs (Ctrl-C works) and the peers that
         are waited for are looked at. The deadline counts from the last progress.
         """
-        if step(0) == 0:
+        if step(self._num_spins) == 0:
             return
         deadline = time.monotonic() + self.timeout_s
         done = progress()
         suspects: set[int] = set()
-        long_wait = self._backend.PATIENCE - self._backend.NUM_SLEEPS
-        while step(long_wait):
+        while step(0):
             stall = stalled()
             if not stall.peers:
                 continue

@@ -413,7 +413,7 @@ class Intranode:
             result = results.addresses()
             slots = _slot_offsets(payload.token)
 
-            def step(first: int, end: int, polls: int) -> int:
+            def step(first: int, end: int, num_spins: int) -> int:
                 return int(
                     backend.dispatch_through_rings(
                         first,
@@ -430,7 +430,7 @@ class Intranode:
                         *row_arguments,
                         lanes,
                         result,
-                        polls,
+                        num_spins,
                     )
                 )
 
@@ -558,7 +558,7 @@ class Intranode:
             slots = _slot_offsets(token)
             weights_address = topk_weights.data_ptr() if topk_weights is not None else 0
 
-            def step(first: int, end: int, polls: int) -> int:
+            def step(first: int, end: int, num_spins: int) -> int:
                 return int(
                     backend.combine_through_rings(
                         first,
@@ -578,7 +578,7 @@ class Intranode:
                         x_of,
                         weights_of,
                         *sum_arguments,
-                        polls,
+                        num_spins,
                     )
                 )
 
@@ -687,9 +687,9 @@ class Intranode:
         num_channels = rings.sent.shape[0]
         unfinished: list[int] = []
 
-        def all_channels(polls: int) -> int:
+        def all_channels(num_spins: int) -> int:
             unfinished.clear()
-            self._team.run(lambda first, end: unfinished.append(step(first, end, polls)), num_channels)
+            self._team.run(lambda first, end: unfinished.append(step(first, end, num_spins)), num_channels)
             return sum(unfinished)
 
         def stalled() -> Stall:

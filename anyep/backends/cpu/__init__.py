@@ -4,7 +4,6 @@ A backend is this list of names; the modes use nothing else of it.
 """
 
 from anyep.backends.cpu.heap import BlockAddress, OwnBlock, PrivateBlock, SharedBlock, open_block
-from anyep.backends.cpu.kernels.atomics import NUM_SLEEPS, PATIENCE
 from anyep.backends.cpu.kernels.counting import (
     check_handle,
     count_layout,
@@ -29,8 +28,6 @@ __all__ = [
     "BF16",
     "FP16",
     "FP32",
-    "NUM_SLEEPS",
-    "PATIENCE",
     "BlockAddress",
     "OwnBlock",
     "PrivateBlock",

@@ -1,6 +1,7 @@
 """The verbs of memory ordering: the only module that touches a flag.
 
-Data first, then `store_release`; `load_acquire` before reading data. Addresses are plain int64 numbers, also of
+Data first, then `store_release`; `load_acquire` before reading data. Who waits long sleeps on the counter
+(a futex), and who advances it wakes him. Addresses are plain int64 numbers, also of
 memory that other processes write.
 
     with one process:   copy rows; store_release(flag, 7)
@@ -12,13 +13,21 @@ from __future__ import annotations
 import platform
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from anyep.backends.cpu.kernels.compiler import inlined
 
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
+"""The number of the system call; 0 where it is not known."""
+FUTEX_WAIT = 0
+FUTEX_WAKE = 1
+SLEEP_NS = 2_000_000
+PATIENCE = 2
+"""Sleeps in vain after which a kernel returns to its caller: a few milliseconds."""
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 _PAUSE = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}.get(
     platform.machine()
@@ -65,23 +74,34 @@ def pause(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-NUM_PAUSES = 16
-NUM_YIELDS = 2000
-NUM_SLEEPS = 20
-SLEEP_US = 100
-PATIENCE = NUM_PAUSES + NUM_YIELDS + NUM_SLEEPS
-"""Polls without progress after which a kernel returns to its caller: a few milliseconds."""
+@inlined
+def wake(address):  # type: ignore[no-untyped-def]
+    """Wake whoever sleeps on this counter, after it was advanced."""
+    if _FUTEX:
+        _syscall(_FUTEX, address, FUTEX_WAKE, 2**31 - 1, 0, 0, 0)
 
 
 @inlined
-def back_off(num_polls: int) -> None:
-    """Wait a little after the `num_polls`-th poll in vain: pause, then yield the core, then sleep.
-
-    Ranks may outnumber cores, so whoever is waited for must get to run.
-    """
-    if num_polls < NUM_PAUSES:
-        pause()
-    elif num_polls < NUM_PAUSES + NUM_YIELDS:
-        _sched_yield()
+def sleep_on(address, seen):  # type: ignore[no-untyped-def]
+    """Sleep until the counter at `address` is woken, for at most `SLEEP_NS`; not at all if it is not `seen` now."""
+    timeout = np.empty(2, np.int64)
+    timeout[0] = 0
+    timeout[1] = SLEEP_NS
+    if _FUTEX:
+        # The kernel compares the low 32 bits, which on these machines lie at the counter's address.
+        _syscall(_FUTEX, address, FUTEX_WAIT, seen & 0xFFFFFFFF, timeout.ctypes.data, 0, 0)
     else:
-        _usleep(types.uint32(SLEEP_US))
+        _usleep(types.uint32(100))
+
+
+@inlined
+def back_off(num_polls, num_spins, address, seen):  # type: ignore[no-untyped-def]
+    """Wait a little after the `num_polls`-th poll in vain: spin at first, then sleep on what is waited for.
+
+    Spinning is for ranks that have a core each. Where ranks outnumber cores, whoever is waited for must get to run,
+    so `num_spins` is 0 there.
+    """
+    if num_polls < num_spins:
+        pause()
+    else:
+        sleep_on(address, seen)

@@ -7,7 +7,7 @@ stored last, with release.
 
 from __future__ import annotations
 
-from anyep.backends.cpu.kernels.atomics import PATIENCE, back_off, load_acquire, store_release
+from anyep.backends.cpu.kernels.atomics import PATIENCE, back_off, load_acquire, store_release, wake
 from anyep.backends.cpu.kernels.compiler import kernel
 from anyep.backends.cpu.kernels.memory import int32_at, int64_at
 
@@ -36,6 +36,7 @@ def post_letters(mailboxes, header, counts_at, with_counts, counts, channel_coun
             for expert in range(local_experts):
                 row[num_peers + num_channels + expert] = expert_counts[peer * local_experts + expert]
         store_release(mailboxes[peer], header[0])
+        wake(mailboxes[peer])
 
 
 @kernel("boolean(int64[::1], int64[::1], int64, int64, int64[:,::1])")
@@ -84,24 +85,33 @@ def announce(counters, value):  # type: ignore[no-untyped-def]
     """
     for index in range(counters.shape[0]):
         store_release(counters[index], value)
+        wake(counters[index])
 
 
 @kernel("int64(int64[::1], int64, boolean[::1], int64)")
-def await_counters(counters, expected, missing, num_polls):  # type: ignore[no-untyped-def]
+def await_counters(counters, expected, missing, num_spins):  # type: ignore[no-untyped-def]
     """Wait a while until every counter has reached `expected`; the number of those that have not.
 
-    `missing` marks them. With words [5, 4] and expected 5 it returns 1 and missing is [False, True]. `num_polls`
-    tells how long the caller has waited already: who waits long sleeps instead of yielding.
+    `missing` marks them. With words [5, 4] and expected 5 it returns 1 and missing is [False, True].
     """
     for index in range(counters.shape[0]):
         missing[index] = True
     num_missing = counters.shape[0]
+    num_polls = 0
     while True:
+        first = -1
+        seen = 0
         for index in range(counters.shape[0]):
-            if missing[index] and load_acquire(counters[index]) >= expected:
-                missing[index] = False
-                num_missing -= 1
-        if num_missing == 0 or num_polls >= PATIENCE:
+            if missing[index]:
+                value = load_acquire(counters[index])
+                if value >= expected:
+                    missing[index] = False
+                    num_missing -= 1
+                    num_polls = 0
+                elif first < 0:
+                    first = index
+                    seen = value
+        if num_missing == 0 or num_polls >= num_spins + PATIENCE:
             return num_missing
-        back_off(num_polls)
+        back_off(num_polls, num_spins, counters[first], seen)
         num_polls += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from anyep.backends.cpu.kernels.atomics import PATIENCE, back_off, load_acquire, store_release
+from anyep.backends.cpu.kernels.atomics import PATIENCE, back_off, load_acquire, store_release, wake
 from anyep.backends.cpu.kernels.compiler import kernel
 from anyep.backends.cpu.kernels.memory import copy_bytes, float32_at, int32_at, int64_at
 from anyep.backends.cpu.kernels.sums import BLOCK, sum_rows, sum_weights
@@ -65,7 +65,7 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
     experts_per_rank,
     receive_range,
     result,
-    num_polls,
+    num_spins,
 ):
     """Send and receive the rows of some channels; the number of (channel, peer) pairs that are not done yet.
 
@@ -83,9 +83,12 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
     num_topk = topk_idx.shape[1]
     per_channel = max(1, (num_tokens + num_channels - 1) // num_channels)
     meta_at, scales_at, ids_at, weights_at, slot_bytes = slot_offsets
+    num_polls = 0
     while True:
         unfinished = 0
         progress = False
+        stuck_on = 0
+        stuck_at = 0
         for channel in range(first_channel, end_channel):
             end_token = min(num_tokens, (channel + 1) * per_channel)
             for peer in range(num_peers):
@@ -123,9 +126,12 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
                     if number > first_number:
                         sent[channel, peer] = number
                         store_release(send_tail[channel, peer], send_base[channel, peer] + number)
+                        wake(send_tail[channel, peer])
                         progress = True
                     if token < end_token:
                         unfinished += 1
+                        stuck_on = send_head_counter[channel, peer]
+                        stuck_at = head + send_base[channel, peer]
                 # Take all that has arrived from this peer.
                 if recv_rows[channel, peer]:
                     first_row = receive_range[peer * num_channels + channel, 0]
@@ -155,17 +161,20 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
                                 number += 1
                             taken[channel, peer] = number
                             store_release(recv_head_counter[channel, peer], recv_base[channel, peer] + number)
+                            wake(recv_head_counter[channel, peer])
                             progress = True
                         if number < num_rows:
                             unfinished += 1
+                            stuck_on = recv_tail[channel, peer]
+                            stuck_at = recv_base[channel, peer] + number
         if unfinished == 0:
             return 0
         if progress:
             num_polls = 0
-        elif num_polls >= PATIENCE:
+        elif num_polls >= num_spins + PATIENCE:
             return unfinished
         else:
-            back_off(num_polls)
+            back_off(num_polls, num_spins, stuck_on, stuck_at)
             num_polls += 1
 
 
@@ -208,7 +217,7 @@ def combine_through_rings(  # type: ignore[no-untyped-def]
     row_bytes,
     dtype,
     combined_weights,
-    num_polls,
+    num_spins,
 ):
     """Push rows back to their sources, and add up this rank's own; the number of lanes that are not done yet.
 
@@ -227,9 +236,12 @@ def combine_through_rings(  # type: ignore[no-untyped-def]
     rows = np.empty(num_peers, np.int64)
     weight_rows = np.empty(num_peers, np.int64)
     sums = np.empty(BLOCK, np.float32)
+    num_polls = 0
     while True:
         unfinished = 0
         progress = False
+        stuck_on = 0
+        stuck_at = 0
         for channel in range(first_channel, end_channel):
             # Push at most one chunk to each peer.
             for peer in range(num_peers):
@@ -252,9 +264,12 @@ def combine_through_rings(  # type: ignore[no-untyped-def]
                         number += 1
                     sent[channel, peer] = number
                     store_release(send_tail[channel, peer], send_base[channel, peer] + number)
+                    wake(send_tail[channel, peer])
                     progress = True
                 if number < num_rows:
                     unfinished += 1
+                    stuck_on = send_head_counter[channel, peer]
+                    stuck_at = head + send_base[channel, peer]
             # Sum the tokens whose rows are all there.
             token = cursor[channel]
             end_token = min(num_tokens, (channel + 1) * per_channel)
@@ -272,6 +287,8 @@ def combine_through_rings(  # type: ignore[no-untyped-def]
                         number = taken[channel, peer]
                         if load_acquire(recv_tail[channel, peer]) - recv_base[channel, peer] <= number:
                             ready = False
+                            stuck_on = recv_tail[channel, peer]
+                            stuck_at = recv_base[channel, peer] + number
                             break
                         slot = recv_rows[channel, peer] + number % ring_rows * slot_bytes
                         rows[count] = slot
@@ -290,6 +307,7 @@ def combine_through_rings(  # type: ignore[no-untyped-def]
                         store_release(
                             recv_head_counter[channel, peer], recv_base[channel, peer] + taken[channel, peer]
                         )
+                        wake(recv_head_counter[channel, peer])
                 token += 1
                 progress = True
             cursor[channel] = token
@@ -299,8 +317,8 @@ def combine_through_rings(  # type: ignore[no-untyped-def]
             return 0
         if progress:
             num_polls = 0
-        elif num_polls >= PATIENCE:
+        elif num_polls >= num_spins + PATIENCE:
             return unfinished
         else:
-            back_off(num_polls)
+            back_off(num_polls, num_spins, stuck_on, stuck_at)
             num_polls += 1
