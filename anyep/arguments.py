@@ -142,14 +142,6 @@ def check_config(config: Any, default: Config, num_channels: int | None) -> Conf
     return config
 
 
-def check_ring_rows(num_rows: int, num_nvl_bytes: int, needed_bytes: int) -> None:
-    if num_rows < MIN_RING_ROWS:
-        raise InvalidCall(
-            f"num_nvl_bytes is {num_nvl_bytes}, too small for rings of {MIN_RING_ROWS} rows: this call needs at least"
-            f" {needed_bytes} bytes; Config.get_nvl_buffer_size_hint tells a good size"
-        )
-
-
 def check_events(
     previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
 ) -> EventOverlap | None:

@@ -19,12 +19,12 @@ from anyep.events import EventHandle, EventOverlap
 from anyep.machine import num_cores
 from anyep.modes.connection import Wishes, connect
 from anyep.modes.conversation import Call, Conversation
-from anyep.modes.intranode import Intranode, Payload
+from anyep.modes.intranode import Intranode, Payload, Places
 from anyep.modes.letters import Kind
-from anyep.modes.routing import IntranodeHandle, checked_handle
+from anyep.modes.routing import Routing, checked_routing
 from anyep.modes.status import RankStatus
 from anyep.rendezvous import rendezvous_of
-from anyep.sizes import Config, TokenLayout
+from anyep.sizes import Config, TokenLayout, token_layout
 
 NUM_SPINS = 2000
 T = TypeVar("T")
@@ -258,26 +258,24 @@ class Buffer:
             payload = arguments.check_payload(x, topk_idx, topk_weights)
             chosen = arguments.check_config(config, self.get_dispatch_config(self.group_size), None)
             self._check_rings(runtime, chosen, payload.token)
-            in_rank, per_expert, places = self._check_routing(
+            places, per_expert = self._check_routing(
                 runtime, payload, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, chosen
             )
             worst = whole_number("num_worst_tokens", num_worst_tokens, 0)
             if worst and payload.topk_idx is None:
                 raise InvalidCall("num_worst_tokens needs topk_idx: that is how padding rows are told apart")
             alignment = whole_number("expert_alignment", expert_alignment, 1)
-            return payload, in_rank, per_expert, places, chosen, worst, alignment
+            return payload, places, per_expert, chosen, worst, alignment
 
-        payload, in_rank, per_expert, places, chosen, worst, alignment = self._refusing(call, check)
-        received = runtime.dispatch(
-            call, payload, in_rank, per_expert, places, chosen, worst, alignment, async_finish
-        )
+        payload, places, per_expert, chosen, worst, alignment = self._refusing(call, check)
+        received = runtime.dispatch(call, payload, places, per_expert, chosen, worst, alignment, async_finish)
         rows = received.x if received.scales is None else (received.x, received.scales)
         return (
             rows,
             received.topk_idx,
             received.topk_weights,
             received.tokens_per_expert,
-            received.handle.tensors(),
+            received.routing.tensors(),
             EventOverlap(received.event),
         )
 
@@ -295,14 +293,14 @@ class Buffer:
     ) -> tuple[Rows, None, None, None, None, EventOverlap]:
         call = self._conversation.begin(Kind.CACHED_DISPATCH)
 
-        def check() -> tuple[Payload, IntranodeHandle, Config]:
+        def check() -> tuple[Payload, Routing, Config]:
             _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidCall(
                     "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
                 )
             payload = arguments.check_payload(x, None, None)
-            parts = checked_handle(cpu, handle, self.rank, self.group_size)
+            parts = checked_routing(cpu, handle, self.rank, self.group_size)
             if payload.num_tokens != parts.num_tokens:
                 raise InvalidCall(
                     f"x has {payload.num_tokens} rows, but the handle was made for {parts.num_tokens}"
@@ -335,7 +333,7 @@ class Buffer:
         def check() -> tuple[Any, ...]:
             _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
             rows = arguments.check_x("x", x, arguments.FLOAT_DTYPES)
-            parts = checked_handle(cpu, handle, self.rank, self.group_size)
+            parts = checked_routing(cpu, handle, self.rank, self.group_size)
             if rows.shape[0] != parts.num_recv_rows:
                 raise InvalidCall(
                     f"x has {rows.shape[0]} rows, but the handle's dispatch gave {parts.num_recv_rows}"
@@ -354,7 +352,8 @@ class Buffer:
             default = self.get_combine_config(self.group_size)
             chosen = arguments.check_config(config, default, parts.num_channels)
             num_topk = weights.shape[1] if weights is not None else 0
-            self._check_rings(runtime, chosen, TokenLayout(rows.shape[1] * rows.element_size(), 0, num_topk))
+            token = token_layout(rows.shape[1] * rows.element_size(), 0, num_topk)
+            self._check_rings(runtime, chosen, token)
             return rows, parts, weights, biases, chosen
 
         rows, parts, weights, biases, chosen = self._refusing(call, check)
@@ -423,9 +422,15 @@ class Buffer:
 
     def _check_rings(self, runtime: Intranode, config: Config, token: TokenLayout) -> None:
         area = runtime.ring_area(config, token)
-        per_row = area.token_bytes * arguments.MIN_RING_ROWS + area.control_bytes
-        needed = sizes.align(area.num_channels * area.num_peers * per_row, sizes.NUM_BUFFER_ALIGNMENT_BYTES)
-        arguments.check_ring_rows(area.num_rows, self.num_nvl_bytes, needed)
+        if area.num_rows < arguments.MIN_RING_ROWS:
+            per_ring = area.token_bytes * arguments.MIN_RING_ROWS + area.control_bytes
+            needed = sizes.align(
+                area.num_channels * area.num_peers * per_ring, sizes.NUM_BUFFER_ALIGNMENT_BYTES
+            )
+            raise InvalidCall(
+                f"num_nvl_bytes is {self.num_nvl_bytes}, too small for rings of {arguments.MIN_RING_ROWS} rows:"
+                f" this call needs at least {needed} bytes; Config.get_nvl_buffer_size_hint tells a good size"
+            )
 
     def _check_routing(
         self,
@@ -435,7 +440,7 @@ class Buffer:
         is_token_in_rank: Any,
         num_tokens_per_expert: Any,
         config: Config,
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    ) -> tuple[Places, Any]:
         for name, value in (
             ("num_tokens_per_rank", num_tokens_per_rank),
             ("is_token_in_rank", is_token_in_rank),
@@ -451,24 +456,23 @@ class Buffer:
         per_expert = arguments.check_tensor(
             "num_tokens_per_expert", num_tokens_per_expert, (torch.int32,), (None,)
         )
-        in_rank, per_expert = in_rank.contiguous(), per_expert.contiguous()
+        per_rank, in_rank, per_expert = per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
         arguments.check_num_experts(per_expert.shape[0], ranks)
-        places = runtime.place(in_rank, config.num_channels)
-        wrong = np.flatnonzero(places[0] != per_rank.numpy())
-        if wrong.size:
-            rank = int(wrong[0])
+        places, wrong = runtime.place(in_rank, per_rank, config.num_channels)
+        if wrong >= 0:
             raise InvalidCall(
-                f"num_tokens_per_rank says {int(per_rank[rank])} for rank {rank}, but is_token_in_rank marks"
-                f" {places[0][rank]}: pass both from one get_dispatch_layout"
+                f"num_tokens_per_rank says {int(per_rank[wrong])} for rank {wrong}, but is_token_in_rank marks"
+                f" {places.by_rank[wrong]}: pass both from one get_dispatch_layout"
             )
+        counts = per_expert.numpy()
         if payload.topk_idx is not None:
-            expert = cpu.first_wrong_expert(payload.topk_idx.numpy(), per_expert.numpy())
+            expert = cpu.first_wrong_expert(payload.ids, counts)
             if expert >= 0:
                 raise InvalidCall(
                     f"num_tokens_per_expert says {int(per_expert[expert])} for expert {expert}, but topk_idx has"
                     f" another number: pass both from one get_dispatch_layout"
                 )
-        return in_rank, per_expert, places
+        return places, counts
 
 
 def _wait_for(event: EventOverlap | None) -> None:

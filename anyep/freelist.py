@@ -44,11 +44,13 @@ class FreeList:
     def allocate_at(self, offset: int, num_bytes: int) -> None:
         """Take the start of the free block at `offset`."""
         num_bytes = align(max(num_bytes, 1), NUM_BUFFER_ALIGNMENT_BYTES)
-        index = next(i for i, (start, size) in enumerate(self._free) if start == offset and size >= num_bytes)
-        size = self._free[index][1]
-        rest = [(offset + num_bytes, size - num_bytes)] if size > num_bytes else []
-        self._free[index : index + 1] = rest
-        self._used[offset] = num_bytes
+        for index, (start, size) in enumerate(self._free):
+            if start == offset and size >= num_bytes:
+                rest = [(offset + num_bytes, size - num_bytes)] if size > num_bytes else []
+                self._free[index : index + 1] = rest
+                self._used[offset] = num_bytes
+                return
+        raise ValueError(f"there is no free block of {num_bytes} bytes at {offset}")
 
     def free(self, offset: int) -> None:
         """Give back what was allocated at `offset`."""

@@ -303,6 +303,12 @@ class TokenLayout:
         return sum(self.parts().values())
 
 
+@cache
+def token_layout(hidden_bytes: int, num_scales: int, num_topk: int) -> TokenLayout:
+    """A `TokenLayout`, checked once; calls of one kind share it."""
+    return TokenLayout(hidden_bytes, num_scales, num_topk)
+
+
 def check_row_bytes(row_bytes: int) -> None:
     """Refuse rows that could not be copied in 128-bit words."""
     if row_bytes % ROW_ALIGNMENT_BYTES:

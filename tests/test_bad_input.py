@@ -169,11 +169,11 @@ WRONG_COMBINES: dict[str, tuple[Callable[[torch.Tensor, Any], dict[str, Any]], s
     "no tensors": (lambda x, h: {"x": x, "handle": (1, 2, 3, 4, 5, 6)}, "the handle must hold tensors only"),
     "a number in the handle": (
         lambda x, h: {"x": x, "handle": changed(5, lambda t: torch.tensor(1))(h)},
-        "the handle holds a tensor without dimensions",
+        "the handle must hold tensors only",
     ),
     "ranks": (
         lambda x, h: {"x": x, "handle": changed(0, lambda t: torch.zeros(3, 3).int())(h)},
-        "the handle's rank_prefix_matrix is torch.int32 [3, 3] on cpu: on 2 ranks it must be",
+        "the handle's rank_prefix_matrix is torch.int32 [3, 3] on cpu: it must be torch.int32 [2, 2]",
     ),
     "handle's dtype": (
         lambda x, h: {"x": x, "handle": changed(5, lambda t: t.long())(h)},

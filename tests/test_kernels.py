@@ -43,7 +43,9 @@ def test_count_layout() -> None:
 def test_place_tokens() -> None:
     rank_counts, channel_counts = np.empty(2, np.int32), np.empty((2, 2), np.int32)
     position = np.empty((3, 2), np.int32)
-    counting.place_tokens(flags([[1, 0], [1, 1], [0, 1]]), rank_counts, channel_counts, position)
+    in_rank = flags([[1, 0], [1, 1], [0, 1]])
+    assert counting.place_tokens(in_rank, int32([2, 2]), rank_counts, channel_counts, position) == -1
+    assert counting.place_tokens(in_rank, int32([2, 3]), rank_counts, channel_counts, position) == 1
     assert rank_counts.tolist() == [2, 2]
     assert channel_counts.tolist() == [[2, 0], [1, 1]]
     assert position.tolist() == [[0, -1], [1, 0], [-1, 1]]
@@ -221,6 +223,37 @@ def test_a_receiver_without_a_window_gets_nothing() -> None:
         np.zeros((0, 0), np.float32),
         0,
     )
+
+
+def test_unpack_window() -> None:
+    source, ids, weights, scales = (
+        int32([7]),
+        int64([[3]]),
+        np.array([[0.5]], np.float32),
+        np.array([[2, 4]], np.float32),
+    )
+    places = int64([0, *(part.ctypes.data for part in (source, ids, weights, scales))])
+    results = [
+        np.zeros(2, np.int32),
+        int64([[8], [9]]),
+        np.zeros((2, 1), np.float32),
+        np.zeros((2, 2), np.float32),
+    ]
+    addresses = [result.ctypes.data for result in results[1:]]
+    windows.unpack_window(places, 1, 1, 1, 2, results[0], *addresses)
+    assert results[0][0] == 7
+    assert results[1].tolist() == [[3], [-1]]
+    assert results[2][0, 0] == 0.5
+    assert results[3][0].tolist() == [2, 4]
+    source[0] = 8
+    windows.unpack_window(places, 1, 0, 1, 2, results[0], *addresses)
+    assert results[0][0] == 7
+
+
+def test_pad_ids() -> None:
+    ids = int64([[3], [9]])
+    windows.pad_ids(ids.ctypes.data, 1, 2, 1)
+    assert ids.tolist() == [[3], [-1]]
 
 
 def test_copy_rows() -> None:

@@ -16,21 +16,21 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, PeerLost, WaitTimeout
 from anyep.layout import LETTER_HEADER_BYTES, ControlRegion
-from anyep.modes.letters import SIGNATURE, SIGNATURE_WORDS, Field, new_header, word_for_people
+from anyep.modes.letters import NUM_WORDS, SIGNATURE, SIGNATURE_WORDS, Field, signature, word_for_people
 from anyep.modes.status import FUNCTIONS, Phase, RankStatus, State, StatusBlock
 from anyep.rendezvous import Rendezvous
 
 Array = np.ndarray[Any, Any]
+AGREEING_WORDS = (int(Field.REFUSED), int(SIGNATURE[-1]) + 1)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of this rank: its number, and what was called (a `letters.Kind`)."""
 
     number: int
@@ -72,6 +72,7 @@ class Conversation:
         """Called at the start of every phase; tests delay or kill a rank there."""
         self._backend = backend
         self._last_call = 0
+        self._last_seen = 0
         self._broken: AnyEPError | None = None
         self._addresses = np.array([heap.address for heap in heaps], np.int64)
         self._statuses = [
@@ -85,7 +86,7 @@ class Conversation:
         self._own_mailboxes = [self.own_counters(mailbox, box) for box in range(2)]
         self._missing = np.zeros(self.num_ranks, np.bool_)
         self._no_counts = (np.zeros(self.num_ranks, np.int32), np.zeros((self.num_ranks, 1), np.int32))
-        self.headers = np.zeros((self.num_ranks, len(new_header())), np.int64)
+        self.headers = np.zeros((self.num_ranks, NUM_WORDS), np.int64)
         self._pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids) if rank != self.rank}
         self._poller = select.poll()
         for descriptor in self._pidfds:
@@ -150,7 +151,7 @@ class Conversation:
 
     def refuse(self, call: Call, error: AnyEPError) -> None:
         """Tell the peers that this rank's call was wrong; they raise instead of waiting."""
-        header = new_header()
+        header = signature()
         header[Field.KIND] = call.kind
         header[Field.REFUSED] = 1
         self.guarded(call, lambda: self._post(call, header, None, refusal=str(error)))
@@ -165,8 +166,8 @@ class Conversation:
         self._post(call, header, counts)
         mailboxes = self._own_mailboxes[call.number % 2]
         self._wait_for_counters(call, mailboxes, call.number, "letter")
-        first, end = int(Field.REFUSED), SIGNATURE[-1] + 1
-        if not self._backend.read_headers(mailboxes, header, first, end, self.headers):
+        self._last_seen = call.number
+        if not self._backend.read_headers(mailboxes, header, *AGREEING_WORDS, self.headers):
             raise self._disagreement(call)
         return self.headers
 
@@ -179,9 +180,9 @@ class Conversation:
         self, call: Call, header: Array, counts: tuple[Array, Array, Array] | None, refusal: str = ""
     ) -> None:
         self.enter(call, Phase.NOTIFY)
-        if call.number > 1:
-            # Usually seen in the last call already; not where this rank refused that one.
-            previous = call.number - 1
+        previous = call.number - 1
+        if previous > self._last_seen:
+            # This rank refused that call, and did not wait for the others then.
             self._wait_for_counters(call, self._own_mailboxes[previous % 2], previous, "letter")
         if refusal:
             self._own.refuse(call.number, refusal)
@@ -229,6 +230,8 @@ class Conversation:
 
     def _wait_for_counters(self, call: Call, counters: Array, expected: int, what: str) -> None:
         backend, missing = self._backend, self._missing
+        if backend.await_counters(counters, expected, missing, self._num_spins) == 0:
+            return
 
         def stalled() -> Stall:
             peers = [int(peer) for peer in np.flatnonzero(missing)]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,14 +21,25 @@ from anyep.errors import InvalidCall
 from anyep.events import EventHandle
 from anyep.layout import ControlRegion, RingArea, Window, nvl_rings, ring_rows_that_fit
 from anyep.modes.conversation import Array, Call, Conversation, Stall
-from anyep.modes.letters import MAX_OFFERS, Field, dtype_word, new_header
-from anyep.modes.routing import IntranodeHandle
+from anyep.modes.letters import (
+    MAX_OFFERS,
+    NUM_OFFERS,
+    OFFERS,
+    RESULT_ROWS,
+    ROUTING,
+    WEIGHTS_OFFSET,
+    X_OFFSET,
+    dtype_word,
+    signature,
+)
+from anyep.modes.routing import Routing
 from anyep.modes.status import Phase
 from anyep.modes.windows import WindowHeap
-from anyep.sizes import Config, TokenLayout
+from anyep.sizes import Config, TokenLayout, align, token_layout
 
 WORTH_SPLITTING_BYTES = 1 << 20
 WORTH_REUSING_BYTES = 1 << 16
+NO_SOURCES = np.zeros(0, np.int32)
 NO_IDS = np.zeros((0, 0), np.int64)
 NO_WEIGHTS = np.zeros((0, 0), np.float32)
 
@@ -41,29 +53,42 @@ class Payload:
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return self.x.shape[0]
 
-    @property
-    def row_bytes(self) -> int:
-        return self.x.shape[1] * self.x.element_size()
-
-    @property
-    def num_scales(self) -> int:
-        return self.scales.shape[1] if self.scales is not None else 0
-
-    @property
-    def num_topk(self) -> int:
-        return self.topk_idx.shape[1] if self.topk_idx is not None else 0
-
-    @property
+    @cached_property
     def token(self) -> TokenLayout:
-        return TokenLayout(self.row_bytes, self.num_scales, self.num_topk)
+        num_scales = self.scales.shape[1] if self.scales is not None else 0
+        num_topk = self.topk_idx.shape[1] if self.topk_idx is not None else 0
+        return token_layout(self.x.shape[1] * self.x.element_size(), num_scales, num_topk)
+
+    def window(self, num_rows: int) -> Window:
+        """The window of a receiver that gets so many rows."""
+        return Window(num_rows, self.token.hidden_bytes, self.token.num_topk, self.token.num_scales)
+
+    @cached_property
+    def bytes_per_row(self) -> Array:
+        return np.array(self.window(1).sizes(), np.int64)
+
+    @cached_property
+    def ids(self) -> Array:
+        return self.topk_idx.numpy() if self.topk_idx is not None else NO_IDS
+
+    def arguments(self, experts_per_rank: int) -> tuple[Any, ...]:
+        """What the sending kernels take."""
+        scales = self.scales
+        return (
+            self.x.data_ptr(),
+            self.token.hidden_bytes,
+            *((scales.data_ptr(), *scales.stride(), scales.shape[1]) if scales is not None else (0, 0, 0, 0)),
+            self.ids,
+            self.topk_weights.numpy() if self.topk_weights is not None else NO_WEIGHTS,
+            experts_per_rank,
+        )
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(NamedTuple):
     """What a dispatch brought."""
 
     x: torch.Tensor
@@ -71,12 +96,11 @@ class Received:
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     tokens_per_expert: list[int]
-    handle: IntranodeHandle
+    routing: Routing
     event: EventHandle | None
 
 
-@dataclass(frozen=True)
-class Combined:
+class Combined(NamedTuple):
     """What a combine brought."""
 
     x: torch.Tensor
@@ -84,19 +108,19 @@ class Combined:
     event: EventHandle | None
 
 
-@dataclass(frozen=True)
-class _Results:
-    """The tensors that a dispatch fills, and their addresses in the order of a window."""
+class _Results(NamedTuple):
+    """What a dispatch fills. x may lie in a window; what came beside the rows is copied out of it."""
 
     x: torch.Tensor
     source: Array
-    topk_idx: torch.Tensor
-    topk_weights: torch.Tensor
-    scales: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    scales: torch.Tensor | None
 
-    def addresses(self) -> Array:
-        others = [tensor.data_ptr() for tensor in (self.topk_idx, self.topk_weights, self.scales)]
-        return np.array([self.x.data_ptr(), self.source.ctypes.data, *others], np.int64)
+    def addresses(self) -> tuple[int, int, int]:
+        """Of ids, weights and scales; 0 where there are none."""
+        parts = (self.topk_idx, self.topk_weights, self.scales)
+        return tuple(part.data_ptr() if part is not None else 0 for part in parts)  # type: ignore[return-value]
 
 
 class Intranode:
@@ -117,7 +141,7 @@ class Intranode:
         self.stream = backend.Stream()
         self.windows = WindowHeap(window_blocks[conversation.rank])
         self._arena = WindowHeap(backend.PrivateBlock(num_arena_bytes))
-        self._ring_areas: dict[tuple[Config, TokenLayout], RingArea] = {}
+        self._last_area: tuple[Config, TokenLayout, RingArea] | None = None
         self._backend = backend
         self._rank = conversation.rank
         self._num_ranks = conversation.num_ranks
@@ -126,6 +150,15 @@ class Intranode:
         self._heap_addresses = np.array([heap.address for heap in heaps], np.int64)
         self._window_bases = np.array([block.address for block in window_blocks], np.int64)
         self._team = backend.Team(num_threads)
+        self._dtype_codes = {
+            torch.bfloat16: backend.BF16,
+            torch.float16: backend.FP16,
+            torch.float32: backend.FP32,
+        }
+        # Where each call's decision is written; the calls of a stream follow each other.
+        self._num_rows = np.empty(self._num_ranks, np.int64)
+        self._offsets = np.empty(self._num_ranks, np.int64)
+        self._places = np.empty((self._num_ranks, 5), np.int64)
         self._no_counts = np.zeros((self._num_ranks, self._num_ranks), np.int32)
         arrival, pulled = control.block("window arrival"), control.block("window pulled")
         self._arrival_at_peers = conversation.peer_counters(arrival)
@@ -139,27 +172,39 @@ class Intranode:
 
     # Dispatch
 
+    def place(
+        self, is_token_in_rank: torch.Tensor, tokens_per_rank: torch.Tensor, num_channels: int
+    ) -> tuple[Places, int]:
+        """Where each token's rows go, and the first rank whose count is not `tokens_per_rank` (or -1)."""
+        rank_counts = np.empty(self._num_ranks, np.int32)
+        channel_counts = np.empty((self._num_ranks, num_channels), np.int32)
+        in_rank = is_token_in_rank.numpy()
+        position = np.empty(in_rank.shape, np.int32)
+        wrong = self._backend.place_tokens(
+            in_rank, tokens_per_rank.numpy(), rank_counts, channel_counts, position
+        )
+        return Places(in_rank, rank_counts, channel_counts, position), int(wrong)
+
     def dispatch(
         self,
         call: Call,
         payload: Payload,
-        is_token_in_rank: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        position: tuple[Array, Array, Array],
+        places: Places,
+        tokens_per_expert: Array,
         config: Config,
         num_worst_tokens: int,
         expert_alignment: int,
         run_async: bool,
     ) -> Received:
-        """A dispatch that finds out its routing; `position` is what `place` gave."""
+        """A dispatch that finds out its routing."""
+        run = self._dispatch_worst_case if num_worst_tokens else self._dispatch_as_counted
         return self.conversation.guarded(
             call,
-            lambda: self._dispatch(
+            lambda: run(
                 call,
                 payload,
-                is_token_in_rank,
+                places,
                 tokens_per_expert,
-                position,
                 config,
                 num_worst_tokens,
                 expert_alignment,
@@ -167,191 +212,181 @@ class Intranode:
             ),
         )
 
-    def place(self, is_token_in_rank: torch.Tensor, num_channels: int) -> tuple[Array, Array, Array]:
-        """Rows per receiver, the same by (receiver, channel), and each token's place among them."""
-        rank_counts = np.empty(self._num_ranks, np.int32)
-        channel_counts = np.empty((self._num_ranks, num_channels), np.int32)
-        position = np.empty(tuple(is_token_in_rank.shape), np.int32)
-        self._backend.place_tokens(is_token_in_rank.numpy(), rank_counts, channel_counts, position)
-        return rank_counts, channel_counts, position
-
-    def _dispatch(
+    def _dispatch_as_counted(
         self,
         call: Call,
         payload: Payload,
-        is_token_in_rank: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        places: tuple[Array, Array, Array],
+        places: Places,
+        tokens_per_expert: Array,
         config: Config,
         num_worst_tokens: int,
         expert_alignment: int,
         run_async: bool,
     ) -> Received:
-        num_ranks, num_channels = self._num_ranks, config.num_channels
-        rank_counts, channel_counts, position = places
-        num_experts = tokens_per_expert.shape[0]
-        header = self._dispatch_header(payload, config, num_experts)
-        own_window = None
-        if not num_worst_tokens:
-            # The window on offer must still be free when the counts are known.
-            self.stream.synchronize()
-        if num_worst_tokens:
-            header[Field.RESULT_ROWS] = num_worst_tokens
-            own_window = self._offer_exactly(header, self._window(num_worst_tokens, payload))
-        else:
-            self._offer(header)
-
-        matrix = np.empty((num_ranks, num_ranks), np.int32)
-        by_channel = np.empty((num_ranks, num_channels), np.int32)
-        by_expert = np.empty(num_experts // num_ranks, np.int64)
-        handle = _empty_handle(num_ranks, num_channels, payload.num_tokens, is_token_in_rank)
-
-        def notify() -> Array:
-            counts = (rank_counts, channel_counts, tokens_per_expert.numpy())
-            headers = self.conversation.exchange(call, header, counts)
-            self.conversation.read_counts(call, matrix, by_channel, by_expert)
-            self._backend.fill_handle(
-                self._rank,
-                matrix,
-                channel_counts,
-                by_channel,
-                position,
-                handle.rank_prefix_matrix.numpy(),
-                handle.channel_prefix_matrix.numpy(),
-                handle.recv_channel_prefix_matrix.numpy(),
-                handle.send_head.numpy(),
-            )
-            return headers
-
-        if num_worst_tokens:
-            # Everything but the counts is known, so nothing has to be waited for here.
-            results = self._new_results(num_worst_tokens, payload, own_window)
-            handle = _with_sources(handle, num_worst_tokens)
-
-            def whole_call() -> None:
-                _, places_of, num_rows = self._place_windows(notify(), matrix, payload)
-                self._transfer(call, payload, handle, results, places_of, config, num_experts)
-                results.topk_idx[num_rows:] = -1
-                handle.recv_src_idx.numpy()[:] = results.source
-
-            event = self._run(call, whole_call, run_async)
-            return _received(payload, results, [], handle, event)
-
-        headers = notify()
-        offsets, places_of, num_rows = self._place_windows(headers, matrix, payload)
-        if offsets[self._rank] >= 0:
-            own_window = int(offsets[self._rank])
-            self.windows.allocate_at(own_window, self._window(num_rows, payload).num_bytes)
-        results = self._new_results(num_rows, payload, own_window)
-        handle = _with_sources(handle, num_rows)
+        """The letters tell how many rows come; then there is a place for each of them."""
+        # What is offered must still be free when the counts are known.
+        self.stream.synchronize()
+        header = self._dispatch_header(payload, config, len(tokens_per_expert))
+        self._offer(header)
+        routing = places.new_routing()
+        counts = self._notify(call, header, places, tokens_per_expert, routing)
+        decision = self._choose_windows(self.conversation.headers, counts.matrix, payload)
+        window = int(decision.offsets[self._rank])
+        if window >= 0:
+            self.windows.allocate_at(window, payload.window(decision.num_rows).num_bytes)
+        routing = routing._replace(recv_src_idx=np.empty(decision.num_rows, np.int32))
+        results = self._new_results(payload, routing, window)
+        experts_per_rank = len(tokens_per_expert) // self._num_ranks
 
         def transfer() -> None:
-            self._transfer(call, payload, handle, results, places_of, config, num_experts)
-            handle.recv_src_idx.numpy()[:] = results.source
+            self._transfer(call, payload, routing, results, decision, config, experts_per_rank)
 
         event = self._run(call, transfer, run_async)
-        aligned = -(-by_expert // expert_alignment) * expert_alignment
-        return _received(payload, results, aligned.tolist(), handle, event)
+        by_expert = counts.by_expert.tolist()
+        if expert_alignment > 1:
+            by_expert = [align(count, expert_alignment) for count in by_expert]
+        return _received(results, by_expert, routing, event)
+
+    def _dispatch_worst_case(
+        self,
+        call: Call,
+        payload: Payload,
+        places: Places,
+        tokens_per_expert: Array,
+        config: Config,
+        num_worst_tokens: int,
+        expert_alignment: int,
+        run_async: bool,
+    ) -> Received:
+        """The number of rows is given, so nothing has to be waited for before the call can go on by itself."""
+        header = self._dispatch_header(payload, config, len(tokens_per_expert))
+        window = self._offer_exactly(header, payload, num_worst_tokens)
+        routing = places.new_routing()._replace(recv_src_idx=np.empty(num_worst_tokens, np.int32))
+        results = self._new_results(payload, routing, window)
+        experts_per_rank = len(tokens_per_expert) // self._num_ranks
+
+        def whole_call() -> None:
+            counts = self._notify(call, header, places, tokens_per_expert, routing)
+            decision = self._choose_windows(self.conversation.headers, counts.matrix, payload)
+            self._transfer(call, payload, routing, results, decision, config, experts_per_rank)
+
+        return _received(results, [], routing, self._run(call, whole_call, run_async))
 
     def cached_dispatch(
-        self, call: Call, payload: Payload, handle: IntranodeHandle, config: Config, run_async: bool
+        self, call: Call, payload: Payload, routing: Routing, config: Config, run_async: bool
     ) -> Received:
         """A dispatch along a known routing: a short letter, no counts."""
         return self.conversation.guarded(
-            call, lambda: self._cached_dispatch(call, payload, handle, config, run_async)
+            call, lambda: self._cached_dispatch(call, payload, routing, config, run_async)
         )
 
     def _cached_dispatch(
-        self, call: Call, payload: Payload, handle: IntranodeHandle, config: Config, run_async: bool
+        self, call: Call, payload: Payload, routing: Routing, config: Config, run_async: bool
     ) -> Received:
         header = self._dispatch_header(payload, config, 0)
-        header[Field.ROUTING] = handle.checksum
-        header[Field.RESULT_ROWS] = handle.num_recv_rows
-        own_window = self._offer_exactly(header, self._window(handle.num_recv_rows, payload))
-        results = self._new_results(handle.num_recv_rows, payload, own_window)
+        header[ROUTING] = routing.checksum
+        window = self._offer_exactly(header, payload, routing.num_recv_rows)
+        results = self._new_results(payload, routing, window)
 
         def whole_call() -> None:
             headers = self.conversation.exchange(call, header)
             # Every letter says how many rows its sender takes, so no counts are needed.
-            _, places_of, _ = self._place_windows(headers, self._no_counts, payload)
-            self._transfer(call, payload, handle, results, places_of, config, 0)
+            decision = self._choose_windows(headers, self._no_counts, payload)
+            self._transfer(call, payload, routing, results, decision, config, 0, is_new=0)
 
-        event = self._run(call, whole_call, run_async)
-        return _received(payload, results, [], handle, event)
+        return _received(results, [], routing, self._run(call, whole_call, run_async))
+
+    def _notify(
+        self, call: Call, header: Array, places: Places, tokens_per_expert: Array, routing: Routing
+    ) -> _Counts:
+        """Exchange letters, and fill the routing with what they say."""
+        counts = _Counts(
+            np.empty((self._num_ranks, self._num_ranks), np.int32),
+            np.empty(places.by_channel.shape, np.int32),
+            np.empty(len(tokens_per_expert) // self._num_ranks, np.int64),
+        )
+        self.conversation.exchange(call, header, (places.by_rank, places.by_channel, tokens_per_expert))
+        self.conversation.read_counts(call, counts.matrix, counts.by_channel, counts.by_expert)
+        self._backend.fill_handle(
+            self._rank,
+            counts.matrix,
+            places.by_channel,
+            counts.by_channel,
+            places.position,
+            routing.rank_prefix_matrix,
+            routing.channel_prefix_matrix,
+            routing.recv_channel_prefix_matrix,
+            routing.send_head,
+        )
+        return counts
 
     def _dispatch_header(self, payload: Payload, config: Config, num_experts: int) -> Array:
-        header = new_header()
-        header[Field.ROW_BYTES] = payload.row_bytes
-        header[Field.DTYPE] = dtype_word(str(payload.x.dtype))
-        header[Field.TOPK] = payload.num_topk
-        header[Field.SCALES] = payload.num_scales
-        header[Field.EXPERTS] = num_experts
-        header[Field.CHANNELS] = config.num_channels
-        header[Field.RING_ROWS] = self.ring_area(config, payload.token).num_rows
-        return header
+        token = payload.token
+        return signature(
+            row_bytes=token.hidden_bytes,
+            dtype=dtype_word(payload.x.dtype),
+            num_topk=token.num_topk,
+            num_scales=token.num_scales,
+            num_experts=num_experts,
+            num_channels=config.num_channels,
+            ring_rows=self.ring_area(config, token).num_rows,
+        )
 
     def _offer(self, header: Array) -> None:
         """Offer what is free; the receiver's rows will tell how much of it is needed."""
         offers = self.windows.offers(MAX_OFFERS)
-        header[Field.NUM_OFFERS] = len(offers)
-        header[Field.OFFERS : Field.OFFERS + 2 * len(offers)] = np.array(offers, np.int64).reshape(-1)
+        header[NUM_OFFERS] = len(offers)
+        for index, (offset, num_bytes) in enumerate(offers):
+            header[OFFERS + 2 * index] = offset
+            header[OFFERS + 2 * index + 1] = num_bytes
 
-    def _offer_exactly(self, header: Array, window: Window) -> int | None:
-        """Take a window now, where the number of rows is known, and offer just that."""
-        offset = self.windows.allocate(window.num_bytes)
-        if offset is not None:
-            header[Field.NUM_OFFERS] = 1
-            header[Field.OFFERS] = offset
-            header[Field.OFFERS + 1] = max(window.num_bytes, 128)
+    def _offer_exactly(self, header: Array, payload: Payload, num_rows: int) -> int:
+        """Take a window now, where the number of rows is known, and offer just that; -1 if there is none."""
+        num_bytes = max(payload.window(num_rows).num_bytes, 128)
+        offset = self.windows.allocate(num_bytes)
+        header[RESULT_ROWS] = num_rows
+        if offset is None:
+            return -1
+        header[NUM_OFFERS] = 1
+        header[OFFERS] = offset
+        header[OFFERS + 1] = num_bytes
         return offset
 
-    def _window(self, num_rows: int, payload: Payload) -> Window:
-        return Window(num_rows, payload.row_bytes, payload.num_topk, payload.num_scales)
-
-    def _place_windows(self, headers: Array, matrix: Array, payload: Payload) -> tuple[Array, Array, int]:
-        """Each receiver's window offset (-1: rings), the addresses of its results, and this rank's rows."""
-        num_rows = np.empty(self._num_ranks, np.int64)
-        offsets = np.empty(self._num_ranks, np.int64)
-        places = np.empty((self._num_ranks, 5), np.int64)
+    def _choose_windows(self, headers: Array, matrix: Array, payload: Payload) -> _Decision:
+        num_rows, offsets, places = self._num_rows, self._offsets, self._places
         too_small = self._backend.choose_windows(
             headers,
             matrix,
-            int(Field.RESULT_ROWS),
-            int(Field.NUM_OFFERS),
-            int(Field.OFFERS),
-            np.array(self._window(1, payload).sizes(), np.int64),
+            RESULT_ROWS,
+            NUM_OFFERS,
+            OFFERS,
+            payload.bytes_per_row,
             self._window_bases,
             num_rows,
             offsets,
             places,
         )
         if too_small >= 0:
-            limit, arriving = headers[too_small, Field.RESULT_ROWS], matrix[:, too_small].sum()
+            limit, arriving = headers[too_small, RESULT_ROWS], matrix[:, too_small].sum()
             raise InvalidCall(
                 f"num_worst_tokens is {limit} on rank {too_small}, but {arriving} rows would arrive there:"
                 f" nothing was sent; pass at least the largest number of rows that can arrive"
             )
-        return offsets, places, int(num_rows[self._rank])
+        return _Decision(int(num_rows[self._rank]), offsets, places)
 
-    def _new_results(self, num_rows: int, payload: Payload, window: int | None) -> _Results:
-        """The tensors that a dispatch fills: in the window allocated at `window`, or in memory of this rank."""
-        hidden = payload.x.shape[1]
-        scale_dtype = payload.scales.dtype if payload.scales is not None else torch.float32
-        parts = (
-            ((num_rows, hidden), payload.x.dtype),
-            ((num_rows, payload.num_topk), torch.int64),
-            ((num_rows, payload.num_topk), torch.float32),
-            ((num_rows, payload.num_scales), scale_dtype),
+    def _new_results(self, payload: Payload, routing: Routing, window: int) -> _Results:
+        """The tensors that a dispatch fills; x lies in the window at `window`, or (-1) in memory of this rank."""
+        token, num_rows = payload.token, routing.num_recv_rows
+        shape, dtype = (num_rows, payload.x.shape[1]), payload.x.dtype
+        return _Results(
+            self._empty(shape, dtype) if window < 0 else self.windows.lend(window, shape, dtype),
+            routing.recv_src_idx,
+            torch.empty((num_rows, token.num_topk), dtype=torch.int64) if token.num_topk else None,
+            torch.empty((num_rows, token.num_topk), dtype=torch.float32) if token.num_topk else None,
+            torch.empty((num_rows, token.num_scales), dtype=payload.scales.dtype)
+            if payload.scales is not None
+            else None,
         )
-        if window is None:
-            x, ids, weights, scales = (self._empty(shape, dtype) for shape, dtype in parts)
-            return _Results(x, torch.empty(num_rows, dtype=torch.int32).numpy(), ids, weights, scales)
-        x_at, source_at, *others_at = self._window(num_rows, payload).offsets()
-        # Source indices go into the handle; it gets a copy, so that it does not hold the window.
-        source = self.windows.block.array(window + source_at, num_rows, np.int32)
-        lent = [(offset, *part) for offset, part in zip((x_at, *others_at), parts, strict=True)]
-        x, ids, weights, scales = self.windows.lend(window, lent)
-        return _Results(x, source, ids, weights, scales)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor; a large one in memory that earlier results have warmed up."""
@@ -359,88 +394,100 @@ class Intranode:
         offset = self._arena.allocate(num_bytes) if num_bytes >= WORTH_REUSING_BYTES else None
         if offset is None:
             return torch.empty(shape, dtype=dtype)
-        return self._arena.lend(offset, [(0, shape, dtype)])[0]
+        return self._arena.lend(offset, shape, dtype)
 
     def _transfer(
         self,
         call: Call,
         payload: Payload,
-        handle: IntranodeHandle,
+        routing: Routing,
         results: _Results,
-        places: Array,
+        decision: _Decision,
         config: Config,
-        num_experts: int,
+        experts_per_rank: int,
+        is_new: int = 1,
     ) -> None:
         """Move the rows: by window where the receiver has one, else through its rings."""
         conversation, backend = self.conversation, self._backend
-        x = payload.x
-        scales = payload.scales
-        scale_arguments = (
-            (scales.data_ptr(), scales.stride(0), scales.stride(1), scales.shape[1])
-            if scales is not None
-            else (0, 0, 0, 0)
-        )
-        topk_idx = payload.topk_idx.numpy() if payload.topk_idx is not None else NO_IDS
-        topk_weights = payload.topk_weights.numpy() if payload.topk_weights is not None else NO_WEIGHTS
-        row_arguments = (
-            x.data_ptr(),
-            payload.row_bytes,
-            *scale_arguments,
-            topk_idx,
-            topk_weights,
-            num_experts // self._num_ranks,
-        )
-        send_head = handle.send_head.numpy()
-        by_ring = places[:, 0] == 0
-        if not by_ring.all():
+        token = payload.token
+        row_arguments = payload.arguments(experts_per_rank)
+        send_head, places = routing.send_head, decision.places
+        offsets = decision.offsets.tolist()
+        if max(offsets) >= 0:
             conversation.enter(call, Phase.SEND)
             self._team.run(
                 lambda first, end: backend.send_to_windows(first, end, send_head, places, *row_arguments),
                 payload.num_tokens,
-                worth_splitting=payload.num_tokens * payload.row_bytes >= WORTH_SPLITTING_BYTES,
+                worth_splitting=payload.num_tokens * token.hidden_bytes >= WORTH_SPLITTING_BYTES,
             )
             backend.announce(self._arrival_at_peers, call.number)
-        if by_ring.any():
-            conversation.enter(call, Phase.RINGS)
-            rings = self._rings(self.ring_area(config, payload.token), by_ring, bool(by_ring[self._rank]))
-            cursor = np.repeat(
-                np.arange(config.num_channels)[:, None]
-                * _tokens_per_channel(payload.num_tokens, config.num_channels),
-                self._num_ranks,
-                axis=1,
-            )
-            lanes = handle.rows_by_lane(self._rank)
-            result = results.addresses()
-            slots = _slot_offsets(payload.token)
-
-            def step(first: int, end: int, num_spins: int) -> int:
-                return int(
-                    backend.dispatch_through_rings(
-                        first,
-                        end,
-                        config.num_channels,
-                        *rings.arrays(),
-                        cursor,
-                        rings.sent,
-                        rings.taken,
-                        rings.num_rows,
-                        config.num_max_nvl_chunked_send_tokens,
-                        slots,
-                        send_head,
-                        *row_arguments,
-                        lanes,
-                        result,
-                        num_spins,
-                    )
-                )
-
-            matrix = handle.count_matrix()
-            to_send = np.where(by_ring, matrix[self._rank], 0)
-            to_take = matrix[:, self._rank] if by_ring[self._rank] else np.zeros_like(to_send)
-            self._run_rings(call, rings, step, to_send, to_take)
-        if not by_ring[self._rank]:
+        if min(offsets) < 0:
+            self._send_through_rings(call, payload, routing, results, decision, config, row_arguments)
+        if offsets[self._rank] >= 0:
             conversation.wait_for_counters(call, Phase.RECEIVE, self._own_arrival, "rows")
+            backend.unpack_window(
+                places[self._rank],
+                decision.num_rows,
+                is_new,
+                token.num_topk,
+                token.num_scales,
+                results.source,
+                *results.addresses(),
+            )
+        elif results.topk_idx is not None:
+            backend.pad_ids(
+                results.topk_idx.data_ptr(), decision.num_rows, routing.num_recv_rows, token.num_topk
+            )
         conversation.end(call)
+
+    def _send_through_rings(
+        self,
+        call: Call,
+        payload: Payload,
+        routing: Routing,
+        results: _Results,
+        decision: _Decision,
+        config: Config,
+        row_arguments: tuple[Any, ...],
+    ) -> None:
+        self.conversation.enter(call, Phase.RINGS)
+        by_ring = decision.offsets < 0
+        receive = bool(by_ring[self._rank])
+        rings = self._rings(self.ring_area(config, payload.token), by_ring, np.full(self._num_ranks, receive))
+        first_tokens = np.arange(config.num_channels) * _tokens_per_channel(
+            payload.num_tokens, config.num_channels
+        )
+        cursor = np.repeat(first_tokens[:, None], self._num_ranks, axis=1)
+        lanes = routing.rows_by_lane(self._rank)
+        source = results.source.ctypes.data
+        result = np.array([results.x.data_ptr(), source, *results.addresses()], np.int64)
+        slots = _slot_offsets(payload.token)
+
+        def step(first: int, end: int, num_spins: int) -> int:
+            return int(
+                self._backend.dispatch_through_rings(
+                    first,
+                    end,
+                    config.num_channels,
+                    *rings.arrays(),
+                    cursor,
+                    rings.sent,
+                    rings.taken,
+                    rings.num_rows,
+                    config.num_max_nvl_chunked_send_tokens,
+                    slots,
+                    routing.send_head,
+                    *row_arguments,
+                    lanes,
+                    result,
+                    num_spins,
+                )
+            )
+
+        matrix = routing.count_matrix()
+        to_send = np.where(by_ring, matrix[self._rank], 0)
+        to_take = matrix[:, self._rank] if receive else np.zeros_like(to_send)
+        self._run_rings(call, rings, step, to_send, to_take)
 
     # Combine
 
@@ -448,7 +495,7 @@ class Intranode:
         self,
         call: Call,
         x: torch.Tensor,
-        handle: IntranodeHandle,
+        routing: Routing,
         topk_weights: torch.Tensor | None,
         biases: tuple[torch.Tensor, ...],
         config: Config,
@@ -456,14 +503,14 @@ class Intranode:
     ) -> Combined:
         """The way back: every token's rows, added up at its source."""
         return self.conversation.guarded(
-            call, lambda: self._combine(call, x, handle, topk_weights, biases, config, run_async)
+            call, lambda: self._combine(call, x, routing, topk_weights, biases, config, run_async)
         )
 
     def _combine(
         self,
         call: Call,
         x: torch.Tensor,
-        handle: IntranodeHandle,
+        routing: Routing,
         topk_weights: torch.Tensor | None,
         biases: tuple[torch.Tensor, ...],
         config: Config,
@@ -471,11 +518,11 @@ class Intranode:
     ) -> Combined:
         hidden = x.shape[1]
         num_topk = topk_weights.shape[1] if topk_weights is not None else 0
-        out = self._empty((handle.num_tokens, hidden), x.dtype)
-        out_weights = torch.empty((handle.num_tokens, num_topk), dtype=torch.float32)
+        out = self._empty((routing.num_tokens, hidden), x.dtype)
+        out_weights = torch.empty((routing.num_tokens, num_topk), dtype=torch.float32)
 
         def whole_call() -> None:
-            self._combine_now(call, x, handle, topk_weights, biases, config, out, out_weights)
+            self._combine_now(call, x, routing, topk_weights, biases, config, out, out_weights)
 
         event = self._run(call, whole_call, run_async)
         return Combined(out, out_weights if topk_weights is not None else None, event)
@@ -484,7 +531,7 @@ class Intranode:
         self,
         call: Call,
         x: torch.Tensor,
-        handle: IntranodeHandle,
+        routing: Routing,
         topk_weights: torch.Tensor | None,
         biases: tuple[torch.Tensor, ...],
         config: Config,
@@ -493,7 +540,7 @@ class Intranode:
     ) -> None:
         staged = self._stage(call, x, topk_weights)
         try:
-            self._pull_or_push(call, x, handle, topk_weights, biases, config, out, out_weights, staged)
+            self._pull_or_push(call, x, routing, topk_weights, biases, config, out, out_weights, staged)
         finally:
             for window in staged.to_free:
                 self.windows.free(window)
@@ -502,7 +549,7 @@ class Intranode:
         self,
         call: Call,
         x: torch.Tensor,
-        handle: IntranodeHandle,
+        routing: Routing,
         topk_weights: torch.Tensor | None,
         biases: tuple[torch.Tensor, ...],
         config: Config,
@@ -514,47 +561,46 @@ class Intranode:
         hidden = x.shape[1]
         row_bytes = hidden * x.element_size()
         num_topk = out_weights.shape[1]
-        token = TokenLayout(row_bytes, 0, num_topk)
-        header = new_header()
-        header[Field.ROW_BYTES] = row_bytes
-        header[Field.DTYPE] = dtype_word(str(x.dtype))
-        header[Field.TOPK] = num_topk
-        header[Field.CHANNELS] = config.num_channels
-        header[Field.RING_ROWS] = self.ring_area(config, token).num_rows
-        header[Field.ROUTING] = handle.checksum
-        header[Field.X_OFFSET], header[Field.WEIGHTS_OFFSET] = staged.x, staged.weights
+        token = token_layout(row_bytes, 0, num_topk)
+        header = signature(
+            row_bytes=row_bytes,
+            dtype=dtype_word(x.dtype),
+            num_topk=num_topk,
+            num_channels=config.num_channels,
+            ring_rows=self.ring_area(config, token).num_rows,
+            routing=routing.checksum,
+        )
+        header[X_OFFSET], header[WEIGHTS_OFFSET] = staged.x, staged.weights
         headers = conversation.exchange(call, header)
 
-        in_window = headers[:, Field.X_OFFSET] >= 0
-        x_of = np.where(in_window, self._window_bases + headers[:, Field.X_OFFSET], 0)
-        weights_of = np.where(in_window, self._window_bases + headers[:, Field.WEIGHTS_OFFSET], 0)
+        x_offsets = headers[:, X_OFFSET]
+        all_in_windows = min(x_offsets.tolist()) >= 0
+        x_of = self._window_bases + x_offsets
+        weights_of = self._window_bases + headers[:, WEIGHTS_OFFSET]
         bias_addresses = [bias.data_ptr() for bias in biases] + [0] * (2 - len(biases))
         dtype = {torch.bfloat16: backend.BF16, torch.float16: backend.FP16, torch.float32: backend.FP32}[
             x.dtype
         ]
         sum_arguments = (out.data_ptr(), *bias_addresses, hidden, row_bytes, dtype, out_weights.numpy())
-        send_head = handle.send_head.numpy()
-        if in_window.all():
+        send_head = routing.send_head
+        if all_in_windows:
             conversation.enter(call, Phase.PULL)
             self._team.run(
                 lambda first, end: backend.pull_and_sum(
                     first, end, send_head, x_of, weights_of, *sum_arguments
                 ),
-                handle.num_tokens,
-                worth_splitting=handle.num_tokens * row_bytes >= WORTH_SPLITTING_BYTES,
+                routing.num_tokens,
+                worth_splitting=routing.num_tokens * row_bytes >= WORTH_SPLITTING_BYTES,
             )
         else:
             conversation.enter(call, Phase.RINGS)
+            in_window = x_offsets >= 0
+            x_of = np.where(in_window, x_of, 0)
             mine = not in_window[self._rank]
-            rings = self._rings(
-                self.ring_area(config, token),
-                np.full(self._num_ranks, mine),
-                receive=True,
-                receive_from=~in_window,
-            )
-            per_channel = _tokens_per_channel(handle.num_tokens, config.num_channels)
+            rings = self._rings(self.ring_area(config, token), np.full(self._num_ranks, mine), ~in_window)
+            per_channel = _tokens_per_channel(routing.num_tokens, config.num_channels)
             cursor = np.arange(config.num_channels, dtype=np.int64) * per_channel
-            lanes = handle.rows_by_lane(self._rank)
+            lanes = routing.rows_by_lane(self._rank)
             slots = _slot_offsets(token)
             weights_address = topk_weights.data_ptr() if topk_weights is not None else 0
 
@@ -582,7 +628,7 @@ class Intranode:
                     )
                 )
 
-            matrix = handle.count_matrix()
+            matrix = routing.count_matrix()
             to_send = matrix[:, self._rank] if mine else np.zeros(self._num_ranks, np.int32)
             to_take = np.where(in_window, 0, matrix[self._rank])
             self._run_rings(call, rings, step, to_send, to_take)
@@ -628,9 +674,8 @@ class Intranode:
 
     def ring_area(self, config: Config, token: TokenLayout) -> RingArea:
         """The rings of a call; their rows are what the config asks for, or what `num_nvl_bytes` holds."""
-        known = self._ring_areas.get((config, token))
-        if known is not None:
-            return known
+        if self._last_area is not None and config is self._last_area[0] and token is self._last_area[1]:
+            return self._last_area[2]
 
         def area(num_rows: int) -> RingArea:
             start = self._control.num_bytes
@@ -638,12 +683,11 @@ class Intranode:
 
         wanted = area(config.num_max_nvl_chunked_recv_tokens)
         fitting = area(ring_rows_that_fit(wanted, self._num_nvl_bytes))
-        self._ring_areas[config, token] = fitting
+        # Calls of one kind come with the very same config and layout.
+        self._last_area = (config, token, fitting)
         return fitting
 
-    def _rings(
-        self, area: RingArea, send_to: Array, receive: bool, receive_from: Array | None = None
-    ) -> _Rings:
+    def _rings(self, area: RingArea, send_to: Array, receive_from: Array) -> _Rings:
         channels = np.arange(area.num_channels, dtype=np.int64)[:, None]
         peers = np.arange(self._num_ranks, dtype=np.int64)[None, :]
         tail, head = self._control.block("ring tail"), self._control.block("ring head")
@@ -651,7 +695,6 @@ class Intranode:
         used_bytes = area.ring_bytes
         send_rows = heaps + area.start + (channels * self._num_ranks + self._rank) * used_bytes
         recv_rows = own + area.start + (channels * self._num_ranks + peers) * used_bytes
-        receives = np.full(self._num_ranks, receive) if receive_from is None else receive_from
         send_tail = heaps + tail.start + self._rank * tail.stride + 8 * channels
         recv_tail = own + tail.start + peers * tail.stride + 8 * channels
         recv_head = heaps + head.start + self._rank * head.stride + 8 * channels
@@ -667,7 +710,7 @@ class Intranode:
             send_tail=send_tail,
             send_head=send_head,
             send_base=send_base,
-            recv_rows=np.where(receives[None, :], recv_rows, 0),
+            recv_rows=np.where(receive_from[None, :], recv_rows, 0),
             recv_tail=recv_tail,
             recv_head=recv_head,
             recv_base=recv_base,
@@ -707,8 +750,44 @@ class Intranode:
         return self.stream.submit(lambda: self.conversation.guarded(call, work))
 
 
-@dataclass(frozen=True)
-class _Staged:
+class Places(NamedTuple):
+    """Where the tokens of a dispatch go: the rows for each rank, the same by channel, each token's number."""
+
+    in_rank: Array
+    by_rank: Array
+    by_channel: Array
+    position: Array
+
+    def new_routing(self) -> Routing:
+        """A routing with nothing but the tokens in it."""
+        num_ranks, num_channels = self.by_channel.shape
+        return Routing(
+            np.empty((num_ranks, num_ranks), np.int32),
+            np.empty((num_ranks, num_channels), np.int32),
+            np.empty((num_ranks, num_channels), np.int32),
+            NO_SOURCES,
+            self.in_rank,
+            np.empty(self.position.shape, np.int32),
+        )
+
+
+class _Counts(NamedTuple):
+    """What the letters said: rows from rank to rank, from each rank by channel, tokens of each local expert."""
+
+    matrix: Array
+    by_channel: Array
+    by_expert: Array
+
+
+class _Decision(NamedTuple):
+    """This rank's rows, each receiver's window (-1: rings), and the addresses of its results."""
+
+    num_rows: int
+    offsets: Array
+    places: Array
+
+
+class _Staged(NamedTuple):
     """Offsets of x and its weights in the window heap (-1: they go through rings), and what to free after."""
 
     x: int
@@ -769,40 +848,15 @@ def _slot_offsets(token: TokenLayout) -> Array:
     return np.array([*offsets[:4], token.token_bytes], np.int64)
 
 
-def _empty_handle(
-    num_ranks: int, num_channels: int, num_tokens: int, is_token_in_rank: torch.Tensor
-) -> IntranodeHandle:
-    return IntranodeHandle(
-        torch.empty((num_ranks, num_ranks), dtype=torch.int32),
-        torch.empty((num_ranks, num_channels), dtype=torch.int32),
-        torch.empty((num_ranks, num_channels), dtype=torch.int32),
-        torch.empty(0, dtype=torch.int32),
-        is_token_in_rank,
-        torch.empty((num_tokens, num_ranks), dtype=torch.int32),
-    )
-
-
-def _with_sources(handle: IntranodeHandle, num_rows: int) -> IntranodeHandle:
-    """The handle keeps source indices of its own, so that it does not hold a window."""
-    parts = list(handle.tensors())
-    parts[3] = torch.empty(num_rows, dtype=torch.int32)
-    return IntranodeHandle(*parts)
-
-
 def _received(
-    payload: Payload,
-    results: _Results,
-    tokens_per_expert: list[int],
-    handle: IntranodeHandle,
-    event: EventHandle | None,
+    results: _Results, tokens_per_expert: list[int], routing: Routing, event: EventHandle | None
 ) -> Received:
-    has_topk = payload.topk_idx is not None
     return Received(
         results.x,
-        results.scales if payload.scales is not None else None,
-        results.topk_idx if has_topk else None,
-        results.topk_weights if has_topk else None,
+        results.scales,
+        results.topk_idx,
+        results.topk_weights,
         tokens_per_expert,
-        handle,
+        routing,
         event,
     )

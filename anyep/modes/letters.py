@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import cache
 from typing import Final
 
 import numpy as np
+import torch
 
 from anyep.layout import LETTER_HEADER_BYTES
 
@@ -73,12 +75,29 @@ DTYPES: Final = (
 )
 
 
-def new_header() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    header = np.zeros(NUM_WORDS, np.int64)
-    header[Field.RESULT_ROWS] = -1
-    header[Field.X_OFFSET] = -1
-    header[Field.WEIGHTS_OFFSET] = -1
-    return header
+# Plain numbers, for code that is run in every call.
+RESULT_ROWS: Final = int(Field.RESULT_ROWS)
+X_OFFSET: Final = int(Field.X_OFFSET)
+WEIGHTS_OFFSET: Final = int(Field.WEIGHTS_OFFSET)
+NUM_OFFERS: Final = int(Field.NUM_OFFERS)
+OFFERS: Final = int(Field.OFFERS)
+ROUTING: Final = int(Field.ROUTING)
+_NO_FACTS: Final = (-1, -1, -1, *[0] * (NUM_WORDS - Field.RESULT_ROWS - 3))
+
+
+def signature(
+    row_bytes: int = 0,
+    dtype: int = 0,
+    num_topk: int = 0,
+    num_scales: int = 0,
+    num_experts: int = 0,
+    num_channels: int = 0,
+    ring_rows: int = 0,
+    routing: int = 0,
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """A header with a signature, and no facts about its sender yet."""
+    words = (row_bytes, dtype, num_topk, num_scales, num_experts, num_channels, ring_rows, routing)
+    return np.array((0, 0, 0, *words, *_NO_FACTS), np.int64)
 
 
 def word_for_people(field: Field, word: int) -> str:
@@ -92,11 +111,12 @@ def word_for_people(field: Field, word: int) -> str:
     return str(word)
 
 
-def dtype_word(name: str) -> int:
-    """A dtype's number in letters, by its name.
+@cache
+def dtype_word(dtype: torch.dtype) -> int:
+    """A dtype's number in letters.
 
-    >>> word_for_people(Field.DTYPE, dtype_word("torch.bfloat16"))
+    >>> word_for_people(Field.DTYPE, dtype_word(torch.bfloat16))
     'bfloat16'
     """
-    name = name.removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     return DTYPES.index(name) if name in DTYPES else 0

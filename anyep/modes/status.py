@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
@@ -52,6 +53,10 @@ class Word(IntEnum):
     FAILURE_BYTES = 6
     REFUSAL_BYTES_EVEN = 7
     REFUSAL_BYTES_ODD = 8
+
+
+_DOING: Final = struct.Struct("=qqqqq")
+"""CALL, KIND, PHASE, SINCE_NS and WAITS_FOR, written at once."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +119,7 @@ class StatusBlock:
         self._words[Word.SINCE_NS] = time.monotonic_ns()
 
     def enter(self, call: int, kind: int, phase: Phase) -> None:
-        words = self._words
-        words[Word.CALL] = call
-        words[Word.KIND] = kind
-        words[Word.PHASE] = phase
-        words[Word.SINCE_NS] = time.monotonic_ns()
-        words[Word.WAITS_FOR] = -1
+        _DOING.pack_into(self._bytes, 8 * Word.CALL, call, kind, phase, time.monotonic_ns(), -1)
 
     def wait_for(self, peer: int) -> None:
         self._words[Word.WAITS_FOR] = peer

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
 
 from anyep.freelist import FreeList
-
-
-class _Lease:
-    """A window that some tensors share; it goes back to its heap with the last of them."""
-
-    def __init__(self, returned: deque[int], offset: int, num_holders: int) -> None:
-        self._returned = returned
-        self._offset = offset
-        # Popping is atomic, so tensors may die in several threads at once.
-        self._others = [None] * (num_holders - 1)
-
-    def give_up(self) -> None:
-        """One tensor less. Called by the garbage collector, at any time and in any thread."""
-        try:
-            self._others.pop()
-        except IndexError:
-            self._returned.append(self._offset)
 
 
 class WindowHeap:
@@ -63,21 +47,14 @@ class WindowHeap:
             self._take_back()
             return self._free_list.used_bytes
 
-    def lend(self, window: int, parts: list[tuple[int, tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
-        """Tensors over the window allocated at `window`; each part is (offset in it, shape, dtype).
-
-        The window returns when all of them are gone; empty ones do not count.
-        """
-        lent = [shape for _, shape, _ in parts if 0 not in shape]
-        lease = _Lease(self._returned, window, len(lent))
-        if not lent:
+    def lend(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over the window allocated at `window`, which returns when the tensor and its views are gone."""
+        if 0 in shape:
             self.free(window)
-        return [
-            self.block.lend(window + offset, shape, dtype, lease.give_up)
-            if 0 not in shape
-            else torch.empty(shape, dtype=dtype)
-            for offset, shape, dtype in parts
-        ]
+            return torch.empty(shape, dtype=dtype)
+        # Called by the garbage collector, at any time and in any thread: appending is all that is safe.
+        tensor: torch.Tensor = self.block.lend(window, shape, dtype, partial(self._returned.append, window))
+        return tensor
 
     def _take_back(self) -> None:
         while self._returned:

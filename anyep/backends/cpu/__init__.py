@@ -20,7 +20,13 @@ from anyep.backends.cpu.kernels.letters import (
 )
 from anyep.backends.cpu.kernels.rings import combine_through_rings, dispatch_through_rings, read_counters
 from anyep.backends.cpu.kernels.sums import BF16, FP16, FP32, pull_and_sum
-from anyep.backends.cpu.kernels.windows import choose_windows, copy_rows, send_to_windows
+from anyep.backends.cpu.kernels.windows import (
+    choose_windows,
+    copy_rows,
+    pad_ids,
+    send_to_windows,
+    unpack_window,
+)
 from anyep.backends.cpu.stream import Stream
 from anyep.backends.cpu.team import Team
 
@@ -45,6 +51,7 @@ __all__ = [
     "fill_handle",
     "first_wrong_expert",
     "open_block",
+    "pad_ids",
     "place_tokens",
     "post_letters",
     "pull_and_sum",
@@ -52,4 +59,5 @@ __all__ = [
     "read_counts",
     "read_headers",
     "send_to_windows",
+    "unpack_window",
 ]

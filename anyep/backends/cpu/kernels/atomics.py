@@ -20,14 +20,16 @@ from numba.extending import intrinsic
 
 from anyep.backends.cpu.kernels.compiler import inlined
 
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 """The number of the system call; 0 where it is not known."""
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
 SLEEP_NS = 2_000_000
-PATIENCE = 2
-"""Sleeps in vain after which a kernel returns to its caller: a few milliseconds."""
+NUM_YIELDS = 10
+PATIENCE = NUM_YIELDS + 2
+"""Polls in vain after which a kernel returns to its caller: a few milliseconds."""
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 _PAUSE = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}.get(
     platform.machine()
@@ -103,5 +105,7 @@ def back_off(num_polls, num_spins, address, seen):  # type: ignore[no-untyped-de
     """
     if num_polls < num_spins:
         pause()
+    elif num_polls < num_spins + NUM_YIELDS:
+        _sched_yield()
     else:
         sleep_on(address, seen)

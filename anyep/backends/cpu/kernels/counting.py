@@ -30,9 +30,10 @@ def count_layout(topk_idx, experts_per_rank, tokens_per_rank, tokens_per_expert,
                     tokens_per_rank[rank] += 1
 
 
-@kernel("void(boolean[:,::1], int32[::1], int32[:,::1], int32[:,::1])")
-def place_tokens(in_rank, rank_counts, channel_counts, position):  # type: ignore[no-untyped-def]
-    """Number the rows that go to each rank, and count them by channel.
+@kernel("int64(boolean[:,::1], int32[::1], int32[::1], int32[:,::1], int32[:,::1])")
+def place_tokens(in_rank, claimed_counts, rank_counts, channel_counts, position):  # type: ignore[no-untyped-def]
+    """Number the rows that go to each rank, and count them by channel; the first rank whose count differs from
+    what was claimed, or -1.
 
     Channels are contiguous ranges of ceil(tokens / channels) tokens. With in_rank [[1, 0], [1, 1], [0, 1]] and
     2 channels (tokens 0-1 and 2): rank_counts [2, 2], channel_counts [[2, 0], [1, 1]] (rank, channel) and
@@ -52,6 +53,10 @@ def place_tokens(in_rank, rank_counts, channel_counts, position):  # type: ignor
                 channel_counts[rank, channel] += 1
             else:
                 position[token, rank] = -1
+    for rank in range(num_ranks):
+        if rank_counts[rank] != claimed_counts[rank]:
+            return rank
+    return -1
 
 
 @kernel(

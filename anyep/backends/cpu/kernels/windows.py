@@ -112,3 +112,29 @@ def choose_windows(  # type: ignore[no-untyped-def]
             places[receiver, index] = place if offsets[receiver] >= 0 else 0
             place += (rows * bytes_per_row[index] + 127) // 128 * 128
     return -1
+
+
+@kernel("void(int64, int64, int64, int64)")
+def pad_ids(ids, num_rows, num_result_rows, num_topk):  # type: ignore[no-untyped-def]
+    """Set the top-k ids past the received rows to -1; with 1 row of 2 and [[3], [9]] they become [[3], [-1]]."""
+    all_ids = int64_at(ids, num_result_rows * num_topk)
+    for index in range(num_rows * num_topk, num_result_rows * num_topk):
+        all_ids[index] = -1
+
+
+@kernel("void(int64[::1], int64, int64, int64, int64, int32[::1], int64, int64, int64)")
+def unpack_window(places, num_rows, is_new, num_topk, num_scales, source, ids, weights, scales):  # type: ignore[no-untyped-def]
+    """Copy what came beside the rows out of a window: source indices, top-k ids and weights, scales.
+
+    `places` are the addresses of the window's parts, the last four arguments those of the results; source indices
+    are those of the handle, and stay as they are if it is not new. With 1 row received where 2 were allowed for,
+    and ids [[3], [?]] in the window, the ids become [[3], [-1]].
+    """
+    if is_new:
+        copy_bytes(source.ctypes.data, places[1], 4 * num_rows)
+    if num_topk:
+        copy_bytes(ids, places[2], 8 * num_rows * num_topk)
+        copy_bytes(weights, places[3], 4 * num_rows * num_topk)
+        pad_ids(ids, num_rows, source.shape[0], num_topk)
+    if num_scales:
+        copy_bytes(scales, places[4], 4 * num_rows * num_scales)
