@@ -32,6 +32,18 @@ Handle = tuple[torch.Tensor, ...]
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+_generation = object()
+"""Another object in a forked child: asking for the process id would take a system call in every call."""
+
+
+def _mark_child() -> None:
+    global _generation
+    _generation = object()
+
+
+os.register_at_fork(after_in_child=_mark_child)
+
+
 class Buffer:
     """Communication between the ranks of a process group: dispatch tokens to experts, and combine them.
 
@@ -61,6 +73,8 @@ class Buffer:
         network: str | None = None,
     ) -> None:
         self.runtime: Intranode | None = None
+        self._pid = os.getpid()
+        self._generation = _generation
         rendezvous = rendezvous_of(group, comm)
         self.group = group
         self.rank = rendezvous.rank
@@ -109,7 +123,6 @@ class Buffer:
             self._connection.memory_share_bytes,
             max(1, num_cores() // self.group_size),
         )
-        self._pid = os.getpid()
 
     # Sizes and settings
 
@@ -367,7 +380,7 @@ class Buffer:
         if self.runtime is None:
             return
         runtime, self.runtime = self.runtime, None
-        if os.getpid() != self._pid:
+        if self._generation is not _generation:
             return
         runtime.close()
         self._conversation.close()

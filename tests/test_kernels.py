@@ -32,6 +32,10 @@ def flags(values: Any) -> Array:
     return np.array(values, np.bool_)
 
 
+NOBODY = np.zeros(1, np.int64)
+ONE_SLEEPER = int64([NOBODY.ctypes.data])
+
+
 def test_count_layout() -> None:
     per_rank, per_expert, in_rank = np.empty(2, np.int32), np.empty(4, np.int32), np.empty((2, 2), np.bool_)
     counting.count_layout(int64([[0, 1], [3, -1]]), 2, per_rank, per_expert, in_rank)
@@ -119,11 +123,27 @@ def test_letters() -> None:
     def mailboxes_of(sender: int) -> Array:
         return int64([mailboxes[receiver, sender].ctypes.data for receiver in range(2)])
 
+    nobody = np.zeros(2, np.int64)
+    sleepers = nobody.ctypes.data + 8 * np.arange(2)
     letters.post_letters(
-        mailboxes_of(0), header, counts_at, 1, int32([3, 4]), int32([[1, 2], [4, 0]]), int32([9, 8, 7, 6])
+        mailboxes_of(0),
+        sleepers,
+        header,
+        counts_at,
+        1,
+        int32([3, 4]),
+        int32([[1, 2], [4, 0]]),
+        int32([9, 8, 7, 6]),
     )
     letters.post_letters(
-        mailboxes_of(1), header, counts_at, 1, int32([1, 1]), int32([[0, 0], [1, 0]]), int32([0, 0, 0, 2])
+        mailboxes_of(1),
+        sleepers,
+        header,
+        counts_at,
+        1,
+        int32([1, 1]),
+        int32([[0, 0], [1, 0]]),
+        int32([0, 0, 0, 2]),
     )
     assert mailboxes[:, :, 0].tolist() == [[5, 5], [5, 5]]
     assert mailboxes[0, 0, 32:].view(np.int32)[:6].tolist() == [3, 4, 1, 2, 9, 8]
@@ -142,7 +162,7 @@ def test_letters() -> None:
 def test_short_letter() -> None:
     mailbox = np.full(64, 9, np.int64)
     nothing = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
-    letters.post_letters(int64([mailbox.ctypes.data]), int64([5, *[0] * 31]), 256, 0, *nothing)
+    letters.post_letters(int64([mailbox.ctypes.data]), ONE_SLEEPER, int64([5, *[0] * 31]), 256, 0, *nothing)
     assert mailbox[:32].tolist() == [5, *[0] * 31]
     assert (mailbox[32:] == 9).all()
 
@@ -159,11 +179,11 @@ def test_read_headers() -> None:
 def test_announce_and_await() -> None:
     words = int64([0, 0])
     addresses = words.ctypes.data + 8 * np.arange(2)
-    letters.announce(addresses, 5)
+    letters.announce(addresses, np.repeat(ONE_SLEEPER, 2), 5)
     assert words.tolist() == [5, 5]
     words[1] = 4
     missing = np.zeros(2, np.bool_)
-    assert letters.await_counters(addresses, 5, missing, 0) == 1
+    assert letters.await_counters(addresses, 5, missing, 0, ONE_SLEEPER[0]) == 1
     assert missing.tolist() == [False, True]
 
 
@@ -383,6 +403,8 @@ def test_a_ring_of_two_rows() -> None:
         int32([[0, 2]]),
         int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0]),
         0,
+        ONE_SLEEPER,
+        0,
     )
     assert unfinished == 0
     assert (tail[0, 0], head[0, 0]) == (9, 9)
@@ -429,6 +451,8 @@ def test_a_token_from_two_rings() -> None:
         32,
         sums.FP32,
         np.zeros((1, 0), np.float32),
+        0,
+        np.repeat(ONE_SLEEPER, 2),
         0,
     )
     assert unfinished == 0

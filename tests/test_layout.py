@@ -179,6 +179,7 @@ def test_control_region_in_full() -> None:
         found.setdefault(region.kind, []).append((region.slot_set, region.peer, region.num_bytes))
     expected = {
         "status": (4096, 1, 1),
+        "sleepers": (8, 1, 1),
         "mailbox": (4992, 2, 2),
         "window arrival": (8, 2, 1),
         "window pulled": (8, 2, 1),

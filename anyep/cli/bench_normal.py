@@ -8,15 +8,18 @@ anything. The cases are interleaved, so that a slow moment of the machine hits t
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from anyep.cli.ranks import Rank, run_ranks
 from anyep.machine import num_cores
+
+WARM_UP: Final = 3
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,17 @@ class Setup:
 
 
 @dataclass(frozen=True)
+class Case:
+    """What is timed, and the bytes of rows that it brings to this rank."""
+
+    name: str
+    path: str
+    tokens: int
+    num_bytes: int
+    work: Callable[[], Any]
+
+
+@dataclass(frozen=True)
 class Timing:
     """One case on one rank: (start, end) in ns per repeat, and the bytes of rows that it received."""
 
@@ -54,7 +68,9 @@ def measure(setup: Setup, show_progress: bool) -> list[dict[str, Any]]:
 
     def on_report(rank: int, done: Any) -> None:
         if show_progress and rank == 0:
-            print(f"\rrepeat {done} of {setup.repeats} ", end="", file=sys.stderr, flush=True)
+            tokens, repeat, repeats = done
+            text = f"\r{tokens} tokens: repeat {repeat} of {repeats}   "
+            print(text, end="", file=sys.stderr, flush=True)
 
     by_rank: list[list[Timing]] = run_ranks(setup.ranks, _measure_on_rank, setup, on_report=on_report)
     if show_progress:
@@ -103,7 +119,7 @@ class Barrier:
         from anyep.backends import cpu
 
         self._cpu = cpu
-        own = cpu.OwnBlock("barrier", 128 * rank.num_ranks)
+        own = cpu.OwnBlock("barrier", 128 * (rank.num_ranks + 1))
         addresses: list[Any] = [None] * rank.num_ranks
         dist.all_gather_object(addresses, own.share())
         blocks = [
@@ -113,42 +129,54 @@ class Barrier:
         self._blocks = blocks
         self._theirs = np.array([block.address + 128 * rank.rank for block in blocks], np.int64)
         self._mine = np.array([own.address + 128 * peer for peer in range(rank.num_ranks)], np.int64)
+        self._sleepers = np.array([block.address + 128 * rank.num_ranks for block in blocks], np.int64)
+        self._own_sleepers = int(self._sleepers[rank.rank])
         self._missing = np.zeros(rank.num_ranks, np.bool_)
         self._count = 0
 
     def wait(self) -> None:
         self._count += 1
-        self._cpu.announce(self._theirs, self._count)
-        while self._cpu.await_counters(self._mine, self._count, self._missing, 0):
+        self._cpu.announce(self._theirs, self._sleepers, self._count)
+        while self._cpu.await_counters(self._mine, self._count, self._missing, 0, self._own_sleepers):
             pass
 
 
 def _measure_on_rank(rank: Rank, setup: Setup) -> list[Timing]:
     barrier = Barrier(rank)
-    cases: list[tuple[str, str, int, int, Callable[[], Any]]] = []
+    timings = []
     for tokens in dict.fromkeys((setup.tokens, 1)):
-        cases += _cases(rank, setup, tokens)
+        # One token is about latency: its cases run among themselves, more often.
+        repeats = setup.repeats * (1 if tokens > 1 else 5)
+        timings += _time_cases(rank, setup, barrier, _cases(rank, setup, tokens), repeats)
+    return timings
+
+
+def _time_cases(rank: Rank, setup: Setup, barrier: Barrier, cases: list[Case], repeats: int) -> list[Timing]:
     spans: list[list[tuple[int, int]]] = [[] for _ in cases]
-    warm_up = 2
-    for repeat in range(setup.repeats + warm_up):
-        rank.report(max(0, repeat - warm_up + 1))
-        for index, (_, _, _, _, work) in enumerate(cases):
+    order = list(range(len(cases)))
+    # All ranks shuffle alike: no case always follows the same one.
+    shuffle = random.Random(setup.seed).shuffle
+    for repeat in range(repeats + WARM_UP):
+        rank.report((cases[0].tokens, max(0, repeat - WARM_UP + 1), repeats))
+        shuffle(order)
+        for index in order:
+            work = cases[index].work
             barrier.wait()
             start = time.monotonic_ns()
             barrier.wait()
             result = work()
             end = time.monotonic_ns()
             del result
-            if repeat >= warm_up:
+            if repeat >= WARM_UP:
                 spans[index].append((start, end))
     return [
-        Timing(case, path, tokens, num_bytes, spans[index])
-        for index, (case, path, tokens, num_bytes, _) in enumerate(cases)
+        Timing(case.name, case.path, case.tokens, case.num_bytes, spans[index])
+        for index, case in enumerate(cases)
     ]
 
 
-def _cases(rank: Rank, setup: Setup, tokens: int) -> list[tuple[str, str, int, int, Callable[[], Any]]]:
-    """Every case at one number of tokens, as (case, path, tokens, received bytes, what to run)."""
+def _cases(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
+    """Every case at one number of tokens."""
     import torch
 
     from anyep.backends import cpu
@@ -193,8 +221,8 @@ def _cases(rank: Rank, setup: Setup, tokens: int) -> list[tuple[str, str, int, i
         rows, _, _, _, new_handle, _ = buffer.dispatch(x, **routing)  # type: ignore[arg-type]
         return buffer.combine(rows, new_handle)  # type: ignore[arg-type]
 
-    def case(name: str, path: str, work: Callable[[], Any], moved: int = num_bytes) -> Any:
-        return name, path, tokens, moved, work
+    def case(name: str, path: str, work: Callable[[], Any], moved: int = num_bytes) -> Case:
+        return Case(name, path, tokens, moved, work)
 
     return [
         case("copy", "copy", copy),

@@ -81,6 +81,8 @@ class Conversation:
         ]
         self._own = self._statuses[self.rank]
         self._own.start()
+        self.sleepers = self._at_peers(control.block("sleepers").start)
+        self._own_sleepers = int(self.sleepers[self.rank])
         mailbox = control.block("mailbox")
         self._mailboxes_of_peers = [self._at_peers(mailbox.offset(self.rank, box)) for box in range(2)]
         self._own_mailboxes = [self.own_counters(mailbox, box) for box in range(2)]
@@ -190,6 +192,7 @@ class Conversation:
         rows, by_channel, by_expert = counts or (*self._no_counts, self._no_counts[0])
         self._backend.post_letters(
             self._mailboxes_of_peers[call.number % 2],
+            self.sleepers,
             header,
             LETTER_HEADER_BYTES,
             int(counts is not None),
@@ -229,8 +232,8 @@ class Conversation:
         self._wait_for_counters(call, counters, call.number, what)
 
     def _wait_for_counters(self, call: Call, counters: Array, expected: int, what: str) -> None:
-        backend, missing = self._backend, self._missing
-        if backend.await_counters(counters, expected, missing, self._num_spins) == 0:
+        backend, missing, sleepers = self._backend, self._missing, self._own_sleepers
+        if backend.await_counters(counters, expected, missing, self._num_spins, sleepers) == 0:
             return
 
         def stalled() -> Stall:
@@ -241,7 +244,7 @@ class Conversation:
 
         self.wait_until(
             call,
-            lambda num_spins: int(backend.await_counters(counters, expected, missing, num_spins)),
+            lambda num_spins: int(backend.await_counters(counters, expected, missing, num_spins, sleepers)),
             stalled,
         )
 

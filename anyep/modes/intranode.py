@@ -420,7 +420,7 @@ class Intranode:
                 payload.num_tokens,
                 worth_splitting=payload.num_tokens * token.hidden_bytes >= WORTH_SPLITTING_BYTES,
             )
-            backend.announce(self._arrival_at_peers, call.number)
+            backend.announce(self._arrival_at_peers, conversation.sleepers, call.number)
         if min(offsets) < 0:
             self._send_through_rings(call, payload, routing, results, decision, config, row_arguments)
         if offsets[self._rank] >= 0:
@@ -481,6 +481,8 @@ class Intranode:
                     lanes,
                     result,
                     num_spins,
+                    self.conversation.sleepers,
+                    self._rank,
                 )
             )
 
@@ -625,6 +627,8 @@ class Intranode:
                         weights_of,
                         *sum_arguments,
                         num_spins,
+                        conversation.sleepers,
+                        self._rank,
                     )
                 )
 
@@ -632,7 +636,7 @@ class Intranode:
             to_send = matrix[:, self._rank] if mine else np.zeros(self._num_ranks, np.int32)
             to_take = np.where(in_window, 0, matrix[self._rank])
             self._run_rings(call, rings, step, to_send, to_take)
-        backend.announce(self._pulled_at_peers, call.number)
+        backend.announce(self._pulled_at_peers, conversation.sleepers, call.number)
         # Until every reader is done, x must stay as it is.
         conversation.wait_for_counters(call, Phase.ACKNOWLEDGE, self._own_pulled, "acknowledgement")
         conversation.end(call)

@@ -53,6 +53,8 @@ class Word(IntEnum):
     FAILURE_BYTES = 6
     REFUSAL_BYTES_EVEN = 7
     REFUSAL_BYTES_ODD = 8
+    NOBODY = 9
+    """Stays 0: nobody sleeps on a status word."""
 
 
 _DOING: Final = struct.Struct("=qqqqq")
@@ -109,6 +111,7 @@ class StatusBlock:
     def __init__(self, backend: Any, block: Any, rank: int, pid: int) -> None:
         self._backend = backend
         self._state_address = np.array([block.address + 8 * Word.STATE], np.int64)
+        self._nobody = np.array([block.address + 8 * Word.NOBODY], np.int64)
         self._words = block.array(0, len(Word))
         self._bytes = block.array(0, STATUS_BYTES, np.uint8)
         self.rank = rank
@@ -126,7 +129,7 @@ class StatusBlock:
 
     def fail(self, reason: str) -> None:
         self._write_text(FAILURE_TEXT_AT, Word.FAILURE_BYTES, reason)
-        self._backend.announce(self._state_address, int(State.FAILED))
+        self._backend.announce(self._state_address, self._nobody, int(State.FAILED))
 
     def refuse(self, call: int, reason: str) -> None:
         """Say why; a letter tells peers when to look. Two texts alternate, as mailboxes do."""
@@ -136,7 +139,7 @@ class StatusBlock:
         """Say that the rank is gone; a failure stays what peers should hear of."""
         if self.state is State.FAILED:
             return
-        self._backend.announce(self._state_address, int(State.DESTROYED))
+        self._backend.announce(self._state_address, self._nobody, int(State.DESTROYED))
 
     @property
     def state(self) -> State:

@@ -27,7 +27,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
 SLEEP_NS = 2_000_000
-NUM_YIELDS = 10
+NUM_YIELDS = 20
 PATIENCE = NUM_YIELDS + 2
 """Polls in vain after which a kernel returns to its caller: a few milliseconds."""
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
@@ -76,28 +76,58 @@ def pause(typing_context: Any) -> Any:
     return types.void(), generate
 
 
+@intrinsic
+def add(typing_context: Any, address: Any, value: Any) -> Any:
+    """Add to a 64-bit number, in one order with all other adds and fences."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.atomic_rmw("add", _pointer(builder, arguments[0]), arguments[1], "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def fence(typing_context: Any) -> Any:
+    """What was stored before is visible to all before anything after is loaded."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
 @inlined
-def wake(address):  # type: ignore[no-untyped-def]
-    """Wake whoever sleeps on this counter, after it was advanced."""
-    if _FUTEX:
+def wake(address, sleepers):  # type: ignore[no-untyped-def]
+    """After the counter at `address` was advanced and a fence: wake who sleeps on it, if anyone there sleeps.
+
+    `sleepers` counts the sleeping threads of the rank that polls the counter. Either they are seen here, or they
+    see the counter's new value before they sleep.
+    """
+    if _FUTEX and load_acquire(sleepers) > 0:
         _syscall(_FUTEX, address, FUTEX_WAKE, 2**31 - 1, 0, 0, 0)
 
 
 @inlined
-def sleep_on(address, seen):  # type: ignore[no-untyped-def]
-    """Sleep until the counter at `address` is woken, for at most `SLEEP_NS`; not at all if it is not `seen` now."""
+def sleep_on(address, seen, sleepers):  # type: ignore[no-untyped-def]
+    """Sleep until the counter at `address` is woken, `SLEEP_NS` at most; not at all if it is not `seen` now."""
     timeout = np.empty(2, np.int64)
     timeout[0] = 0
     timeout[1] = SLEEP_NS
     if _FUTEX:
-        # The kernel compares the low 32 bits, which on these machines lie at the counter's address.
-        _syscall(_FUTEX, address, FUTEX_WAIT, seen & 0xFFFFFFFF, timeout.ctypes.data, 0, 0)
+        add(sleepers, 1)
+        fence()
+        if load_acquire(address) == seen:
+            # The kernel compares the low 32 bits, which on these machines lie at the counter's address.
+            _syscall(_FUTEX, address, FUTEX_WAIT, seen & 0xFFFFFFFF, timeout.ctypes.data, 0, 0)
+        add(sleepers, -1)
     else:
         _usleep(types.uint32(100))
 
 
 @inlined
-def back_off(num_polls, num_spins, address, seen):  # type: ignore[no-untyped-def]
+def back_off(num_polls, num_spins, address, seen, sleepers):  # type: ignore[no-untyped-def]
     """Wait a little after the `num_polls`-th poll in vain: spin at first, then sleep on what is waited for.
 
     Spinning is for ranks that have a core each. Where ranks outnumber cores, whoever is waited for must get to run,
@@ -108,4 +138,4 @@ def back_off(num_polls, num_spins, address, seen):  # type: ignore[no-untyped-de
     elif num_polls < num_spins + NUM_YIELDS:
         _sched_yield()
     else:
-        sleep_on(address, seen)
+        sleep_on(address, seen, sleepers)

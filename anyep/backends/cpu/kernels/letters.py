@@ -7,14 +7,21 @@ stored last, with release.
 
 from __future__ import annotations
 
-from anyep.backends.cpu.kernels.atomics import PATIENCE, back_off, load_acquire, store_release, wake
+from anyep.backends.cpu.kernels.atomics import (
+    PATIENCE,
+    back_off,
+    fence,
+    load_acquire,
+    store_release,
+    wake,
+)
 from anyep.backends.cpu.kernels.compiler import kernel
 from anyep.backends.cpu.kernels.memory import int32_at, int64_at
 
 
-@kernel("void(int64[::1], int64[::1], int64, int64, int32[::1], int32[:,::1], int32[::1])")
-def post_letters(mailboxes, header, counts_at, with_counts, counts, channel_counts, expert_counts):  # type: ignore[no-untyped-def]
-    """Write one letter to each peer; mailboxes[p] is the address of this rank's mailbox at peer p.
+@kernel("void(int64[::1], int64[::1], int64[::1], int64, int64, int32[::1], int32[:,::1], int32[::1])")
+def post_letters(mailboxes, sleepers, header, counts_at, with_counts, counts, channel_counts, expert_counts):  # type: ignore[no-untyped-def]
+    """Write one letter to each peer; mailboxes[p] is this rank's mailbox at peer p, sleepers[p] p's count of them.
 
     With header [5, 1, ...] and 2 peers, both find 5 in word 0 when the rest is there. counts [3, 4] goes to both;
     channel_counts [[1, 2], [4, 0]] goes row by row (peer 0 gets [1, 2]); of expert_counts [9, 8, 7, 6] peer 1
@@ -36,7 +43,9 @@ def post_letters(mailboxes, header, counts_at, with_counts, counts, channel_coun
             for expert in range(local_experts):
                 row[num_peers + num_channels + expert] = expert_counts[peer * local_experts + expert]
         store_release(mailboxes[peer], header[0])
-        wake(mailboxes[peer])
+    fence()
+    for peer in range(num_peers):
+        wake(mailboxes[peer], sleepers[peer])
 
 
 @kernel("boolean(int64[::1], int64[::1], int64, int64, int64[:,::1])")
@@ -77,19 +86,21 @@ def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):  #
             expert_totals[expert] += row[num_peers + num_channels + expert]
 
 
-@kernel("void(int64[::1], int64)")
-def announce(counters, value):  # type: ignore[no-untyped-def]
+@kernel("void(int64[::1], int64[::1], int64)")
+def announce(counters, sleepers, value):  # type: ignore[no-untyped-def]
     """Release `value` at every one of these addresses: all that was stored before is visible to who acquires it.
 
     With counters at two zeroed words and value 5, both hold 5.
     """
     for index in range(counters.shape[0]):
         store_release(counters[index], value)
-        wake(counters[index])
+    fence()
+    for index in range(counters.shape[0]):
+        wake(counters[index], sleepers[index])
 
 
-@kernel("int64(int64[::1], int64, boolean[::1], int64)")
-def await_counters(counters, expected, missing, num_spins):  # type: ignore[no-untyped-def]
+@kernel("int64(int64[::1], int64, boolean[::1], int64, int64)")
+def await_counters(counters, expected, missing, num_spins, sleepers):  # type: ignore[no-untyped-def]
     """Wait a while until every counter has reached `expected`; the number of those that have not.
 
     `missing` marks them. With words [5, 4] and expected 5 it returns 1 and missing is [False, True].
@@ -113,5 +124,5 @@ def await_counters(counters, expected, missing, num_spins):  # type: ignore[no-u
                     seen = value
         if num_missing == 0 or num_polls >= num_spins + PATIENCE:
             return num_missing
-        back_off(num_polls, num_spins, counters[first], seen)
+        back_off(num_polls, num_spins, counters[first], seen, sleepers)
         num_polls += 1

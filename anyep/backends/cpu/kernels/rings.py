@@ -11,7 +11,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from anyep.backends.cpu.kernels.atomics import PATIENCE, back_off, load_acquire, store_release, wake
+from anyep.backends.cpu.kernels.atomics import (
+    PATIENCE,
+    back_off,
+    fence,
+    load_acquire,
+    store_release,
+    wake,
+)
 from anyep.backends.cpu.kernels.compiler import kernel
 from anyep.backends.cpu.kernels.memory import copy_bytes, float32_at, int32_at, int64_at
 from anyep.backends.cpu.kernels.sums import BLOCK, sum_rows, sum_weights
@@ -33,7 +40,7 @@ def read_counters(addresses, values):  # type: ignore[no-untyped-def]
     " int64[:,::1], int64[:,::1], int64[:,::1], int64[:,::1],"
     " int64[:,::1], int64[:,::1], int64[:,::1], int64, int64, int64[::1],"
     " int32[:,::1], int64, int64, int64, int64, int64, int64, int64[:,::1], float32[:,::1], int64,"
-    " int32[:,::1], int64[::1], int64)"
+    " int32[:,::1], int64[::1], int64, int64[::1], int64)"
 )
 def dispatch_through_rings(  # type: ignore[no-untyped-def]
     first_channel,
@@ -66,6 +73,8 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
     receive_range,
     result,
     num_spins,
+    sleepers,
+    own_rank,
 ):
     """Send and receive the rows of some channels; the number of (channel, peer) pairs that are not done yet.
 
@@ -74,7 +83,7 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
     their value when the call began; `recv_*` the same for what I receive. `cursor` is the next token to look at,
     `sent` and `taken` count rows. `receive_range[peer * num_channels + channel]` is (first row, rows) of the
     result; `result` the addresses of x, source indices, ids, weights and scales; `slot_offsets` where source
-    meta, scales, ids and weights lie in a slot, and the bytes of a slot.
+    meta, scales, ids and weights lie in a slot, and the bytes of a slot; `sleepers` every rank's count of sleepers.
 
     With one channel, two tokens for a peer and a ring of 2 rows: the sender fills slots 0 and 1 and sets tail to
     base + 2; the receiver copies them to rows first and first + 1 and sets head to base + 2; both return 0.
@@ -126,7 +135,8 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
                     if number > first_number:
                         sent[channel, peer] = number
                         store_release(send_tail[channel, peer], send_base[channel, peer] + number)
-                        wake(send_tail[channel, peer])
+                        fence()
+                        wake(send_tail[channel, peer], sleepers[peer])
                         progress = True
                     if token < end_token:
                         unfinished += 1
@@ -161,7 +171,8 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
                                 number += 1
                             taken[channel, peer] = number
                             store_release(recv_head_counter[channel, peer], recv_base[channel, peer] + number)
-                            wake(recv_head_counter[channel, peer])
+                            fence()
+                            wake(recv_head_counter[channel, peer], sleepers[peer])
                             progress = True
                         if number < num_rows:
                             unfinished += 1
@@ -174,7 +185,7 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
         elif num_polls >= num_spins + PATIENCE:
             return unfinished
         else:
-            back_off(num_polls, num_spins, stuck_on, stuck_at)
+            back_off(num_polls, num_spins, stuck_on, stuck_at, sleepers[own_rank])
             num_polls += 1
 
 
@@ -184,7 +195,7 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
     " int64[:,::1], int64[:,::1], int64[:,::1], int64[:,::1],"
     " int64[::1], int64[:,::1], int64[:,::1], int64, int64, int64[::1],"
     " int32[:,::1], int64, int64, int32[:,::1], int64[::1], int64[::1],"
-    " int64, int64, int64, int64, int64, int64, float32[:,::1], int64)"
+    " int64, int64, int64, int64, int64, int64, float32[:,::1], int64, int64[::1], int64)"
 )
 def combine_through_rings(  # type: ignore[no-untyped-def]
     first_channel,
@@ -218,6 +229,8 @@ def combine_through_rings(  # type: ignore[no-untyped-def]
     dtype,
     combined_weights,
     num_spins,
+    sleepers,
+    own_rank,
 ):
     """Push rows back to their sources, and add up this rank's own; the number of lanes that are not done yet.
 
@@ -264,7 +277,8 @@ def combine_through_rings(  # type: ignore[no-untyped-def]
                         number += 1
                     sent[channel, peer] = number
                     store_release(send_tail[channel, peer], send_base[channel, peer] + number)
-                    wake(send_tail[channel, peer])
+                    fence()
+                    wake(send_tail[channel, peer], sleepers[peer])
                     progress = True
                 if number < num_rows:
                     unfinished += 1
@@ -307,7 +321,8 @@ def combine_through_rings(  # type: ignore[no-untyped-def]
                         store_release(
                             recv_head_counter[channel, peer], recv_base[channel, peer] + taken[channel, peer]
                         )
-                        wake(recv_head_counter[channel, peer])
+                        fence()
+                        wake(recv_head_counter[channel, peer], sleepers[peer])
                 token += 1
                 progress = True
             cursor[channel] = token
@@ -320,5 +335,5 @@ def combine_through_rings(  # type: ignore[no-untyped-def]
         elif num_polls >= num_spins + PATIENCE:
             return unfinished
         else:
-            back_off(num_polls, num_spins, stuck_on, stuck_at)
+            back_off(num_polls, num_spins, stuck_on, stuck_at, sleepers[own_rank])
             num_polls += 1
