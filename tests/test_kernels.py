@@ -205,6 +205,7 @@ def test_send_to_windows() -> None:
     windows.send_to_windows(
         0,
         2,
+        0,
         send_head,
         places,
         x.data_ptr(),
@@ -231,6 +232,7 @@ def test_a_receiver_without_a_window_gets_nothing() -> None:
     windows.send_to_windows(
         0,
         1,
+        0,
         int32([[0]]),
         int64([[0] * 5]),
         0,
@@ -243,6 +245,14 @@ def test_a_receiver_without_a_window_gets_nothing() -> None:
         np.zeros((0, 0), np.float32),
         0,
     )
+
+
+@pytest.mark.parametrize("row_bytes", [16, 112, 128, 144, 1024, 1040])
+def test_rows_that_stream_past_the_caches(row_bytes: int) -> None:
+    source = np.arange(5 * row_bytes + 1, dtype=np.uint8)[1:]  # unaligned, as a user's view may be
+    block = cpu.PrivateBlock(5 * row_bytes)
+    windows.copy_rows(block.address, source.ctypes.data, 5, row_bytes, 1)
+    assert block.array(0, 5 * row_bytes, np.uint8).tolist() == source.tolist()
 
 
 def test_unpack_window() -> None:
@@ -278,7 +288,7 @@ def test_pad_ids() -> None:
 
 def test_copy_rows() -> None:
     source, target = np.arange(8, dtype=np.int32), np.zeros(8, np.int32)
-    windows.copy_rows(target.ctypes.data, source.ctypes.data, 2, 16)
+    windows.copy_rows(target.ctypes.data, source.ctypes.data, 2, 16, 0)
     assert target.tolist() == source.tolist()
 
 
@@ -404,6 +414,7 @@ def test_a_ring_of_two_rows() -> None:
         int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0]),
         0,
         ONE_SLEEPER,
+        0,
         0,
     )
     assert unfinished == 0

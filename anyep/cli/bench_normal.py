@@ -214,7 +214,7 @@ def _cases(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
     gloo = _Gloo(rank, x, in_rank)
 
     def copy() -> Any:
-        cpu.copy_rows(target.address, private.data_ptr(), num_rows, row_bytes)
+        cpu.copy_rows(target.address, private.data_ptr(), num_rows, row_bytes, 0)
         return target
 
     def pair(buffer: Buffer) -> Any:

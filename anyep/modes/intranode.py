@@ -39,6 +39,7 @@ from anyep.sizes import Config, TokenLayout, align, token_layout
 
 WORTH_SPLITTING_BYTES = 1 << 20
 WORTH_REUSING_BYTES = 1 << 16
+WORTH_STREAMING_BYTES = 1 << 22
 NO_SOURCES = np.zeros(0, np.int32)
 NO_IDS = np.zeros((0, 0), np.int64)
 NO_WEIGHTS = np.zeros((0, 0), np.float32)
@@ -413,10 +414,13 @@ class Intranode:
         row_arguments = payload.arguments(experts_per_rank)
         send_head, places = routing.send_head, decision.places
         offsets = decision.offsets.tolist()
+        streaming = int(decision.num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
         if max(offsets) >= 0:
             conversation.enter(call, Phase.SEND)
             self._team.run(
-                lambda first, end: backend.send_to_windows(first, end, send_head, places, *row_arguments),
+                lambda first, end: backend.send_to_windows(
+                    first, end, streaming, send_head, places, *row_arguments
+                ),
                 payload.num_tokens,
                 worth_splitting=payload.num_tokens * token.hidden_bytes >= WORTH_SPLITTING_BYTES,
             )
@@ -483,6 +487,7 @@ class Intranode:
                     num_spins,
                     self.conversation.sleepers,
                     self._rank,
+                    int(decision.num_rows * payload.token.hidden_bytes >= WORTH_STREAMING_BYTES),
                 )
             )
 
@@ -665,10 +670,11 @@ class Intranode:
     def _copy_to_window(self, tensor: torch.Tensor, offset: int) -> None:
         row_bytes = tensor.shape[1] * tensor.element_size()
         destination = self.windows.block.address + offset
+        streaming = int(tensor.shape[0] * row_bytes >= WORTH_STREAMING_BYTES)
         source = tensor.data_ptr()
         self._team.run(
             lambda first, end: self._backend.copy_rows(
-                destination + first * row_bytes, source + first * row_bytes, end - first, row_bytes
+                destination + first * row_bytes, source + first * row_bytes, end - first, row_bytes, streaming
             ),
             tensor.shape[0],
             worth_splitting=tensor.shape[0] * row_bytes >= WORTH_SPLITTING_BYTES,

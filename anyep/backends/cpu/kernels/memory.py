@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
+from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -24,6 +26,59 @@ def copy_bytes(typing_context: Any, destination: Any, source: Any, num_bytes: An
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
+
+
+_WORD = ir.VectorType(ir.IntType(32), 4)
+_WORD_BYTES = 16
+_WORDS_AT_ONCE = 8
+
+
+@intrinsic
+def _stream_words(typing_context: Any, destination: Any, source: Any) -> Any:
+    """Copy 8 words of 16 bytes past the caches."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to = builder.inttoptr(arguments[0], _WORD.as_pointer())
+        of = builder.inttoptr(arguments[1], _WORD.as_pointer())
+        one = ir.Constant(ir.IntType(32), 1)
+        mark = builder.module.add_metadata([one])
+        places = [ir.Constant(ir.IntType(64), index) for index in range(_WORDS_AT_ONCE)]
+        words = [builder.load(builder.gep(of, [place]), align=1) for place in places]
+        for place, word in zip(places, words, strict=True):
+            builder.store(word, builder.gep(to, [place]), align=_WORD_BYTES).set_metadata("nontemporal", mark)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@inlined
+def copy_row(destination, source, num_bytes, streaming):  # type: ignore[no-untyped-def]
+    """Copy a row (16-byte aligned at its destination); a stream of many rows goes past the caches.
+
+    An ordinary store first reads the line that it is going to overwrite. For rows that nobody will look at soon
+    that is wasted. After streaming stores `drain_stores` must come before their flag.
+    """
+    if streaming:
+        step = _WORD_BYTES * _WORDS_AT_ONCE
+        whole = num_bytes // step * step
+        for offset in range(0, whole, step):
+            _stream_words(destination + offset, source + offset)
+        copy_bytes(destination + whole, source + whole, num_bytes - whole)
+    else:
+        copy_bytes(destination, source, num_bytes)
+
+
+@intrinsic
+def drain_stores(typing_context: Any) -> Any:
+    """Let streaming stores take effect before any store that follows."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if platform.machine() == "x86_64":
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), kind), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 def _pointer_to(element: Any) -> Any:

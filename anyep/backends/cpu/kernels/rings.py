@@ -20,7 +20,7 @@ from anyep.backends.cpu.kernels.atomics import (
     wake,
 )
 from anyep.backends.cpu.kernels.compiler import kernel
-from anyep.backends.cpu.kernels.memory import copy_bytes, float32_at, int32_at, int64_at
+from anyep.backends.cpu.kernels.memory import copy_bytes, copy_row, float32_at, int32_at, int64_at
 from anyep.backends.cpu.kernels.sums import BLOCK, sum_rows, sum_weights
 from anyep.backends.cpu.kernels.windows import copy_scales
 
@@ -40,7 +40,7 @@ def read_counters(addresses, values):  # type: ignore[no-untyped-def]
     " int64[:,::1], int64[:,::1], int64[:,::1], int64[:,::1],"
     " int64[:,::1], int64[:,::1], int64[:,::1], int64, int64, int64[::1],"
     " int32[:,::1], int64, int64, int64, int64, int64, int64, int64[:,::1], float32[:,::1], int64,"
-    " int32[:,::1], int64[::1], int64, int64[::1], int64)"
+    " int32[:,::1], int64[::1], int64, int64[::1], int64, int64)"
 )
 def dispatch_through_rings(  # type: ignore[no-untyped-def]
     first_channel,
@@ -75,6 +75,7 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
     num_spins,
     sleepers,
     own_rank,
+    streaming,
 ):
     """Send and receive the rows of some channels; the number of (channel, peer) pairs that are not done yet.
 
@@ -154,7 +155,7 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
                             while number < tail:
                                 slot = recv_rows[channel, peer] + number % ring_rows * slot_bytes
                                 row = first_row + number
-                                copy_bytes(result[0] + row * row_bytes, slot, row_bytes)
+                                copy_row(result[0] + row * row_bytes, slot, row_bytes, streaming)
                                 int32_at(result[1] + 4 * row, 1)[0] = int32_at(slot + meta_at, 1)[0]
                                 if num_topk:
                                     narrow = int32_at(slot + ids_at, num_topk)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
-from anyep.backends.cpu.kernels.memory import copy_bytes, float32_at, int32_at, int64_at, uint32_at
+from anyep.backends.cpu.kernels.memory import (
+    copy_bytes,
+    copy_row,
+    drain_stores,
+    float32_at,
+    int32_at,
+    int64_at,
+    uint32_at,
+)
 
 
 @inlined
@@ -16,12 +24,13 @@ def copy_scales(destination, source, token, stride_token, stride_scale, num_scal
 
 
 @kernel(
-    "void(int64, int64, int32[:,::1], int64[:,::1], int64, int64,"
+    "void(int64, int64, int64, int32[:,::1], int64[:,::1], int64, int64,"
     " int64, int64, int64, int64, int64[:,::1], float32[:,::1], int64)"
 )
 def send_to_windows(  # type: ignore[no-untyped-def]
     first_token,
     end_token,
+    streaming,
     send_head,
     places,
     x,
@@ -49,7 +58,7 @@ def send_to_windows(  # type: ignore[no-untyped-def]
             row = send_head[token, receiver]
             if row < 0 or places[receiver, 0] == 0:
                 continue
-            copy_bytes(places[receiver, 0] + row * row_bytes, source, row_bytes)
+            copy_row(places[receiver, 0] + row * row_bytes, source, row_bytes, streaming)
             int32_at(places[receiver, 1] + 4 * row, 1)[0] = token
             if num_topk:
                 ids = int64_at(places[receiver, 2] + 8 * row * num_topk, num_topk)
@@ -63,13 +72,15 @@ def send_to_windows(  # type: ignore[no-untyped-def]
             if num_scales:
                 destination = places[receiver, 4] + 4 * row * num_scales
                 copy_scales(destination, scales, token, stride_token, stride_scale, num_scales)
+    drain_stores()
 
 
-@kernel("void(int64, int64, int64, int64)")
-def copy_rows(destination, source, num_rows, row_bytes):  # type: ignore[no-untyped-def]
+@kernel("void(int64, int64, int64, int64, int64)")
+def copy_rows(destination, source, num_rows, row_bytes, streaming):  # type: ignore[no-untyped-def]
     """Copy rows one by one; 2 rows of 16 bytes are 32 bytes."""
     for row in range(num_rows):
-        copy_bytes(destination + row * row_bytes, source + row * row_bytes, row_bytes)
+        copy_row(destination + row * row_bytes, source + row * row_bytes, row_bytes, streaming)
+    drain_stores()
 
 
 @kernel(
