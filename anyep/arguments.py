@@ -20,7 +20,6 @@ from anyep.sizes import (
 )
 
 FLOAT_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-MIN_RING_ROWS: Final = 2
 
 
 def check_num_bytes(name: str, value: int) -> int:

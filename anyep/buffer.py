@@ -19,7 +19,7 @@ from anyep.events import EventHandle, EventOverlap
 from anyep.machine import num_cores
 from anyep.modes.connection import Wishes, connect
 from anyep.modes.conversation import Call, Conversation
-from anyep.modes.intranode import Intranode, Payload, Places
+from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Payload, Places
 from anyep.modes.letters import Kind
 from anyep.modes.routing import Routing, checked_routing
 from anyep.modes.status import RankStatus
@@ -435,13 +435,13 @@ class Buffer:
 
     def _check_rings(self, runtime: Intranode, config: Config, token: TokenLayout) -> None:
         area = runtime.ring_area(config, token)
-        if area.num_rows < arguments.MIN_RING_ROWS:
-            per_ring = area.token_bytes * arguments.MIN_RING_ROWS + area.control_bytes
+        if area.num_rows < MIN_RING_ROWS:
+            per_ring = area.token_bytes * MIN_RING_ROWS + area.control_bytes
             needed = sizes.align(
                 area.num_channels * area.num_peers * per_ring, sizes.NUM_BUFFER_ALIGNMENT_BYTES
             )
             raise InvalidCall(
-                f"num_nvl_bytes is {self.num_nvl_bytes}, too small for rings of {arguments.MIN_RING_ROWS} rows:"
+                f"num_nvl_bytes is {self.num_nvl_bytes}, too small for rings of {MIN_RING_ROWS} rows:"
                 f" this call needs at least {needed} bytes; Config.get_nvl_buffer_size_hint tells a good size"
             )
 

@@ -200,8 +200,11 @@ def check_case(context: RankContext, case: Case, buffer: Buffer) -> None:
     again, *nothing, event = buffer.dispatch(rows, handle=handle, config=case.config, **overlap)
     event.current_stream_wait()
     assert nothing == [None] * 4
-    again_x = again[0] if isinstance(again, tuple) else again
+    again_x, again_scales = again if isinstance(again, tuple) else (again, None)
     assert oracle.same_bits(again_x[:num_rows], expected.x)
+    if expected.scales is not None:
+        assert again_scales is not None
+        assert oracle.same_bits(again_scales[:num_rows], expected.scales)
 
     check_combine(case, inputs, rank, buffer, handle, recv_x, overlap)
 

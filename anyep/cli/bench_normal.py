@@ -145,30 +145,32 @@ def _measure_on_rank(rank: Rank, setup: Setup) -> list[Timing]:
     barrier = Barrier(rank)
     timings = []
     for tokens in dict.fromkeys((setup.tokens, 1)):
-        # One token is about latency: its cases run among themselves, more often.
-        repeats = setup.repeats * (1 if tokens > 1 else 5)
-        timings += _time_cases(rank, setup, barrier, _cases(rank, setup, tokens), repeats)
+        # One token is about the latency of a loop: each turn of a case is a run of calls.
+        timings += _time_cases(rank, setup, barrier, _cases(rank, setup, tokens), 1 if tokens > 1 else 10)
     return timings
 
 
-def _time_cases(rank: Rank, setup: Setup, barrier: Barrier, cases: list[Case], repeats: int) -> list[Timing]:
+def _time_cases(
+    rank: Rank, setup: Setup, barrier: Barrier, cases: list[Case], run_length: int
+) -> list[Timing]:
     spans: list[list[tuple[int, int]]] = [[] for _ in cases]
     order = list(range(len(cases)))
     # All ranks shuffle alike: no case always follows the same one.
     shuffle = random.Random(setup.seed).shuffle
-    for repeat in range(repeats + WARM_UP):
-        rank.report((cases[0].tokens, max(0, repeat - WARM_UP + 1), repeats))
+    for repeat in range(setup.repeats + WARM_UP):
+        rank.report((cases[0].tokens, max(0, repeat - WARM_UP + 1), setup.repeats))
         shuffle(order)
         for index in order:
             work = cases[index].work
-            barrier.wait()
-            start = time.monotonic_ns()
-            barrier.wait()
-            result = work()
-            end = time.monotonic_ns()
-            del result
-            if repeat >= WARM_UP:
-                spans[index].append((start, end))
+            for _ in range(run_length):
+                barrier.wait()
+                start = time.monotonic_ns()
+                barrier.wait()
+                result = work()
+                end = time.monotonic_ns()
+                del result
+                if repeat >= WARM_UP:
+                    spans[index].append((start, end))
     return [
         Timing(case.name, case.path, case.tokens, case.num_bytes, spans[index])
         for index, case in enumerate(cases)

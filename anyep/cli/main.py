@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from anyep.cli.bench import bench
+from anyep.cli.demo import demo
 from anyep.cli.doctor import doctor
 from anyep.cli.plan import plan
 from anyep.cli.run import run
@@ -22,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(plan)
+app.command()(demo)
 app.command()(bench)
 app.command()(doctor)
 # Options end at the script's name: what follows is the script's own.

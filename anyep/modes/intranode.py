@@ -40,6 +40,9 @@ from anyep.sizes import Config, TokenLayout, align, token_layout
 WORTH_SPLITTING_BYTES = 1 << 20
 WORTH_REUSING_BYTES = 1 << 16
 WORTH_STREAMING_BYTES = 1 << 22
+CACHE_BYTES = 32 << 20
+"""What the rings of a machine may take of its last-level cache: a usual size of one."""
+MIN_RING_ROWS = 2
 NO_SOURCES = np.zeros(0, np.int32)
 NO_IDS = np.zeros((0, 0), np.int64)
 NO_WEIGHTS = np.zeros((0, 0), np.float32)
@@ -293,6 +296,7 @@ class Intranode:
             headers = self.conversation.exchange(call, header)
             # Every letter says how many rows its sender takes, so no counts are needed.
             decision = self._choose_windows(headers, self._no_counts, payload)
+            decision = decision._replace(num_rows=int(routing.rank_prefix_matrix[-1, self._rank]))
             self._transfer(call, payload, routing, results, decision, config, 0, is_new=0)
 
         return _received(results, [], routing, self._run(call, whole_call, run_async))
@@ -683,7 +687,10 @@ class Intranode:
     # Rings
 
     def ring_area(self, config: Config, token: TokenLayout) -> RingArea:
-        """The rings of a call; their rows are what the config asks for, or what `num_nvl_bytes` holds."""
+        """The rings of a call; their rows are what the config asks for, or what `num_nvl_bytes` holds.
+
+        Rings that all ranks' caches can hold are faster than larger ones, whose rows go through memory twice.
+        """
         if self._last_area is not None and config is self._last_area[0] and token is self._last_area[1]:
             return self._last_area[2]
 
@@ -692,7 +699,8 @@ class Intranode:
             return nvl_rings(start, config.num_channels, self._num_ranks, 1, num_rows, token.token_bytes)
 
         wanted = area(config.num_max_nvl_chunked_recv_tokens)
-        fitting = area(ring_rows_that_fit(wanted, self._num_nvl_bytes))
+        cached = ring_rows_that_fit(wanted, CACHE_BYTES // self._num_ranks)
+        fitting = area(min(ring_rows_that_fit(wanted, self._num_nvl_bytes), max(cached, MIN_RING_ROWS)))
         # Calls of one kind come with the very same config and layout.
         self._last_area = (config, token, fitting)
         return fitting

@@ -1,0 +1,221 @@
+"""The Mixture-of-Experts layer of `anyep demo`: gate, dispatch, expert networks, combine, forward and backward.
+
+Each rank has its own tokens and its own experts. The reference is the same layer in one process, with all experts
+and all tokens, written as plainly as possible; both start from the same numbers and take the same steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anyep.buffer import Buffer
+from anyep.cli.demo_job import Job, StepReport
+from anyep.cli.ranks import Rank
+
+LEARNING_RATE = 0.05
+
+
+class Weights:
+    """A gate and expert networks, all of them; a rank trains its slice of the experts."""
+
+    def __init__(self, job: Job) -> None:
+        generator = torch.Generator().manual_seed(job.seed)
+        hidden, inner = job.hidden, 2 * job.hidden
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator) * shape[-2] ** -0.5
+
+        self.gate = normal(hidden, job.experts).requires_grad_()
+        self.up = [normal(hidden, inner).requires_grad_() for _ in range(job.experts)]
+        self.down = [normal(inner, hidden).requires_grad_() for _ in range(job.experts)]
+
+    def expert(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        return torch.relu(rows @ self.up[index]) @ self.down[index]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.gate, *self.up, *self.down]
+
+
+def route(x: torch.Tensor, gate: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts, and their weights: softmax over the chosen ones."""
+    scores, experts = (x @ gate).topk(topk, dim=-1)
+    return experts, scores.softmax(dim=-1)
+
+
+class Dispatch(torch.autograd.Function):
+    """Dispatch forward; its gradient goes back by combine.
+
+    The barriers are for the clock only: without them it would show who waits for whose experts.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weights: Any, experts: Any, buffer: Any, num_experts: Any, report: Any
+    ) -> Any:
+        with report.timed("layout"):
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(experts, num_experts)
+        dist.barrier(buffer.group)
+        with report.timed("dispatch"):
+            rows, ids, row_weights, _, handle, _ = buffer.dispatch(
+                x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=experts,
+                topk_weights=weights,
+            )
+        report.sent = per_rank.tolist()
+        report.received = len(rows)
+        ctx.buffer, ctx.report = buffer, report
+        ctx.save_for_backward(*handle)
+        ctx.mark_non_differentiable(ids)
+        return rows, row_weights, ids, *handle
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Any, grad_weights: Any, *_: Any) -> Any:
+        dist.barrier(ctx.buffer.group)
+        with ctx.report.timed("backward of dispatch"):
+            grad_x, grad_topk, _ = ctx.buffer.combine(
+                grad_rows.contiguous(), ctx.saved_tensors, topk_weights=grad_weights.contiguous()
+            )
+        return grad_x, grad_topk, None, None, None, None
+
+
+class Combine(torch.autograd.Function):
+    """Combine forward; its gradient goes back by a dispatch along the same routing."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any, buffer: Any, report: Any, *handle: Any) -> Any:
+        ctx.buffer, ctx.report = buffer, report
+        ctx.save_for_backward(*handle)
+        dist.barrier(buffer.group)
+        with report.timed("combine"):
+            combined, _, _ = buffer.combine(rows, handle)
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        dist.barrier(ctx.buffer.group)
+        with ctx.report.timed("backward of combine"):
+            grad_rows, *_ = ctx.buffer.dispatch(grad.contiguous(), handle=ctx.saved_tensors)
+        return grad_rows, None, None, *[None] * len(ctx.saved_tensors)
+
+
+def layer_on_a_rank(
+    x: torch.Tensor, weights: Weights, job: Job, rank: int, buffer: Buffer, report: StepReport
+) -> torch.Tensor:
+    """The layer, with this rank's experts only."""
+    experts, topk_weights = route(x, weights.gate, job.topk)
+    rows, row_weights, ids, *handle = Dispatch.apply(x, topk_weights, experts, buffer, job.experts, report)  # type: ignore[no-untyped-call]
+    local = job.experts // job.ranks
+    output = torch.zeros_like(rows)
+    with report.timed("experts"):
+        for expert in range(local):
+            chosen, slot = torch.nonzero(ids == expert, as_tuple=True)
+            result = weights.expert(rank * local + expert, rows[chosen])
+            output = output.index_add(0, chosen, result * row_weights[chosen, slot].unsqueeze(1))
+    combined: torch.Tensor = Combine.apply(output, buffer, report, *handle)  # type: ignore[no-untyped-call]
+    return combined
+
+
+def layer_in_one_process(x: torch.Tensor, weights: Weights, job: Job) -> torch.Tensor:
+    """The reference: every token through each of its experts."""
+    experts, topk_weights = route(x, weights.gate, job.topk)
+    output = torch.zeros_like(x)
+    for expert in range(job.experts):
+        chosen, slot = torch.nonzero(experts == expert, as_tuple=True)
+        result = weights.expert(expert, x[chosen])
+        output = output.index_add(0, chosen, result * topk_weights[chosen, slot].unsqueeze(1))
+    return output
+
+
+def tokens_of(job: Job, rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step * 1009 + rank)
+    return torch.randn(job.tokens, job.hidden, generator=generator)
+
+
+def train(rank: Rank, job: Job) -> list[StepReport]:
+    """What each rank does: some steps of training. Rank 0 trains the reference too, and compares."""
+    nvl_bytes = Buffer.get_dispatch_config(job.ranks).get_nvl_buffer_size_hint(job.row_bytes, job.ranks)
+    weights = Weights(job)
+    reference = Weights(job) if rank.rank == 0 else None
+    reports = []
+    with Buffer(rank.group, nvl_bytes, device="cpu", num_window_bytes=job.num_window_bytes) as buffer:
+        for step in range(job.steps):
+            report = StepReport(step, [], 0)
+            x = tokens_of(job, rank.rank, step).requires_grad_()
+            output = layer_on_a_rank(x, weights, job, rank.rank, buffer, report)
+            loss = output.square().sum() / (job.ranks * job.tokens or 1)
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert weights.gate.grad is not None
+            dist.all_reduce(weights.gate.grad, group=rank.group)
+            total = loss.detach().clone()
+            dist.all_reduce(total, group=rank.group)
+            report.loss = float(total)
+            report.largest_difference = _compare(job, step, weights, x, output, rank, reference)
+            _descend(weights)
+            reports.append(report)
+            rank.report(report)
+    return reports
+
+
+def _compare(
+    job: Job,
+    step: int,
+    weights: Weights,
+    x: torch.Tensor,
+    output: torch.Tensor,
+    rank: Rank,
+    reference: Weights | None,
+) -> float:
+    """The largest difference of an output or a gradient from the reference's, relative to the largest entry there.
+
+    Rank 0 gathers what all ranks have: outputs, gradients of their tokens and of their experts.
+    """
+    local = job.experts // job.ranks
+    mine = range(rank.rank * local, (rank.rank + 1) * local)
+    parts = [output.detach(), x.grad, weights.gate.grad]
+    parts += [_gradient(weights.up[index]) for index in mine] + [
+        _gradient(weights.down[index]) for index in mine
+    ]
+    gathered: list[Any] | None = [None] * job.ranks if rank.rank == 0 else None
+    dist.gather_object(parts, gathered, group=rank.group)
+    if reference is None or gathered is None:
+        return 0.0
+    all_x = torch.cat([tokens_of(job, other, step) for other in range(job.ranks)]).requires_grad_()
+    all_output = layer_in_one_process(all_x, reference, job)
+    (all_output.square().sum() / (len(all_x) or 1)).backward()  # type: ignore[no-untyped-call]
+    assert all_x.grad is not None
+    largest = 0.0
+    for other, theirs in enumerate(gathered):
+        tokens = slice(other * job.tokens, (other + 1) * job.tokens)
+        experts = range(other * local, (other + 1) * local)
+        expected = [all_output.detach()[tokens], all_x.grad[tokens], reference.gate.grad]
+        expected += [_gradient(reference.up[index]) for index in experts]
+        expected += [_gradient(reference.down[index]) for index in experts]
+        for ours, right in zip(theirs, expected, strict=True):
+            largest = max(largest, _relative_difference(ours, right))
+    _descend(reference)
+    return largest
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+
+
+def _relative_difference(ours: torch.Tensor, right: torch.Tensor) -> float:
+    if not right.numel():
+        return 0.0
+    difference = float((ours - right).abs().max()) / float(right.abs().max().clamp(min=1e-12))
+    return difference if difference == difference else float("inf")
+
+
+def _descend(weights: Weights) -> None:
+    with torch.no_grad():
+        for parameter in weights.parameters():
+            if parameter.grad is not None:
+                parameter -= LEARNING_RATE * parameter.grad
+                parameter.grad = None
