@@ -1,11 +1,13 @@
 """AnyEP moves the tokens of Mixture-of-Experts models to the ranks that hold their experts, and back.
 
-Importing this package is cheap: it loads no torch, no Numba and touches no GPU.
+Importing this package is cheap: torch and Numba are loaded when `Buffer` or an event is first used.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
 if sys.platform != "linux":
     raise ImportError(
@@ -25,14 +27,42 @@ from anyep.errors import (
 from anyep.sizes import Config
 from anyep.version import __version__
 
+if TYPE_CHECKING:
+    import torch
+
+    from anyep.buffer import Buffer
+    from anyep.events import EventHandle, EventOverlap
+
+    topk_idx_t: torch.dtype
+
 __all__ = [
     "AnyEPError",
+    "Buffer",
     "BufferBroken",
     "Config",
     "Disagreement",
+    "EventHandle",
+    "EventOverlap",
     "InvalidCall",
     "NotSupported",
     "PeerLost",
     "WaitTimeout",
     "__version__",
+    "topk_idx_t",
 ]
+
+_LOADED_WHEN_USED = {
+    "Buffer": ("anyep.buffer", "Buffer"),
+    "EventHandle": ("anyep.events", "EventHandle"),
+    "EventOverlap": ("anyep.events", "EventOverlap"),
+    "topk_idx_t": ("torch", "int64"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOADED_WHEN_USED:
+        raise AttributeError(f"module 'anyep' has no attribute {name!r}")
+    module, attribute = _LOADED_WHEN_USED[name]
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value

@@ -44,7 +44,7 @@ class Outcome:
     status: str
 
 
-@pytest.fixture()
+@pytest.fixture
 def world() -> Iterator[World]:
     """Three ranks of its own: what happens to them is nobody else's business."""
     with World(3) as fresh:

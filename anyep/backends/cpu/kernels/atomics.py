@@ -99,7 +99,7 @@ def fence(typing_context: Any) -> Any:
 
 
 @inlined
-def wake(address, sleepers):  # type: ignore[no-untyped-def]
+def wake(address, sleepers):
     """After the counter at `address` was advanced and a fence: wake who sleeps on it, if anyone there sleeps.
 
     `sleepers` counts the sleeping threads of the rank that polls the counter. Either they are seen here, or they
@@ -110,7 +110,7 @@ def wake(address, sleepers):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def sleep_on(address, seen, sleepers):  # type: ignore[no-untyped-def]
+def sleep_on(address, seen, sleepers):
     """Sleep until the counter at `address` is woken, `SLEEP_NS` at most; not at all if it is not `seen` now."""
     timeout = np.empty(2, np.int64)
     timeout[0] = 0
@@ -127,7 +127,7 @@ def sleep_on(address, seen, sleepers):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def back_off(num_polls, num_spins, address, seen, sleepers):  # type: ignore[no-untyped-def]
+def back_off(num_polls, num_spins, address, seen, sleepers):
     """Wait a little after the `num_polls`-th poll in vain: spin at first, then sleep on what is waited for.
 
     Spinning is for ranks that have a core each. Where ranks outnumber cores, whoever is waited for must get to run,

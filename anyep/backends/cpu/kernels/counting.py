@@ -8,7 +8,7 @@ from anyep.backends.cpu.kernels.compiler import kernel
 
 
 @kernel("void(int64[:,::1], int64, int32[::1], int32[::1], boolean[:,::1])")
-def count_layout(topk_idx, experts_per_rank, tokens_per_rank, tokens_per_expert, in_rank):  # type: ignore[no-untyped-def]
+def count_layout(topk_idx, experts_per_rank, tokens_per_rank, tokens_per_expert, in_rank):
     """Count tokens per rank (a token once per rank) and per expert (every slot), and mark token-in-rank.
 
     With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks:
@@ -31,7 +31,7 @@ def count_layout(topk_idx, experts_per_rank, tokens_per_rank, tokens_per_expert,
 
 
 @kernel("int64(boolean[:,::1], int32[::1], int32[::1], int32[:,::1], int32[:,::1])")
-def place_tokens(in_rank, claimed_counts, rank_counts, channel_counts, position):  # type: ignore[no-untyped-def]
+def place_tokens(in_rank, claimed_counts, rank_counts, channel_counts, position):
     """Number the rows that go to each rank, and count them by channel; the first rank whose count differs from
     what was claimed, or -1.
 
@@ -63,7 +63,7 @@ def place_tokens(in_rank, claimed_counts, rank_counts, channel_counts, position)
     "void(int64, int32[:,::1], int32[:,::1], int32[:,::1], int32[:,::1],"
     " int32[:,::1], int32[:,::1], int32[:,::1], int32[:,::1])"
 )
-def fill_handle(  # type: ignore[no-untyped-def]
+def fill_handle(
     rank,
     matrix,
     sent_by_channel,
@@ -103,7 +103,7 @@ def fill_handle(  # type: ignore[no-untyped-def]
 
 
 @kernel("int64(int64[:,::1], int32[::1])")
-def first_wrong_expert(topk_idx, tokens_per_expert):  # type: ignore[no-untyped-def]
+def first_wrong_expert(topk_idx, tokens_per_expert):
     """The first expert whose count is not what topk_idx says, or -1.
 
     With topk_idx [[0, 1], [1, -1]] the counts [1, 2] are right (-1), and [1, 1] are wrong at expert 1.
@@ -121,9 +121,7 @@ def first_wrong_expert(topk_idx, tokens_per_expert):  # type: ignore[no-untyped-
 
 
 @kernel("int64(int64, int32[:,::1], int32[:,::1], int32[:,::1], int64, boolean[:,::1], int32[:,::1])")
-def check_handle(  # type: ignore[no-untyped-def]
-    rank, rank_prefix, channel_prefix, recv_channel_prefix, num_recv_rows, in_rank, send_head
-):
+def check_handle(rank, rank_prefix, channel_prefix, recv_channel_prefix, num_recv_rows, in_rank, send_head):
     """0 if the parts of a handle fit together, so that no kernel can reach outside; else what does not.
 
     1: rank_prefix falls somewhere; 2: more rows than recv_src_idx has; 3: send_head of a peer is not first,

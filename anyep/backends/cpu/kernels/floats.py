@@ -36,13 +36,13 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
 
 
 @inlined
-def float_of_bf16(bits):  # type: ignore[no-untyped-def]
+def float_of_bf16(bits):
     """0x3F80 is 1.0."""
     return float_of_bits(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
 @inlined
-def bf16_of_float(value):  # type: ignore[no-untyped-def]
+def bf16_of_float(value):
     """1.0 is 0x3F80; every NaN is 0x7FC0."""
     bits = bits_of_float(value)
     odd = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
@@ -52,7 +52,7 @@ def bf16_of_float(value):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def float_of_fp16(bits):  # type: ignore[no-untyped-def]
+def float_of_fp16(bits):
     """0x3C00 is 1.0. The exponent is re-biased by a multiplication, which makes subnormals exact too."""
     wide = np.uint32(bits)
     magnitude = np.uint32(np.uint32(wide & np.uint32(0x7FFF)) << np.uint32(13))
@@ -64,7 +64,7 @@ def float_of_fp16(bits):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def fp16_of_float(value):  # type: ignore[no-untyped-def]
+def fp16_of_float(value):
     """1.0 is 0x3C00; from 65520 on it is infinity; every NaN is 0x7E00."""
     bits = bits_of_float(value)
     sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))

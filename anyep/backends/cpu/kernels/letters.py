@@ -20,7 +20,7 @@ from anyep.backends.cpu.kernels.memory import int32_at, int64_at
 
 
 @kernel("void(int64[::1], int64[::1], int64[::1], int64, int64, int32[::1], int32[:,::1], int32[::1])")
-def post_letters(mailboxes, sleepers, header, counts_at, with_counts, counts, channel_counts, expert_counts):  # type: ignore[no-untyped-def]
+def post_letters(mailboxes, sleepers, header, counts_at, with_counts, counts, channel_counts, expert_counts):
     """Write one letter to each peer; mailboxes[p] is this rank's mailbox at peer p, sleepers[p] p's count of them.
 
     With header [5, 1, ...] and 2 peers, both find 5 in word 0 when the rest is there. counts [3, 4] goes to both;
@@ -49,7 +49,7 @@ def post_letters(mailboxes, sleepers, header, counts_at, with_counts, counts, ch
 
 
 @kernel("boolean(int64[::1], int64[::1], int64, int64, int64[:,::1])")
-def read_headers(mailboxes, own_header, first, end, headers):  # type: ignore[no-untyped-def]
+def read_headers(mailboxes, own_header, first, end, headers):
     """Copy the header of every peer's letter (row p comes from peer p); whether words [first, end) all agree.
 
     With the letters [5, 0, 7] and [5, 0, 8] at two peers and own_header [5, 0, 7], words [1, 2) agree, and words
@@ -66,7 +66,7 @@ def read_headers(mailboxes, own_header, first, end, headers):  # type: ignore[no
 
 
 @kernel("void(int64[::1], int64, int32[:,::1], int32[:,::1], int64[::1])")
-def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):  # type: ignore[no-untyped-def]
+def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):
     """Gather the count matrix (from, to), the rows of each peer by channel, and the tokens of each local expert.
 
     The letters of `post_letters`' example, read at peer 1 (with a like letter from a second sender that has
@@ -87,7 +87,7 @@ def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):  #
 
 
 @kernel("void(int64[::1], int64[::1], int64)")
-def announce(counters, sleepers, value):  # type: ignore[no-untyped-def]
+def announce(counters, sleepers, value):
     """Release `value` at every one of these addresses: all that was stored before is visible to who acquires it.
 
     With counters at two zeroed words and value 5, both hold 5.
@@ -100,7 +100,7 @@ def announce(counters, sleepers, value):  # type: ignore[no-untyped-def]
 
 
 @kernel("int64(int64[::1], int64, boolean[::1], int64, int64)")
-def await_counters(counters, expected, missing, num_spins, sleepers):  # type: ignore[no-untyped-def]
+def await_counters(counters, expected, missing, num_spins, sleepers):
     """Wait a while until every counter has reached `expected`; the number of those that have not.
 
     `missing` marks them. With words [5, 4] and expected 5 it returns 1 and missing is [False, True].

@@ -52,7 +52,7 @@ def _stream_words(typing_context: Any, destination: Any, source: Any) -> Any:
 
 
 @inlined
-def copy_row(destination, source, num_bytes, streaming):  # type: ignore[no-untyped-def]
+def copy_row(destination, source, num_bytes, streaming):
     """Copy a row (16-byte aligned at its destination); a stream of many rows goes past the caches.
 
     An ordinary store first reads the line that it is going to overwrite. For rows that nobody will look at soon
@@ -102,30 +102,30 @@ _uint32_pointer = _pointer_to(types.uint32)
 
 
 @inlined
-def int64_at(address, count):  # type: ignore[no-untyped-def]
+def int64_at(address, count):
     """`count` int64 numbers at `address`, as an array."""
     return carray(_int64_pointer(address), count)
 
 
 @inlined
-def int32_at(address, count):  # type: ignore[no-untyped-def]
+def int32_at(address, count):
     """`count` int32 numbers at `address`, as an array."""
     return carray(_int32_pointer(address), count)
 
 
 @inlined
-def uint32_at(address, count):  # type: ignore[no-untyped-def]
+def uint32_at(address, count):
     """`count` uint32 numbers at `address`, as an array."""
     return carray(_uint32_pointer(address), count)
 
 
 @inlined
-def float32_at(address, count):  # type: ignore[no-untyped-def]
+def float32_at(address, count):
     """`count` float32 numbers at `address`, as an array."""
     return carray(_float32_pointer(address), count)
 
 
 @inlined
-def uint16_at(address, count):  # type: ignore[no-untyped-def]
+def uint16_at(address, count):
     """`count` uint16 numbers at `address`, as an array."""
     return carray(_uint16_pointer(address), count)

@@ -26,7 +26,7 @@ from anyep.backends.cpu.kernels.windows import copy_scales
 
 
 @kernel("void(int64[:,::1], int64[:,::1])")
-def read_counters(addresses, values):  # type: ignore[no-untyped-def]
+def read_counters(addresses, values):
     """values[i, j] = the counter at addresses[i, j]; an address of 0 gives 0."""
     for row in range(addresses.shape[0]):
         for column in range(addresses.shape[1]):
@@ -42,7 +42,7 @@ def read_counters(addresses, values):  # type: ignore[no-untyped-def]
     " int32[:,::1], int64, int64, int64, int64, int64, int64, int64[:,::1], float32[:,::1], int64,"
     " int32[:,::1], int64[::1], int64, int64[::1], int64, int64)"
 )
-def dispatch_through_rings(  # type: ignore[no-untyped-def]
+def dispatch_through_rings(
     first_channel,
     end_channel,
     num_channels,
@@ -198,7 +198,7 @@ def dispatch_through_rings(  # type: ignore[no-untyped-def]
     " int32[:,::1], int64, int64, int32[:,::1], int64[::1], int64[::1],"
     " int64, int64, int64, int64, int64, int64, float32[:,::1], int64, int64[::1], int64)"
 )
-def combine_through_rings(  # type: ignore[no-untyped-def]
+def combine_through_rings(
     first_channel,
     end_channel,
     num_channels,

@@ -14,7 +14,7 @@ BLOCK = 1024
 
 
 @inlined
-def add_block(sums, row, start, count, dtype):  # type: ignore[no-untyped-def]
+def add_block(sums, row, start, count, dtype):
     """sums[:count] += row[start : start + count]."""
     if dtype == BF16:
         halves = uint16_at(row + 2 * start, count)
@@ -31,7 +31,7 @@ def add_block(sums, row, start, count, dtype):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def set_block(sums, row, start, count, dtype):  # type: ignore[no-untyped-def]
+def set_block(sums, row, start, count, dtype):
     """sums[:count] = row[start : start + count]."""
     if dtype == BF16:
         halves = uint16_at(row + 2 * start, count)
@@ -48,7 +48,7 @@ def set_block(sums, row, start, count, dtype):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def store_block(row, start, sums, count, dtype):  # type: ignore[no-untyped-def]
+def store_block(row, start, sums, count, dtype):
     """row[start : start + count] = sums[:count], rounded to nearest even."""
     if dtype == BF16:
         halves = uint16_at(row + 2 * start, count)
@@ -65,7 +65,7 @@ def store_block(row, start, sums, count, dtype):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def sum_rows(out, rows, num_rows, bias_0, bias_1, hidden, dtype, sums):  # type: ignore[no-untyped-def]
+def sum_rows(out, rows, num_rows, bias_0, bias_1, hidden, dtype, sums):
     """out = bias_0 + bias_1 + rows[0] + rows[1] + ...; an address of 0 is no bias; without any, from +0.0."""
     for start in range(0, hidden, BLOCK):
         count = min(BLOCK, hidden - start)
@@ -82,7 +82,7 @@ def sum_rows(out, rows, num_rows, bias_0, bias_1, hidden, dtype, sums):  # type:
 
 
 @inlined
-def sum_weights(out, rows, num_rows, num_topk):  # type: ignore[no-untyped-def]
+def sum_weights(out, rows, num_rows, num_topk):
     """out[k] = rows[0][k] + rows[1][k] + ..., from +0.0, in float32."""
     for slot in range(num_topk):
         out[slot] = np.float32(0.0)
@@ -96,7 +96,7 @@ def sum_weights(out, rows, num_rows, num_topk):  # type: ignore[no-untyped-def]
     "void(int64, int64, int32[:,::1], int64[::1], int64[::1], int64, int64, int64, int64, int64, int64,"
     " float32[:,::1])"
 )
-def pull_and_sum(  # type: ignore[no-untyped-def]
+def pull_and_sum(
     first_token,
     end_token,
     send_head,

@@ -15,7 +15,7 @@ from anyep.backends.cpu.kernels.memory import (
 
 
 @inlined
-def copy_scales(destination, source, token, stride_token, stride_scale, num_scales):  # type: ignore[no-untyped-def]
+def copy_scales(destination, source, token, stride_token, stride_scale, num_scales):
     """One token's scales, of any stride (in 4-byte elements), row-major to `destination`."""
     to = uint32_at(destination, num_scales)
     start = source + 4 * token * stride_token
@@ -27,7 +27,7 @@ def copy_scales(destination, source, token, stride_token, stride_scale, num_scal
     "void(int64, int64, int64, int32[:,::1], int64[:,::1], int64, int64,"
     " int64, int64, int64, int64, int64[:,::1], float32[:,::1], int64)"
 )
-def send_to_windows(  # type: ignore[no-untyped-def]
+def send_to_windows(
     first_token,
     end_token,
     streaming,
@@ -76,7 +76,7 @@ def send_to_windows(  # type: ignore[no-untyped-def]
 
 
 @kernel("void(int64, int64, int64, int64, int64)")
-def copy_rows(destination, source, num_rows, row_bytes, streaming):  # type: ignore[no-untyped-def]
+def copy_rows(destination, source, num_rows, row_bytes, streaming):
     """Copy rows one by one; 2 rows of 16 bytes are 32 bytes."""
     for row in range(num_rows):
         copy_row(destination + row * row_bytes, source + row * row_bytes, row_bytes, streaming)
@@ -86,7 +86,7 @@ def copy_rows(destination, source, num_rows, row_bytes, streaming):  # type: ign
 @kernel(
     "int64(int64[:,::1], int32[:,::1], int64, int64, int64, int64[::1], int64[::1], int64[::1], int64[::1], int64[:,::1])"
 )
-def choose_windows(  # type: ignore[no-untyped-def]
+def choose_windows(
     headers, matrix, result_rows_at, num_offers_at, offers_at, bytes_per_row, bases, num_rows, offsets, places
 ):
     """Decide for each receiver where in its window heap its rows go; every rank decides alike.
@@ -126,7 +126,7 @@ def choose_windows(  # type: ignore[no-untyped-def]
 
 
 @kernel("void(int64, int64, int64, int64)")
-def pad_ids(ids, num_rows, num_result_rows, num_topk):  # type: ignore[no-untyped-def]
+def pad_ids(ids, num_rows, num_result_rows, num_topk):
     """Set the top-k ids past the received rows to -1; with 1 row of 2 and [[3], [9]] they become [[3], [-1]]."""
     all_ids = int64_at(ids, num_result_rows * num_topk)
     for index in range(num_rows * num_topk, num_result_rows * num_topk):
@@ -134,7 +134,7 @@ def pad_ids(ids, num_rows, num_result_rows, num_topk):  # type: ignore[no-untype
 
 
 @kernel("void(int64[::1], int64, int64, int64, int64, int32[::1], int64, int64, int64)")
-def unpack_window(places, num_rows, is_new, num_topk, num_scales, source, ids, weights, scales):  # type: ignore[no-untyped-def]
+def unpack_window(places, num_rows, is_new, num_topk, num_scales, source, ids, weights, scales):
     """Copy what came beside the rows out of a window: source indices, top-k ids and weights, scales.
 
     `places` are the addresses of the window's parts, the last four arguments those of the results; source indices
