@@ -1,14 +1,13 @@
-# make demo | test | lint | bench | coverage | mutate | clean: each sets up .venv itself when needed.
+# make demo | test | lint | bench | soak | coverage | mutate | clean: each sets up .venv itself when needed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench coverage mutate clean
+.PHONY: demo test lint bench soak coverage mutate clean
 
 demo: $(READY)
-	$(BIN)/anyep plan --ranks 16 --hidden 7168 --dtype bf16 --tokens 4096 --topk 8 --experts 256
-	$(BIN)/anyep doctor
+	$(BIN)/anyep demo --ranks 8
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -20,6 +19,13 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python tools/bench_startup.py
+	$(BIN)/anyep bench --mode normal --ranks 8 --tokens 512 --hidden 7168 --experts 64 --topk 8
+
+# Everything that may vary varies, for as long as asked: make soak MINUTES=60 SEED=7
+MINUTES ?= 5
+SEED ?=
+soak: $(READY)
+	$(BIN)/python tools/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # The arithmetic that everything else stands on is covered to the last branch.
 ARITHMETIC := sizes topology layout

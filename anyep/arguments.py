@@ -55,13 +55,13 @@ def check_tensor(
 
 def check_x(name: str, x: Any, dtypes: tuple[torch.dtype, ...] | None) -> torch.Tensor:
     """Rows that can be sent: contiguous, in multiples of 16 bytes."""
-    x = check_tensor(name, x, dtypes, (None, None))
-    if not x.is_contiguous():
+    rows = check_tensor(name, x, dtypes, (None, None))
+    if not rows.is_contiguous():
         raise InvalidCall(f"{name} is not contiguous: pass {name}.contiguous()")
-    if x.shape[1] == 0:
+    if rows.shape[1] == 0:
         raise InvalidCall(f"{name} has no columns: the hidden size must be at least 1")
-    check_row_bytes(x.shape[1] * x.element_size())
-    return x
+    check_row_bytes(rows.shape[1] * rows.element_size())
+    return rows
 
 
 def check_payload(x: Any, topk_idx: Any, topk_weights: Any) -> Payload:
@@ -98,25 +98,25 @@ def check_payload(x: Any, topk_idx: Any, topk_weights: Any) -> Payload:
 
 
 def check_topk_idx(topk_idx: Any, num_tokens: int | None) -> torch.Tensor:
-    topk_idx = check_tensor("topk_idx", topk_idx, (torch.int64,), (num_tokens, None))
-    if not 1 <= topk_idx.shape[1] <= NUM_MAX_TOPK:
-        raise InvalidCall(
-            f"topk_idx has {topk_idx.shape[1]} experts per token: it must be 1 to {NUM_MAX_TOPK}"
-        )
-    return topk_idx.contiguous()
+    ids = check_tensor("topk_idx", topk_idx, (torch.int64,), (num_tokens, None))
+    if not 1 <= ids.shape[1] <= NUM_MAX_TOPK:
+        raise InvalidCall(f"topk_idx has {ids.shape[1]} experts per token: it must be 1 to {NUM_MAX_TOPK}")
+    return ids.contiguous()
 
 
 def check_num_experts(num_experts: Any, num_ranks: int) -> int:
-    num_experts = whole_number("num_experts", num_experts, minimum=1)
-    if num_experts % num_ranks:
+    count: int = whole_number("num_experts", num_experts, minimum=1)
+    if count % num_ranks:
         raise InvalidCall(
-            f"{num_experts} experts do not divide over {num_ranks} ranks: every rank holds the same number of experts"
+            f"{count} experts do not divide over {num_ranks} ranks:"
+            f" every rank holds the same number of experts"
         )
-    if num_experts // num_ranks > NUM_MAX_LOCAL_EXPERTS:
+    if count // num_ranks > NUM_MAX_LOCAL_EXPERTS:
         raise InvalidCall(
-            f"{num_experts // num_ranks} experts per rank: at most {NUM_MAX_LOCAL_EXPERTS} are possible, use more ranks"
+            f"{count // num_ranks} experts per rank: at most {NUM_MAX_LOCAL_EXPERTS} are possible,"
+            f" use more ranks"
         )
-    return num_experts
+    return count
 
 
 def check_config(config: Any, default: Config, num_channels: int | None) -> Config:

@@ -37,7 +37,7 @@ _generation = object()
 
 
 def _mark_child() -> None:
-    global _generation
+    global _generation  # noqa: PLW0603 - the hook has no object to keep it in
     _generation = object()
 
 
@@ -47,8 +47,8 @@ os.register_at_fork(after_in_child=_mark_child)
 class Buffer:
     """Communication between the ranks of a process group: dispatch tokens to experts, and combine them.
 
-    Making one is collective. It holds memory that the ranks share; calls on it are numbered, and every rank makes
-    the same calls in the same order.
+    Making one is collective. It holds memory that the ranks share; calls on it are numbered, and every rank
+    makes the same calls in the same order.
     """
 
     num_sms: ClassVar[int] = sizes.NUM_DEFAULT_SMS
@@ -248,8 +248,8 @@ class Buffer:
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
         """Send each token to every rank that holds one of its experts.
 
-        Received rows are ordered by source rank, then source token. With a `handle` of an earlier dispatch the
-        routing is taken from it and only x is sent.
+        Received rows are ordered by source rank, then source token. With a `handle` of an earlier dispatch
+        the routing is taken from it and only x is sent.
         """
         runtime = self._check_usable()
         if handle is not None:
@@ -339,7 +339,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Add up each token's rows at its source: in float32, ranks ascending, from the biases on, rounded once."""
+        """Add up each token's rows at its source: in float32, biases first, ranks ascending, rounded once."""
         runtime = self._check_usable()
         call = self._conversation.begin(Kind.COMBINE)
 
@@ -474,16 +474,16 @@ class Buffer:
         places, wrong = runtime.place(in_rank, per_rank, config.num_channels)
         if wrong >= 0:
             raise InvalidCall(
-                f"num_tokens_per_rank says {int(per_rank[wrong])} for rank {wrong}, but is_token_in_rank marks"
-                f" {places.by_rank[wrong]}: pass both from one get_dispatch_layout"
+                f"num_tokens_per_rank says {int(per_rank[wrong])} for rank {wrong}, but is_token_in_rank"
+                f" marks {places.by_rank[wrong]}: pass both from one get_dispatch_layout"
             )
         counts = per_expert.numpy()
         if payload.topk_idx is not None:
             expert = cpu.first_wrong_expert(payload.ids, counts)
             if expert >= 0:
                 raise InvalidCall(
-                    f"num_tokens_per_expert says {int(per_expert[expert])} for expert {expert}, but topk_idx has"
-                    f" another number: pass both from one get_dispatch_layout"
+                    f"num_tokens_per_expert says {int(per_expert[expert])} for expert {expert}, but topk_idx"
+                    f" has another number: pass both from one get_dispatch_layout"
                 )
         return places, counts
 

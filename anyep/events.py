@@ -1,7 +1,8 @@
 """Moments of a stream: `EventHandle` is one, `EventOverlap` is what calls return.
 
-A call that finished in line has nothing to wait for: its `EventOverlap.event` is None. One that goes on beside
-the caller (`async_finish`) has an event; `current_stream_wait` waits for it and raises what went wrong in it.
+A call that finished in line has nothing to wait for: its `EventOverlap.event` is None. One that goes
+on beside the caller (`async_finish`) has an event; `current_stream_wait` waits for it and raises what
+went wrong in it.
 """
 
 from __future__ import annotations

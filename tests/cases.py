@@ -1,5 +1,5 @@
-"""One case of dispatch and combine, as data: every rank makes all ranks' inputs from the seed, runs the real thing,
-and compares what it got with the reference, bit for bit.
+"""One case of dispatch and combine, as data: every rank makes all ranks' inputs from the seed, runs the real
+thing, and compares what it got with the reference, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests import oracle
 from tests.world import RankContext
 
 NVL_BYTES = 1 << 22
+SMALL_CONFIG = Config(4, 2, 5)
 ROUTINGS = ("uniform", "one rank", "none", "some missing", "skewed", "own rank")
 ROW_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -45,7 +46,7 @@ class Case:
     num_biases: int = 0
     combine_weights: bool = False
     combine_from_window: bool = True
-    config: Config = Config(4, 2, 5)
+    config: Config = SMALL_CONFIG
     num_window_bytes: int | None = None
     run_async: bool = False
     delay_seed: int | None = None
@@ -185,12 +186,15 @@ def check_case(context: RankContext, case: Case, buffer: Buffer) -> None:
     assert recv_x.shape == (num_worst or num_rows, case.hidden)
     assert oracle.same_bits(recv_x[:num_rows], expected.x)
     if expected.scales is not None:
-        assert recv_scales is not None and recv_scales.is_contiguous()
+        assert recv_scales is not None
+        assert recv_scales.is_contiguous()
         assert oracle.same_bits(recv_scales[:num_rows], expected.scales)
     if expected.topk_idx is None or expected.topk_weights is None:
-        assert recv_ids is None and recv_weights is None
+        assert recv_ids is None
+        assert recv_weights is None
     else:
-        assert recv_ids is not None and recv_weights is not None
+        assert recv_ids is not None
+        assert recv_weights is not None
         assert oracle.same_bits(recv_ids[:num_rows], expected.topk_idx)
         assert oracle.same_bits(recv_weights[:num_rows], expected.topk_weights)
         assert (recv_ids[num_rows:] == -1).all()

@@ -1,4 +1,4 @@
-"""The obvious reference: what dispatch and combine must return, in dense PyTorch, from all ranks' inputs at once.
+"""The obvious reference: what dispatch and combine must return, in dense PyTorch, from all ranks' inputs.
 
 Nothing here knows about letters, windows or rings. Results are compared bit for bit.
 """

@@ -1,4 +1,4 @@
-"""Wrong calls: the exception, its sentence, what the other ranks hear, and that the Buffer works afterwards."""
+"""Wrong calls: the exception, its sentence, what the other ranks hear; the Buffer works afterwards."""
 
 from __future__ import annotations
 
@@ -444,7 +444,7 @@ def test_no_group() -> None:
 def small_buffers(context: RankContext) -> list[str]:
     """The smallest ring buffer that works, and one that is too small."""
     config = Config(2, 1, 8)
-    # 2 rows of 80 bytes (64 of hidden, 8 of meta, padding) and 16 reserved bytes for each of 2 peers: 352 -> 384.
+    # For each of 2 peers 2 rows of 80 bytes (64 of hidden, 8 of meta, padding) and 16 reserved: 352 -> 384.
     topk_idx = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % EXPERTS
     outcomes = []
     for num_nvl_bytes in (384, 256):

@@ -1,4 +1,4 @@
-"""Ranks that die, fail, hang, are interrupted or leave: the others hear of it in time, and nothing remains."""
+"""Ranks that die, fail, hang, are interrupted or leave: the others hear of it in time; nothing remains."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_killed_rank(world: World, fault: Fault) -> None:
     world.close()
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
-    assert not [name for name in os.listdir("/dev/shm") if "anyep" in name]
+    assert not [path for path in Path("/dev/shm").iterdir() if "anyep" in path.name]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.resources
+import os
 import pickle
 import subprocess
 import sys
@@ -106,9 +107,18 @@ def test_nothing_reaches_upwards() -> None:
                 assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}"
 
 
-def test_the_example_of_the_readme_runs() -> None:
-    readme = (Path(anyep.__file__).parent.parent / "README.md").read_text()
-    example = readme.split("```python\n")[1].split("```")[0]
-    finished = python(example)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_example_of_the_readme_runs(tmp_path: Path, num_ranks: int) -> None:
+    repository = Path(anyep.__file__).parent.parent
+    script = tmp_path / "example.py"
+    script.write_text((repository / "README.md").read_text().split("```python\n")[1].split("```")[0])
+    finished = subprocess.run(
+        [sys.executable, "-m", "anyep", "run", "-n", str(num_ranks), str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(repository)},
+    )
     assert finished.returncode == 0, finished.stderr
-    assert "num_nvl_bytes:  377673984" in finished.stdout
+    assert len([line for line in finished.stdout.splitlines() if "rows for its experts" in line]) == num_ranks

@@ -343,7 +343,7 @@ def _close_all() -> None:
     for pool in list(_pools):
         pool.ask_to_leave()
         pool.kill()
-    server = forkserver._forkserver
+    server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         # It would go by itself, but takes a second to unload torch.
         os.kill(server._forkserver_pid, signal.SIGKILL)
@@ -361,9 +361,8 @@ def _live_as_rank(connection: Connection, rank: int, num_ranks: int, store: str,
     faulthandler.register(signal.SIGUSR1, stack_file)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks
-        )
+        meeting = dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks)
     except Exception as error:
         connection.send_bytes(_pickled_error(error))
         return
@@ -398,7 +397,8 @@ def _die_with_pytest() -> None:
     so would every rank.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    os.close(forkserver._forkserver._forkserver_alive_fd)
+    server: Any = forkserver._forkserver
+    os.close(server._forkserver_alive_fd)
     pytest_process = multiprocessing.parent_process()
     if pytest_process is None or not pytest_process.is_alive():
         os._exit(1)

@@ -1,4 +1,4 @@
-"""`anyep bench`: how fast AnyEP is here, beside a plain copy of the same bytes and beside Gloo, in one run."""
+"""`anyep bench`: how fast AnyEP is here, beside a plain copy of the same bytes and Gloo, in one run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The cases of `anyep bench --mode normal`, and how they are timed.
 
-All ranks run a case at the same time. The clock starts when the last rank enters the barrier before the case and
-stops when the last rank is done, over all ranks: with more ranks than cores, one rank's own clock would show
-anything. The cases are interleaved, so that a slow moment of the machine hits them alike.
+All ranks run a case at the same time. The clock starts when the last rank enters the barrier before the case
+and stops when the last rank is done, over all ranks: with more ranks than cores, one rank's own clock would
+show anything. The cases are interleaved, so that a slow moment of the machine hits them alike.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Setup:
 
     def description(self) -> str:
         return (
-            f"{self.ranks} ranks on {num_cores()} cores, {self.tokens} tokens per rank, hidden {self.hidden} bf16,"
-            f" top-{self.topk} of {self.experts} experts; medians of {self.repeats} interleaved repeats"
+            f"{self.ranks} ranks on {num_cores()} cores, {self.tokens} tokens per rank,"
+            f" hidden {self.hidden} bf16, top-{self.topk} of {self.experts} experts;"
+            f" medians of {self.repeats} interleaved repeats"
         )
 
 
@@ -79,9 +80,10 @@ def measure(setup: Setup, show_progress: bool) -> list[dict[str, Any]]:
     num_bytes: dict[tuple[str, str, int], float] = {}
     for timings in zip(*by_rank, strict=True):
         key = (timings[0].case, timings[0].path, timings[0].tokens)
-        durations = []
-        for spans in zip(*(timing.spans for timing in timings), strict=True):
-            durations.append((max(end for _, end in spans) - max(start for start, _ in spans)) / 1e9)
+        durations = [
+            (max(end for _, end in spans) - max(start for start, _ in spans)) / 1e9
+            for spans in zip(*(timing.spans for timing in timings), strict=True)
+        ]
         medians[key] = statistics.median(durations)
         num_bytes[key] = statistics.mean(timing.num_bytes for timing in timings)
     records = []
@@ -207,7 +209,8 @@ def _cases(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
         "num_tokens_per_expert": torch.zeros_like(per_expert),
     }
     received, _, _, _, handle, _ = by_window.dispatch(x, **routing)  # type: ignore[arg-type]
-    assert isinstance(received, torch.Tensor) and handle is not None
+    assert isinstance(received, torch.Tensor)
+    assert handle is not None
     private = received.clone()
     row_bytes = setup.hidden * 2
     num_rows = received.shape[0]

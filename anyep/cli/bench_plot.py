@@ -1,4 +1,4 @@
-"""The picture of `anyep bench --plot`: how close each case comes to a plain copy, and how far ahead of Gloo."""
+"""The picture of `anyep bench --plot`: how close each case is to a plain copy, and how far ahead of Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`anyep demo`: a Mixture-of-Experts layer over several ranks, checked against one process, with what it moved."""
+"""`anyep demo`: a Mixture-of-Experts layer over several ranks, checked against one process; what it moved."""
 
 from __future__ import annotations
 
@@ -123,8 +123,9 @@ def _print(record: dict[str, Any]) -> None:
 
     console = console_for_results()
     console.print(
-        f"[bold]{record['ranks']} ranks[/bold], {record['tokens']} tokens per rank, hidden {record['hidden']},"
-        f" top-{record['topk']} of {record['experts']} experts, {record['steps']} steps, path {record['path']}"
+        f"[bold]{record['ranks']} ranks[/bold], {record['tokens']} tokens per rank,"
+        f" hidden {record['hidden']}, top-{record['topk']} of {record['experts']} experts,"
+        f" {record['steps']} steps, path {record['path']}"
     )
     most = max([count for row in record["sent"] for count in row] + [1])
     table = Table(

@@ -1,7 +1,8 @@
-"""The Mixture-of-Experts layer of `anyep demo`: gate, dispatch, expert networks, combine, forward and backward.
+"""The Mixture-of-Experts layer of `anyep demo`: gate, dispatch, experts, combine, forward and backward.
 
-Each rank has its own tokens and its own experts. The reference is the same layer in one process, with all experts
-and all tokens, written as plainly as possible; both start from the same numbers and take the same steps.
+Each rank has its own tokens and its own experts. The reference is the same layer in one process,
+with all experts and all tokens, written as plainly as possible; both start from the same numbers and
+take the same steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Weights:
         hidden, inner = job.hidden, 2 * job.hidden
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator) * shape[-2] ** -0.5
+            scale: float = shape[-2] ** -0.5
+            return torch.randn(*shape, generator=generator) * scale
 
         self.gate = normal(hidden, job.experts).requires_grad_()
         self.up = [normal(hidden, inner).requires_grad_() for _ in range(job.experts)]
@@ -171,7 +173,7 @@ def _compare(
     rank: Rank,
     reference: Weights | None,
 ) -> float:
-    """The largest difference of an output or a gradient from the reference's, relative to the largest entry there.
+    """The largest difference of an output or a gradient from the reference's, relative to its largest entry.
 
     Rank 0 gathers what all ranks have: outputs, gradients of their tokens and of their experts.
     """
@@ -189,6 +191,7 @@ def _compare(
     all_output = layer_in_one_process(all_x, reference, job)
     (all_output.square().sum() / (len(all_x) or 1)).backward()  # type: ignore[no-untyped-call]
     assert all_x.grad is not None
+    assert reference.gate.grad is not None
     largest = 0.0
     for other, theirs in enumerate(gathered):
         tokens = slice(other * job.tokens, (other + 1) * job.tokens)
@@ -217,5 +220,5 @@ def _descend(weights: Weights) -> None:
     with torch.no_grad():
         for parameter in weights.parameters():
             if parameter.grad is not None:
-                parameter -= LEARNING_RATE * parameter.grad
+                parameter.sub_(LEARNING_RATE * parameter.grad)
                 parameter.grad = None

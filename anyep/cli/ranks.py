@@ -1,7 +1,7 @@
 """Starts ranks for the commands that need some: processes that run one function together and report back.
 
-They are forked from a server that has torch, Numba and AnyEP loaded, which takes a fraction of the time that fresh
-interpreters would. If one rank fails, or the command is interrupted, all are ended.
+They are forked from a server that has torch, Numba and AnyEP loaded, which takes a fraction of the time that
+fresh interpreters would. If one rank fails, or the command is interrupted, all are ended.
 """
 
 from __future__ import annotations

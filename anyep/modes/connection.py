@@ -58,7 +58,8 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
     topology = topology_of_hosts(hosts, own.ranks_per_node)
     if topology.num_nodes > 1:
         raise NotSupported(
-            f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: AnyEP works within one node so far"
+            f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks:"
+            f" AnyEP works within one node so far"
         )
     share = _memory_share_bytes(hosts.count(hosts[rendezvous.rank]))
     control = ControlRegion(topology.num_ranks, topology.ranks_per_node)

@@ -1,12 +1,12 @@
 """How the ranks of a node talk: call numbers, letters, waits that end, and what happens when something fails.
 
-A `Conversation` is one rank's side. Every normal-mode call takes a number, sends a letter to every peer, waits
-for every peer's letter, and only then touches a peer's memory. Two mailboxes alternate: before letter n is
-written, every peer's letter n-1 has been seen, so every peer has read letter n-2.
+A `Conversation` is one rank's side. Every normal-mode call takes a number, sends a letter to every peer,
+waits for every peer's letter, and only then touches a peer's memory. Two mailboxes alternate: before letter n
+is written, every peer's letter n-1 has been seen, so every peer has read letter n-2.
 
-Every wait ends: when what is waited for comes, when a peer that is waited for says that it failed, when such a
-peer is dead, at the deadline, or by Ctrl-C. All but the first break the conversation for good, here and, since
-this rank then says that it failed, at every peer.
+Every wait ends: when what is waited for comes, when a peer that is waited for says that it failed, when such
+a peer is dead, at the deadline, or by Ctrl-C. All but the first break the conversation for good, here and,
+since this rank then says that it failed, at every peer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from anyep.modes.letters import NUM_WORDS, SIGNATURE, SIGNATURE_WORDS, Field, si
 from anyep.modes.status import FUNCTIONS, Phase, RankStatus, State, StatusBlock
 from anyep.rendezvous import Rendezvous
 
+T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 AGREEING_WORDS = (int(Field.REFUSED), int(SIGNATURE[-1]) + 1)
 
@@ -104,8 +105,9 @@ class Conversation:
 
     def own_counters(self, block: Any, slot_set: int = 0) -> Array:
         """The words of a control block that each peer writes here."""
-        offsets = [block.offset(peer, slot_set) for peer in range(self.num_ranks)]
-        return self._addresses[self.rank] + np.array(offsets, np.int64)
+        offsets = np.array([block.offset(peer, slot_set) for peer in range(self.num_ranks)], np.int64)
+        counters: Array = self._addresses[self.rank] + offsets
+        return counters
 
     # Calls
 
@@ -127,7 +129,7 @@ class Conversation:
     def end(self, call: Call) -> None:
         self.enter(call, Phase.IDLE)
 
-    def guarded(self, call: Call, work: Callable[[], Any]) -> Any:
+    def guarded(self, call: Call, work: Callable[[], T]) -> T:
         """Do a part of a call that touches peers: whatever it raises breaks the conversation for good."""
         if self._broken is not None:
             raise BufferBroken(
@@ -162,7 +164,7 @@ class Conversation:
     def exchange(self, call: Call, header: Array, counts: tuple[Array, Array, Array] | None = None) -> Array:
         """Send this rank's letter, wait for all others', and return their headers if they agree.
 
-        `counts` are this rank's rows per receiver, the same by (receiver, channel), and its tokens per expert.
+        `counts` are this rank's rows per receiver, those by (receiver, channel), and its tokens per expert.
         """
         header[Field.KIND] = call.kind
         self._post(call, header, counts)
@@ -209,8 +211,8 @@ class Conversation:
             reason = self._statuses[rank].refusal(call.number)
             function = FUNCTIONS[int(self.headers[rank, Field.KIND])]
             return Disagreement(
-                f"rank {rank} refused its {function} (call {call.number}), so rank {self.rank} cannot go on with its"
-                f" {FUNCTIONS[call.kind]}: {reason}"
+                f"rank {rank} refused its {function} (call {call.number}), so rank {self.rank} cannot go on"
+                f" with its {FUNCTIONS[call.kind]}: {reason}"
             )
         for field in SIGNATURE:
             words = self.headers[:, field]
@@ -257,8 +259,8 @@ class Conversation:
     ) -> None:
         """Run a kernel's step until nothing is missing; it is told how often to look before it sleeps.
 
-        A step waits a few milliseconds at most; between two of them Python runs (Ctrl-C works) and the peers that
-        are waited for are looked at. The deadline counts from the last progress.
+        A step waits a few milliseconds at most; between two of them Python runs (Ctrl-C works) and the peers
+        that are waited for are looked at. The deadline counts from the last progress.
         """
         if step(self._num_spins) == 0:
             return
@@ -267,8 +269,6 @@ class Conversation:
         suspects: set[int] = set()
         while step(0):
             stall = stalled()
-            if not stall.peers:
-                continue
             self._own.wait_for(stall.peers[0])
             gone = self._gone().intersection(stall.peers)
             # What a peer sent before it ended may have arrived since the step: look once more.
@@ -300,8 +300,9 @@ class Conversation:
         others = f" (and {_ranks(stall.peers[1:])})" if len(stall.peers) > 1 else ""
         channel = f", channel {stall.channel}" if stall.channel is not None else ""
         return WaitTimeout(
-            f"rank {self.rank} waited {self.timeout_s:g} s for the {stall.what} of rank {peer}{others} in {call},"
-            f" phase {self._phase()}{channel}: counter {stall.seen} seen, {stall.expected} expected."
+            f"rank {self.rank} waited {self.timeout_s:g} s for the {stall.what} of rank {peer}{others}"
+            f" in {call}, phase {self._phase()}{channel}:"
+            f" counter {stall.seen} seen, {stall.expected} expected."
             f" What rank {peer} said last: {self._statuses[peer].read(True)}."
             f" If it only needs longer, set ANYEP_TIMEOUT_S"
         )

@@ -262,7 +262,7 @@ class Intranode:
         expert_alignment: int,
         run_async: bool,
     ) -> Received:
-        """The number of rows is given, so nothing has to be waited for before the call can go on by itself."""
+        """The number of rows is given, so the call can go on by itself without waiting for anything first."""
         header = self._dispatch_header(payload, config, len(tokens_per_expert))
         window = self._offer_exactly(header, payload, num_worst_tokens)
         routing = places.new_routing()._replace(recv_src_idx=np.empty(num_worst_tokens, np.int32))
@@ -380,7 +380,7 @@ class Intranode:
         return _Decision(int(num_rows[self._rank]), offsets, places)
 
     def _new_results(self, payload: Payload, routing: Routing, window: int) -> _Results:
-        """The tensors that a dispatch fills; x lies in the window at `window`, or (-1) in memory of this rank."""
+        """The tensors that a dispatch fills; x lies in the window at `window`, or (-1) in own memory."""
         token, num_rows = payload.token, routing.num_recv_rows
         shape, dtype = (num_rows, payload.x.shape[1]), payload.x.dtype
         return _Results(
@@ -765,7 +765,8 @@ class Intranode:
         if not run_async:
             self.stream.run(work)
             return None
-        return self.stream.submit(lambda: self.conversation.guarded(call, work))
+        event: EventHandle = self.stream.submit(lambda: self.conversation.guarded(call, work))
+        return event
 
 
 class Places(NamedTuple):
@@ -790,7 +791,7 @@ class Places(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """What the letters said: rows from rank to rank, from each rank by channel, tokens of each local expert."""
+    """What the letters said: rows from rank to rank, from each rank by channel, tokens per local expert."""
 
     matrix: Array
     by_channel: Array
@@ -852,7 +853,7 @@ class _Rings:
             if peers:
                 channel = int(counts[:, peers[0]].argmin())
                 return Stall(peers, what, int(done[peers[0]]), int(expected[peers[0]]), channel)
-        return Stall([], "rows", 0, 0)
+        return Stall(range(self.sent.shape[1]), "rows", 0, 0)
 
 
 def _tokens_per_channel(num_tokens: int, num_channels: int) -> int:

@@ -37,20 +37,20 @@ class Routing(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return self.send_head.shape[0]
+        return int(self.send_head.shape[0])
 
     @property
     def num_recv_rows(self) -> int:
-        return self.recv_src_idx.shape[0]
+        return int(self.recv_src_idx.shape[0])
 
     @property
     def num_channels(self) -> int:
-        return self.channel_prefix_matrix.shape[1]
+        return int(self.channel_prefix_matrix.shape[1])
 
     @property
     def checksum(self) -> int:
         """The same on all ranks of one dispatch, and hardly ever the same for two routings."""
-        return zlib.crc32(self.rank_prefix_matrix)
+        return zlib.crc32(self.rank_prefix_matrix.data)
 
     def count_matrix(self) -> Array:
         """Rows from each rank to each rank."""
@@ -113,8 +113,8 @@ def checked_routing(backend: Any, handle: Any, rank: int, num_ranks: int) -> Rou
 def _array(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Array:
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_cpu:
         raise InvalidCall(
-            f"the handle's {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: it must be {dtype}"
-            f" {list(shape)} on the CPU; is the handle from another Buffer?"
+            f"the handle's {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}:"
+            f" it must be {dtype} {list(shape)} on the CPU; is the handle from another Buffer?"
         )
     if tensor.requires_grad:
         tensor = tensor.detach()

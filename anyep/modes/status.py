@@ -175,4 +175,5 @@ class StatusBlock:
 
     def _read_text(self, offset: int, length_word: Word) -> str:
         length = int(self._words[length_word])
-        return self._bytes[offset : offset + length].tobytes().decode(errors="replace")
+        encoded: bytes = self._bytes[offset : offset + length].tobytes()
+        return encoded.decode(errors="replace")

@@ -48,7 +48,7 @@ class WindowHeap:
             return self._free_list.used_bytes
 
     def lend(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over the window allocated at `window`, which returns when the tensor and its views are gone."""
+        """A tensor over the window at `window`, which comes back when the tensor and its views are gone."""
         if 0 in shape:
             self.free(window)
             return torch.empty(shape, dtype=dtype)

@@ -1,7 +1,7 @@
 """Symmetric memory between the processes of a machine.
 
-A `SharedBlock` is a memfd: it has no name, is not bound by the size of /dev/shm, takes memory only where it has
-been touched, and is gone when the last process that maps it is, killed or not. Peers open it through
+A `SharedBlock` is a memfd: it has no name, is not bound by the size of /dev/shm, takes memory only where it
+has been touched, and is gone when the last process that maps it is, killed or not. Peers open it through
 /proc/<pid>/fd. A tensor over a part of it (`lend`) tells when it dies.
 """
 
@@ -124,8 +124,8 @@ def open_block(address: BlockAddress, owner: int) -> SharedBlock:
     """Map a peer's block."""
     path = f"/proc/{address.pid}/fd/{address.descriptor}"
     advice = (
-        "all ranks of a node need to see each other's processes; run them in one container or with a shared pid"
-        " namespace, as the same user"
+        "all ranks of a node need to see each other's processes; run them in one container or with a shared"
+        " pid namespace, as the same user"
     )
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

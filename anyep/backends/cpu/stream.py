@@ -1,7 +1,8 @@
 """The CPU's communication stream: one worker thread per Buffer, started when it is first needed.
 
-`run` does a piece of work in the caller's thread, after all that was submitted before; `submit` hands it to the
-worker, which runs beside the caller (kernels hold no GIL). Either way work happens in the order of the calls.
+`run` does a piece of work in the caller's thread, after all that was submitted before; `submit` hands
+it to the worker, which runs beside the caller (kernels hold no GIL). Either way work happens in the
+order of the calls.
 """
 
 from __future__ import annotations

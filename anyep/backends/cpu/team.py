@@ -1,9 +1,10 @@
-"""More threads for one rank, where there are more cores than ranks: a range of work is cut into equal parts."""
+"""More threads for one rank, where cores outnumber ranks: a range of work is cut into equal parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 
 def parts_of(count: int, num_parts: int) -> list[tuple[int, int]]:
@@ -14,7 +15,7 @@ def parts_of(count: int, num_parts: int) -> list[tuple[int, int]]:
     """
     num_parts = min(num_parts, count)
     bounds = [count * index // num_parts for index in range(num_parts + 1)] if num_parts else [0]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(pairwise(bounds))
 
 
 class Team:

@@ -102,8 +102,8 @@ def fence(typing_context: Any) -> Any:
 def wake(address, sleepers):
     """After the counter at `address` was advanced and a fence: wake who sleeps on it, if anyone there sleeps.
 
-    `sleepers` counts the sleeping threads of the rank that polls the counter. Either they are seen here, or they
-    see the counter's new value before they sleep.
+    `sleepers` counts the sleeping threads of the rank that polls the counter. Either they are seen here, or
+    they see the counter's new value before they sleep.
     """
     if _FUTEX and load_acquire(sleepers) > 0:
         _syscall(_FUTEX, address, FUTEX_WAKE, 2**31 - 1, 0, 0, 0)
@@ -111,7 +111,7 @@ def wake(address, sleepers):
 
 @inlined
 def sleep_on(address, seen, sleepers):
-    """Sleep until the counter at `address` is woken, `SLEEP_NS` at most; not at all if it is not `seen` now."""
+    """Sleep until the counter at `address` is woken, `SLEEP_NS` at most; not at all if it is not `seen`."""
     timeout = np.empty(2, np.int64)
     timeout[0] = 0
     timeout[1] = SLEEP_NS
@@ -130,8 +130,8 @@ def sleep_on(address, seen, sleepers):
 def back_off(num_polls, num_spins, address, seen, sleepers):
     """Wait a little after the `num_polls`-th poll in vain: spin at first, then sleep on what is waited for.
 
-    Spinning is for ranks that have a core each. Where ranks outnumber cores, whoever is waited for must get to run,
-    so `num_spins` is 0 there.
+    Spinning is for ranks that have a core each. Where ranks outnumber cores, whoever is waited for must get
+    to run, so `num_spins` is 0 there.
     """
     if num_polls < num_spins:
         pause()

@@ -11,8 +11,8 @@ import numba
 def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function now, for exactly these types.
 
-    The machine code is kept in Numba's cache. Where no folder can be written (a read-only installation without
-    a home), it is compiled anew in each process.
+    The machine code is kept in Numba's cache. Where no folder can be written (a read-only installation
+    without a home), it is compiled anew in each process.
     """
 
     def compile_now(function: Callable[..., Any]) -> Any:

@@ -32,11 +32,11 @@ def count_layout(topk_idx, experts_per_rank, tokens_per_rank, tokens_per_expert,
 
 @kernel("int64(boolean[:,::1], int32[::1], int32[::1], int32[:,::1], int32[:,::1])")
 def place_tokens(in_rank, claimed_counts, rank_counts, channel_counts, position):
-    """Number the rows that go to each rank, and count them by channel; the first rank whose count differs from
-    what was claimed, or -1.
+    """Number the rows that go to each rank, and count them by channel; the first rank whose count differs
+    from what was claimed, or -1.
 
-    Channels are contiguous ranges of ceil(tokens / channels) tokens. With in_rank [[1, 0], [1, 1], [0, 1]] and
-    2 channels (tokens 0-1 and 2): rank_counts [2, 2], channel_counts [[2, 0], [1, 1]] (rank, channel) and
+    Channels are contiguous ranges of ceil(tokens / channels) tokens. With in_rank [[1, 0], [1, 1], [0, 1]]
+    and 2 channels (tokens 0-1 and 2): rank_counts [2, 2], channel_counts [[2, 0], [1, 1]] (rank, channel) and
     position [[0, -1], [1, 0], [-1, 1]].
     """
     num_tokens, num_ranks = in_rank.shape
@@ -77,9 +77,9 @@ def fill_handle(
     """Turn counts into the prefix sums of a handle.
 
     For rank 1 of 2 with matrix [[2, 1], [1, 3]] (from, to): rank_prefix [[2, 1], [3, 4]]; sent_by_channel
-    [[1, 0], [1, 2]] gives channel_prefix [[1, 1], [1, 3]] (inclusive); received_by_channel [[1, 0], [1, 2]] gives
-    recv_channel_prefix [[0, 1], [0, 1]] (exclusive); position [[0, 0]] gives send_head [[2, 1]], since rank 0
-    sends 2 rows to rank 0 and 1 row to rank 1 before.
+    [[1, 0], [1, 2]] gives channel_prefix [[1, 1], [1, 3]] (inclusive); received_by_channel [[1, 0], [1, 2]]
+    gives recv_channel_prefix [[0, 1], [0, 1]] (exclusive); position [[0, 0]] gives send_head [[2, 1]], since
+    rank 0 sends 2 rows to rank 0 and 1 row to rank 1 before.
     """
     num_ranks, num_channels = sent_by_channel.shape
     for receiver in range(num_ranks):
@@ -125,8 +125,8 @@ def check_handle(rank, rank_prefix, channel_prefix, recv_channel_prefix, num_rec
     """0 if the parts of a handle fit together, so that no kernel can reach outside; else what does not.
 
     1: rank_prefix falls somewhere; 2: more rows than recv_src_idx has; 3: send_head of a peer is not first,
-    first + 1, ... for its tokens in order; 4: is_token_in_rank and send_head differ; 5: channel_prefix does not
-    count send_head; 6: recv_channel_prefix falls or leaves the rows of its peer.
+    first + 1, ... for its tokens in order; 4: is_token_in_rank and send_head differ; 5: channel_prefix does
+    not count send_head; 6: recv_channel_prefix falls or leaves the rows of its peer.
 
     For rank 0 of 1 with 2 tokens in 1 channel: rank_prefix [[2]], channel_prefix [[2]], recv_channel_prefix
     [[0]], 2 rows, in_rank [[True], [True]] and send_head [[0], [1]] fit; with send_head [[0], [2]] it is 3.

@@ -21,11 +21,11 @@ from anyep.backends.cpu.kernels.memory import int32_at, int64_at
 
 @kernel("void(int64[::1], int64[::1], int64[::1], int64, int64, int32[::1], int32[:,::1], int32[::1])")
 def post_letters(mailboxes, sleepers, header, counts_at, with_counts, counts, channel_counts, expert_counts):
-    """Write one letter to each peer; mailboxes[p] is this rank's mailbox at peer p, sleepers[p] p's count of them.
+    """Write one letter to each peer p; mailboxes[p] is this rank's mailbox there, sleepers[p] its sleepers.
 
-    With header [5, 1, ...] and 2 peers, both find 5 in word 0 when the rest is there. counts [3, 4] goes to both;
-    channel_counts [[1, 2], [4, 0]] goes row by row (peer 0 gets [1, 2]); of expert_counts [9, 8, 7, 6] peer 1
-    gets [7, 6]. Without counts (a short letter) only the header is written.
+    With header [5, 1, ...] and 2 peers, both find 5 in word 0 when the rest is there. counts [3, 4] goes to
+    both; channel_counts [[1, 2], [4, 0]] goes row by row (peer 0 gets [1, 2]); of expert_counts [9, 8, 7, 6]
+    peer 1 gets [7, 6]. Without counts (a short letter) only the header is written.
     """
     num_peers = mailboxes.shape[0]
     num_channels = channel_counts.shape[1]
@@ -52,8 +52,8 @@ def post_letters(mailboxes, sleepers, header, counts_at, with_counts, counts, ch
 def read_headers(mailboxes, own_header, first, end, headers):
     """Copy the header of every peer's letter (row p comes from peer p); whether words [first, end) all agree.
 
-    With the letters [5, 0, 7] and [5, 0, 8] at two peers and own_header [5, 0, 7], words [1, 2) agree, and words
-    [1, 3) do not.
+    With the letters [5, 0, 7] and [5, 0, 8] at two peers and own_header [5, 0, 7], words [1, 2) agree,
+    and words [1, 3) do not.
     """
     agree = True
     for peer in range(mailboxes.shape[0]):
@@ -67,7 +67,7 @@ def read_headers(mailboxes, own_header, first, end, headers):
 
 @kernel("void(int64[::1], int64, int32[:,::1], int32[:,::1], int64[::1])")
 def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):
-    """Gather the count matrix (from, to), the rows of each peer by channel, and the tokens of each local expert.
+    """Gather the count matrix (from, to), the rows of each peer by channel, and each local expert's tokens.
 
     The letters of `post_letters`' example, read at peer 1 (with a like letter from a second sender that has
     counts [1, 1], channel_counts row [1, 0] and experts [0, 2]) give matrix [[3, 4], [1, 1]],
@@ -88,7 +88,7 @@ def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):
 
 @kernel("void(int64[::1], int64[::1], int64)")
 def announce(counters, sleepers, value):
-    """Release `value` at every one of these addresses: all that was stored before is visible to who acquires it.
+    """Release `value` at each of these addresses: all that was stored before is visible to who acquires it.
 
     With counters at two zeroed words and value 5, both hold 5.
     """

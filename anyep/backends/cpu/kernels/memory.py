@@ -55,8 +55,8 @@ def _stream_words(typing_context: Any, destination: Any, source: Any) -> Any:
 def copy_row(destination, source, num_bytes, streaming):
     """Copy a row (16-byte aligned at its destination); a stream of many rows goes past the caches.
 
-    An ordinary store first reads the line that it is going to overwrite. For rows that nobody will look at soon
-    that is wasted. After streaming stores `drain_stores` must come before their flag.
+    An ordinary store first reads the line that it is going to overwrite. For rows that nobody will look at
+    soon that is wasted. After streaming stores `drain_stores` must come before their flag.
     """
     if streaming:
         step = _WORD_BYTES * _WORDS_AT_ONCE

@@ -1,8 +1,9 @@
 """Rings: any amount of data through a fixed number of rows, sending and receiving in one progress loop.
 
-A ring for one (channel, sender) lies at the receiver. The sender's counter `tail` lies at the receiver too, the
-receiver's counter `head` at the sender: each is where it is polled. Both only grow; a row's slot is its number
-since the call began, modulo the rows of the ring. Before a call begins every ring is empty (tail equals head).
+A ring for one (channel, sender) lies at the receiver. The sender's counter `tail` lies at the receiver
+too, the receiver's counter `head` at the sender: each is where it is polled. Both only grow; a row's
+slot is its number since the call began, modulo the rows of the ring. Before a call begins every ring is
+empty (tail equals head).
 
 These kernels keep their place in the `sent` and `taken` arrays, so a call may be continued after a return.
 """
@@ -80,13 +81,14 @@ def dispatch_through_rings(
     """Send and receive the rows of some channels; the number of (channel, peer) pairs that are not done yet.
 
     Arrays of [channel, peer]: `send_rows` the address of my ring at the peer (0: nothing goes there by ring),
-    `send_tail` the peer's counter that I advance, `send_head_counter` mine that the peer advances, `send_base`
-    their value when the call began; `recv_*` the same for what I receive. `cursor` is the next token to look at,
-    `sent` and `taken` count rows. `receive_range[peer * num_channels + channel]` is (first row, rows) of the
-    result; `result` the addresses of x, source indices, ids, weights and scales; `slot_offsets` where source
-    meta, scales, ids and weights lie in a slot, and the bytes of a slot; `sleepers` every rank's count of sleepers.
+    `send_tail` the peer's counter that I advance, `send_head_counter` mine that the peer advances,
+    `send_base` their value when the call began; `recv_*` the same for what I receive. `cursor` is the next
+    token to look at, `sent` and `taken` count rows. `receive_range[peer * num_channels + channel]` is (first
+    row, rows) of the result; `result` the addresses of x, source indices, ids, weights and scales;
+    `slot_offsets` where source meta, scales, ids and weights lie in a slot, and the bytes of a slot;
+    `sleepers` every rank's count of sleepers.
 
-    With one channel, two tokens for a peer and a ring of 2 rows: the sender fills slots 0 and 1 and sets tail to
+    With 1 channel, 2 tokens for a peer and a ring of 2 rows: the sender fills slots 0 and 1 and sets tail to
     base + 2; the receiver copies them to rows first and first + 1 and sets head to base + 2; both return 0.
     """
     num_tokens, num_peers = send_head.shape
@@ -235,13 +237,13 @@ def combine_through_rings(
 ):
     """Push rows back to their sources, and add up this rank's own; the number of lanes that are not done yet.
 
-    The arrays are those of `dispatch_through_rings`; `send_range[peer * num_channels + channel]` is (first row,
-    rows) of x that go back to a peer. A peer with `x_of` set is read where its rows lie (pull); the others' rows
-    come through their rings in the order of this rank's tokens, so a token is summed when the next row of every
-    such ring that it needs is there. `cursor[channel]` is the next token to sum.
+    The arrays are those of `dispatch_through_rings`; `send_range[peer * num_channels + channel]` is (first
+    row, rows) of x that go back to a peer. A peer with `x_of` set is read where its rows lie (pull); the
+    others' rows come through their rings in the order of this rank's tokens, so a token is summed when the
+    next row of every such ring that it needs is there. `cursor[channel]` is the next token to sum.
 
-    With one channel, a token that went to ranks 0 and 1 and rings from both: when both tails are base + 1, out is
-    slot 0 of rank 0's ring plus slot 0 of rank 1's ring, and both heads become base + 1.
+    With one channel, a token that went to ranks 0 and 1 and rings from both: when both tails are base + 1,
+    out is slot 0 of rank 0's ring plus slot 0 of rank 1's ring, and both heads become base + 1.
     """
     num_tokens, num_peers = send_head.shape
     num_topk = combined_weights.shape[1]

@@ -112,8 +112,8 @@ def pull_and_sum(
 ):
     """Read the rows of each token where they lie at the peers, and add them up, ranks ascending.
 
-    `x_of[r]` is the address of rank r's rows. With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of
-    rank 0 plus row 2 of rank 1, and the second one is row 3 of rank 1. Top-k weights likewise, per slot.
+    `x_of[r]` is the address of rank r's rows. With send_head [[0, 2], [-1, 3]] the first row of out is row 0
+    of rank 0 plus row 2 of rank 1, and the second one is row 3 of rank 1. Top-k weights likewise, per slot.
     """
     num_ranks = x_of.shape[0]
     num_topk = combined_weights.shape[1]

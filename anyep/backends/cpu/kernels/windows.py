@@ -46,9 +46,9 @@ def send_to_windows(
     """Read each token's row once and write it to every receiver with a window.
 
     `places[r]` holds the addresses of receiver r's x, source indices, top-k ids, top-k weights and scales, or
-    zeros where r has no window. With send_head [[0, 2], [-1, 3]] row 0 of x goes to row 0 at receiver 0 and to
-    row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source indices there are 0, 0 and 1. An expert
-    id is written as the receiver's local one; where the expert is not there, -1 and weight 0.
+    zeros where r has no window. With send_head [[0, 2], [-1, 3]] row 0 of x goes to row 0 at receiver 0 and
+    to row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source indices there are 0, 0 and 1. An
+    expert id is written as the receiver's local one; where the expert is not there, -1 and weight 0.
     """
     num_receivers = places.shape[0]
     num_topk = topk_idx.shape[1]
@@ -84,17 +84,18 @@ def copy_rows(destination, source, num_rows, row_bytes, streaming):
 
 
 @kernel(
-    "int64(int64[:,::1], int32[:,::1], int64, int64, int64, int64[::1], int64[::1], int64[::1], int64[::1], int64[:,::1])"
+    "int64(int64[:,::1], int32[:,::1], int64, int64, int64,"
+    " int64[::1], int64[::1], int64[::1], int64[::1], int64[:,::1])"
 )
 def choose_windows(
     headers, matrix, result_rows_at, num_offers_at, offers_at, bytes_per_row, bases, num_rows, offsets, places
 ):
     """Decide for each receiver where in its window heap its rows go; every rank decides alike.
 
-    A receiver gets `result_rows` of its letter, or (where that is -1) as many rows as the matrix says. Its window
-    holds the results side by side, each aligned to 128 bytes, in the first of its offers that is large enough;
-    where none is, offsets is -1 and places are 0: its rows go through rings. Returns the first receiver that would
-    get more rows than its letter allows, or -1.
+    A receiver gets `result_rows` of its letter, or (where that is -1) as many rows as the matrix says. Its
+    window holds the results side by side, each aligned to 128 bytes, in the first of its offers that is large
+    enough; where none is, offsets is -1 and places are 0: its rows go through rings. Returns the first
+    receiver that would get more rows than its letter allows, or -1.
 
     With one receiver of 3 rows, bytes_per_row [64, 4, 0, 0, 0] (256 + 128 bytes) and the offers (0, 256) and
     (512, 1024) in a heap at 4096: num_rows [3], offsets [512], places [[4608, 4864, 4992, 4992, 4992]].
@@ -127,7 +128,7 @@ def choose_windows(
 
 @kernel("void(int64, int64, int64, int64)")
 def pad_ids(ids, num_rows, num_result_rows, num_topk):
-    """Set the top-k ids past the received rows to -1; with 1 row of 2 and [[3], [9]] they become [[3], [-1]]."""
+    """Set the top-k ids past the received rows to -1; with 1 row of 2, [[3], [9]] becomes [[3], [-1]]."""
     all_ids = int64_at(ids, num_result_rows * num_topk)
     for index in range(num_rows * num_topk, num_result_rows * num_topk):
         all_ids[index] = -1
@@ -137,9 +138,9 @@ def pad_ids(ids, num_rows, num_result_rows, num_topk):
 def unpack_window(places, num_rows, is_new, num_topk, num_scales, source, ids, weights, scales):
     """Copy what came beside the rows out of a window: source indices, top-k ids and weights, scales.
 
-    `places` are the addresses of the window's parts, the last four arguments those of the results; source indices
-    are those of the handle, and stay as they are if it is not new. With 1 row received where 2 were allowed for,
-    and ids [[3], [?]] in the window, the ids become [[3], [-1]].
+    `places` are the addresses of the window's parts, the last four arguments those of the results; source
+    indices are those of the handle, and stay as they are if it is not new. With 1 row received where 2 were
+    allowed for, and ids [[3], [?]] in the window, the ids become [[3], [-1]].
     """
     if is_new:
         copy_bytes(source.ctypes.data, places[1], 4 * num_rows)
