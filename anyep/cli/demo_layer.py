@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from anyep.buffer import Buffer
 from anyep.cli.demo_job import Job, StepReport
@@ -35,16 +36,28 @@ class Weights:
         self.down = [normal(inner, hidden).requires_grad_() for _ in range(job.experts)]
 
     def expert(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        return torch.relu(rows @ self.up[index]) @ self.down[index]
+        # Smooth: at a kink, sums that differ in their last bits would have different gradients.
+        return functional.silu(rows @ self.up[index]) @ self.down[index]
 
     def parameters(self) -> list[torch.Tensor]:
         return [self.gate, *self.up, *self.down]
 
 
-def route(x: torch.Tensor, gate: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts, and their weights: softmax over the chosen ones."""
-    scores, experts = (x @ gate).topk(topk, dim=-1)
-    return experts, scores.softmax(dim=-1)
+def weights_of(scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """The weights of each token's experts: softmax over the chosen ones."""
+    return scores.gather(1, experts).softmax(dim=-1)
+
+
+def misrouting(scores: torch.Tensor, experts: torch.Tensor) -> float:
+    """By how much a token's best expert that was not chosen beats its worst chosen one; 0 for a right choice.
+
+    Two sums of the same numbers may differ in their last bits, so a tie may be decided either way.
+    """
+    if not experts.numel() or experts.shape[1] == scores.shape[1]:
+        return 0.0
+    worst_chosen = scores.gather(1, experts).min(dim=1).values
+    best_other = scores.scatter(1, experts, float("-inf")).max(dim=1).values
+    return max(0.0, float((best_other - worst_chosen).max()))
 
 
 class Dispatch(torch.autograd.Function):
@@ -108,9 +121,11 @@ class Combine(torch.autograd.Function):
 
 def layer_on_a_rank(
     x: torch.Tensor, weights: Weights, job: Job, rank: int, buffer: Buffer, report: StepReport
-) -> torch.Tensor:
-    """The layer, with this rank's experts only."""
-    experts, topk_weights = route(x, weights.gate, job.topk)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer, with this rank's experts only; also each token's choice of experts."""
+    scores = x @ weights.gate
+    experts = scores.detach().topk(job.topk, dim=-1).indices
+    topk_weights = weights_of(scores, experts)
     rows, row_weights, ids, *handle = Dispatch.apply(x, topk_weights, experts, buffer, job.experts, report)  # type: ignore[no-untyped-call]
     local = job.experts // job.ranks
     output = torch.zeros_like(rows)
@@ -120,18 +135,21 @@ def layer_on_a_rank(
             result = weights.expert(rank * local + expert, rows[chosen])
             output = output.index_add(0, chosen, result * row_weights[chosen, slot].unsqueeze(1))
     combined: torch.Tensor = Combine.apply(output, buffer, report, *handle)  # type: ignore[no-untyped-call]
-    return combined
+    return combined, experts
 
 
-def layer_in_one_process(x: torch.Tensor, weights: Weights, job: Job) -> torch.Tensor:
-    """The reference: every token through each of its experts."""
-    experts, topk_weights = route(x, weights.gate, job.topk)
+def layer_in_one_process(
+    x: torch.Tensor, experts: torch.Tensor, weights: Weights, job: Job
+) -> tuple[torch.Tensor, float]:
+    """The reference: every token through each of its experts; also how wrong the choice of experts is."""
+    scores = x @ weights.gate
+    topk_weights = weights_of(scores, experts)
     output = torch.zeros_like(x)
     for expert in range(job.experts):
         chosen, slot = torch.nonzero(experts == expert, as_tuple=True)
         result = weights.expert(expert, x[chosen])
         output = output.index_add(0, chosen, result * topk_weights[chosen, slot].unsqueeze(1))
-    return output
+    return output, misrouting(scores.detach(), experts)
 
 
 def tokens_of(job: Job, rank: int, step: int) -> torch.Tensor:
@@ -149,7 +167,7 @@ def train(rank: Rank, job: Job) -> list[StepReport]:
         for step in range(job.steps):
             report = StepReport(step, [], 0)
             x = tokens_of(job, rank.rank, step).requires_grad_()
-            output = layer_on_a_rank(x, weights, job, rank.rank, buffer, report)
+            output, experts = layer_on_a_rank(x, weights, job, rank.rank, buffer, report)
             loss = output.square().sum() / (job.ranks * job.tokens or 1)
             loss.backward()  # type: ignore[no-untyped-call]
             assert weights.gate.grad is not None
@@ -157,7 +175,7 @@ def train(rank: Rank, job: Job) -> list[StepReport]:
             total = loss.detach().clone()
             dist.all_reduce(total, group=rank.group)
             report.loss = float(total)
-            report.largest_difference = _compare(job, step, weights, x, output, rank, reference)
+            report.largest_difference = _compare(job, step, weights, x, output, experts, rank, reference)
             _descend(weights)
             reports.append(report)
             rank.report(report)
@@ -170,6 +188,7 @@ def _compare(
     weights: Weights,
     x: torch.Tensor,
     output: torch.Tensor,
+    experts: torch.Tensor,
     rank: Rank,
     reference: Weights | None,
 ) -> float:
@@ -184,21 +203,21 @@ def _compare(
         _gradient(weights.down[index]) for index in mine
     ]
     gathered: list[Any] | None = [None] * job.ranks if rank.rank == 0 else None
-    dist.gather_object(parts, gathered, group=rank.group)
+    dist.gather_object((experts, parts), gathered, group=rank.group)
     if reference is None or gathered is None:
         return 0.0
     all_x = torch.cat([tokens_of(job, other, step) for other in range(job.ranks)]).requires_grad_()
-    all_output = layer_in_one_process(all_x, reference, job)
+    choices = torch.cat([choice for choice, _ in gathered])
+    all_output, largest = layer_in_one_process(all_x, choices, reference, job)
     (all_output.square().sum() / (len(all_x) or 1)).backward()  # type: ignore[no-untyped-call]
     assert all_x.grad is not None
     assert reference.gate.grad is not None
-    largest = 0.0
-    for other, theirs in enumerate(gathered):
+    for other, (_, theirs) in enumerate(gathered):
         tokens = slice(other * job.tokens, (other + 1) * job.tokens)
-        experts = range(other * local, (other + 1) * local)
+        owned = range(other * local, (other + 1) * local)
         expected = [all_output.detach()[tokens], all_x.grad[tokens], reference.gate.grad]
-        expected += [_gradient(reference.up[index]) for index in experts]
-        expected += [_gradient(reference.down[index]) for index in experts]
+        expected += [_gradient(reference.up[index]) for index in owned]
+        expected += [_gradient(reference.down[index]) for index in owned]
         for ours, right in zip(theirs, expected, strict=True):
             largest = max(largest, _relative_difference(ours, right))
     _descend(reference)
