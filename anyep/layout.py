@@ -285,6 +285,7 @@ class ControlRegion:
         kinds = (
             ("status", STATUS_BYTES, 1, 1),
             ("sleepers", COUNTER_BYTES, 1, 1),
+            ("doorbell", COUNTER_BYTES, 1, 1),
             ("mailbox", self.letter_bytes, self.num_ranks, NUM_MAILBOXES),
             ("window arrival", COUNTER_BYTES, node_ranks, 1),
             ("window pulled", COUNTER_BYTES, node_ranks, 1),

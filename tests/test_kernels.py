@@ -377,7 +377,8 @@ def test_a_ring_of_two_rows() -> None:
     x = np.arange(8, dtype=np.int32).reshape(2, 4)
     result_x, source = np.zeros((2, 4), np.int32), np.zeros(2, np.int32)
     sent, taken, cursor = (np.zeros((1, 1), np.int64) for _ in range(3))
-    base = int64([[7]])
+    base, bell = int64([[7]]), int64([0])
+    bells = int64([bell.ctypes.data])
     ring_at, tail_at, head_at = (int64([[array.ctypes.data]]) for array in (ring, tail, head))
     values = np.zeros((1, 1), np.int64)
     rings.read_counters(tail_at, values)
@@ -414,11 +415,13 @@ def test_a_ring_of_two_rows() -> None:
         int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0]),
         0,
         ONE_SLEEPER,
+        bells,
         0,
         0,
     )
     assert unfinished == 0
     assert (tail[0, 0], head[0, 0]) == (9, 9)
+    assert bell[0] > 0
     assert result_x.tolist() == x.tolist()
     assert source.tolist() == [0, 1]
 
@@ -429,6 +432,7 @@ def test_a_token_from_two_rings() -> None:
     slots[0, 0, :32] = np.arange(8, dtype=np.float32).view(np.uint8)
     slots[1, 0, :32] = np.full(8, 10, np.float32).view(np.uint8)
     tails, heads = int64([[8, 3]]), int64([[7, 2]])
+    bells = np.zeros(2, np.int64)
     out, zeros = np.zeros((1, 8), np.float32), np.zeros((1, 2), np.int64)
     taken = np.zeros((1, 2), np.int64)
     unfinished = rings.combine_through_rings(
@@ -464,6 +468,8 @@ def test_a_token_from_two_rings() -> None:
         np.zeros((1, 0), np.float32),
         0,
         np.repeat(ONE_SLEEPER, 2),
+        bells.ctypes.data + 8 * np.arange(2),
+        0,
         0,
     )
     assert unfinished == 0

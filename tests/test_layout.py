@@ -180,6 +180,7 @@ def test_control_region_in_full() -> None:
     expected = {
         "status": (4096, 1, 1),
         "sleepers": (8, 1, 1),
+        "doorbell": (8, 1, 1),
         "mailbox": (4992, 2, 2),
         "window arrival": (8, 2, 1),
         "window pulled": (8, 2, 1),

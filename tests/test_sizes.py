@@ -19,6 +19,7 @@ from anyep.sizes import (
     get_low_latency_rdma_size_hint,
     nvl_hint_parts,
     rdma_hint_parts,
+    token_layout,
 )
 from tests.strategies import configs
 
@@ -272,6 +273,8 @@ def test_sizes_refuse(call, sentence: str) -> None:
 
 def test_smallest_sizes_are_taken() -> None:
     assert TokenLayout(16) == TokenLayout(16, num_scales=0, num_topk=0)
+    assert token_layout(16, 1, 2) == TokenLayout(16, num_scales=1, num_topk=2)
+    assert token_layout(16, 1, 2) is token_layout(16, 1, 2)
     assert TokenLayout(16).token_bytes == 32
     assert TokenLayout(16, 128, 128).token_bytes == align(16 + 8 + 512 + 512 + 512, 16)
     assert LowLatencySizes(1, 8, 1).dispatch_message_bytes == 32

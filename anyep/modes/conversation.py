@@ -83,6 +83,7 @@ class Conversation:
         self._own = self._statuses[self.rank]
         self._own.start()
         self.sleepers = self._at_peers(control.block("sleepers").start)
+        self.doorbells = self._at_peers(control.block("doorbell").start)
         self._own_sleepers = int(self.sleepers[self.rank])
         mailbox = control.block("mailbox")
         self._mailboxes_of_peers = [self._at_peers(mailbox.offset(self.rank, box)) for box in range(2)]

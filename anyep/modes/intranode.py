@@ -40,8 +40,6 @@ from anyep.sizes import Config, TokenLayout, align, token_layout
 WORTH_SPLITTING_BYTES = 1 << 20
 WORTH_REUSING_BYTES = 1 << 16
 WORTH_STREAMING_BYTES = 1 << 22
-CACHE_BYTES = 32 << 20
-"""What the rings of a machine may take of its last-level cache: a usual size of one."""
 MIN_RING_ROWS = 2
 NO_SOURCES = np.zeros(0, np.int32)
 NO_IDS = np.zeros((0, 0), np.int64)
@@ -145,6 +143,7 @@ class Intranode:
         self.stream = backend.Stream()
         self.windows = WindowHeap(window_blocks[conversation.rank])
         self._arena = WindowHeap(backend.PrivateBlock(num_arena_bytes))
+        self._ring_addresses: _RingAddresses | None = None
         self._last_area: tuple[Config, TokenLayout, RingArea] | None = None
         self._backend = backend
         self._rank = conversation.rank
@@ -490,6 +489,7 @@ class Intranode:
                     result,
                     num_spins,
                     self.conversation.sleepers,
+                    self.conversation.doorbells,
                     self._rank,
                     int(decision.num_rows * payload.token.hidden_bytes >= WORTH_STREAMING_BYTES),
                 )
@@ -637,7 +637,9 @@ class Intranode:
                         *sum_arguments,
                         num_spins,
                         conversation.sleepers,
+                        conversation.doorbells,
                         self._rank,
+                        int(x.shape[0] * row_bytes >= WORTH_STREAMING_BYTES),
                     )
                 )
 
@@ -687,10 +689,7 @@ class Intranode:
     # Rings
 
     def ring_area(self, config: Config, token: TokenLayout) -> RingArea:
-        """The rings of a call; their rows are what the config asks for, or what `num_nvl_bytes` holds.
-
-        Rings that all ranks' caches can hold are faster than larger ones, whose rows go through memory twice.
-        """
+        """The rings of a call; their rows are what the config asks for, or what `num_nvl_bytes` holds."""
         if self._last_area is not None and config is self._last_area[0] and token is self._last_area[1]:
             return self._last_area[2]
 
@@ -699,41 +698,49 @@ class Intranode:
             return nvl_rings(start, config.num_channels, self._num_ranks, 1, num_rows, token.token_bytes)
 
         wanted = area(config.num_max_nvl_chunked_recv_tokens)
-        cached = ring_rows_that_fit(wanted, CACHE_BYTES // self._num_ranks)
-        fitting = area(min(ring_rows_that_fit(wanted, self._num_nvl_bytes), max(cached, MIN_RING_ROWS)))
+        fitting = area(ring_rows_that_fit(wanted, self._num_nvl_bytes))
         # Calls of one kind come with the very same config and layout.
         self._last_area = (config, token, fitting)
         return fitting
 
     def _rings(self, area: RingArea, send_to: Array, receive_from: Array) -> _Rings:
+        """The rings of a call that begins: to some ranks, from some ranks."""
+        if self._ring_addresses is None or self._ring_addresses.area is not area:
+            self._ring_addresses = self._addresses_of(area)
+        at = self._ring_addresses
+        shape = (area.num_channels, self._num_ranks)
+        send_base, recv_base = np.empty(shape, np.int64), np.empty(shape, np.int64)
+        # This rank alone advances the tail where it sends and the head where it receives.
+        self._backend.read_counters(at.send_tail, send_base)
+        self._backend.read_counters(at.recv_head, recv_base)
+        return _Rings(
+            num_rows=area.num_rows,
+            send_rows=at.send_rows * send_to,
+            send_tail=at.send_tail,
+            send_head=at.send_head,
+            send_base=send_base,
+            recv_rows=at.recv_rows * receive_from,
+            recv_tail=at.recv_tail,
+            recv_head=at.recv_head,
+            recv_base=recv_base,
+            sent=np.zeros(shape, np.int64),
+            taken=np.zeros(shape, np.int64),
+        )
+
+    def _addresses_of(self, area: RingArea) -> _RingAddresses:
+        """Where the rows, tails and heads of all rings lie, by (channel, peer)."""
         channels = np.arange(area.num_channels, dtype=np.int64)[:, None]
         peers = np.arange(self._num_ranks, dtype=np.int64)[None, :]
         tail, head = self._control.block("ring tail"), self._control.block("ring head")
         heaps, own = self._heap_addresses[None, :], self._heap_addresses[self._rank]
-        used_bytes = area.ring_bytes
-        send_rows = heaps + area.start + (channels * self._num_ranks + self._rank) * used_bytes
-        recv_rows = own + area.start + (channels * self._num_ranks + peers) * used_bytes
-        send_tail = heaps + tail.start + self._rank * tail.stride + 8 * channels
-        recv_tail = own + tail.start + peers * tail.stride + 8 * channels
-        recv_head = heaps + head.start + self._rank * head.stride + 8 * channels
-        send_head = own + head.start + peers * head.stride + 8 * channels
-        shape = (area.num_channels, self._num_ranks)
-        send_base, recv_base = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        # This rank alone advances the tail where it sends and the head where it receives.
-        self._backend.read_counters(send_tail, send_base)
-        self._backend.read_counters(recv_head, recv_base)
-        return _Rings(
-            num_rows=area.num_rows,
-            send_rows=np.where(send_to[None, :], send_rows, 0),
-            send_tail=send_tail,
-            send_head=send_head,
-            send_base=send_base,
-            recv_rows=np.where(receive_from[None, :], recv_rows, 0),
-            recv_tail=recv_tail,
-            recv_head=recv_head,
-            recv_base=recv_base,
-            sent=np.zeros(shape, np.int64),
-            taken=np.zeros(shape, np.int64),
+        return _RingAddresses(
+            area=area,
+            send_rows=heaps + area.start + (channels * self._num_ranks + self._rank) * area.ring_bytes,
+            send_tail=heaps + tail.start + self._rank * tail.stride + 8 * channels,
+            send_head=own + head.start + peers * head.stride + 8 * channels,
+            recv_rows=own + area.start + (channels * self._num_ranks + peers) * area.ring_bytes,
+            recv_tail=own + tail.start + peers * tail.stride + 8 * channels,
+            recv_head=heaps + head.start + self._rank * head.stride + 8 * channels,
         )
 
     def _run_rings(
@@ -812,6 +819,19 @@ class _Staged(NamedTuple):
     x: int
     weights: int
     to_free: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _RingAddresses:
+    """The addresses of an area's rings, by (channel, peer): to send to a peer, and to receive from one."""
+
+    area: RingArea
+    send_rows: Array
+    send_tail: Array
+    send_head: Array
+    recv_rows: Array
+    recv_tail: Array
+    recv_head: Array
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,13 @@ def wake(address, sleepers):
 
 
 @inlined
+def ring_bell(doorbell, sleepers):
+    """Tell a rank that something of what it may wait for has come; the add is a fence as well."""
+    add(doorbell, 1)
+    wake(doorbell, sleepers)
+
+
+@inlined
 def sleep_on(address, seen, sleepers):
     """Sleep until the counter at `address` is woken, `SLEEP_NS` at most; not at all if it is not `seen`."""
     timeout = np.empty(2, np.int64)

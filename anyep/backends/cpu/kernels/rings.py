@@ -15,13 +15,19 @@ import numpy as np
 from anyep.backends.cpu.kernels.atomics import (
     PATIENCE,
     back_off,
-    fence,
     load_acquire,
+    ring_bell,
     store_release,
-    wake,
 )
 from anyep.backends.cpu.kernels.compiler import kernel
-from anyep.backends.cpu.kernels.memory import copy_bytes, copy_row, float32_at, int32_at, int64_at
+from anyep.backends.cpu.kernels.memory import (
+    copy_bytes,
+    copy_row,
+    drain_stores,
+    float32_at,
+    int32_at,
+    int64_at,
+)
 from anyep.backends.cpu.kernels.sums import BLOCK, sum_rows, sum_weights
 from anyep.backends.cpu.kernels.windows import copy_scales
 
@@ -41,7 +47,7 @@ def read_counters(addresses, values):
     " int64[:,::1], int64[:,::1], int64[:,::1], int64[:,::1],"
     " int64[:,::1], int64[:,::1], int64[:,::1], int64, int64, int64[::1],"
     " int32[:,::1], int64, int64, int64, int64, int64, int64, int64[:,::1], float32[:,::1], int64,"
-    " int32[:,::1], int64[::1], int64, int64[::1], int64, int64)"
+    " int32[:,::1], int64[::1], int64, int64[::1], int64[::1], int64, int64)"
 )
 def dispatch_through_rings(
     first_channel,
@@ -75,6 +81,7 @@ def dispatch_through_rings(
     result,
     num_spins,
     sleepers,
+    doorbells,
     own_rank,
     streaming,
 ):
@@ -86,7 +93,7 @@ def dispatch_through_rings(
     token to look at, `sent` and `taken` count rows. `receive_range[peer * num_channels + channel]` is (first
     row, rows) of the result; `result` the addresses of x, source indices, ids, weights and scales;
     `slot_offsets` where source meta, scales, ids and weights lie in a slot, and the bytes of a slot;
-    `sleepers` every rank's count of sleepers.
+    `sleepers` and `doorbells` every rank's.
 
     With 1 channel, 2 tokens for a peer and a ring of 2 rows: the sender fills slots 0 and 1 and sets tail to
     base + 2; the receiver copies them to rows first and first + 1 and sets head to base + 2; both return 0.
@@ -97,10 +104,10 @@ def dispatch_through_rings(
     meta_at, scales_at, ids_at, weights_at, slot_bytes = slot_offsets
     num_polls = 0
     while True:
+        # Whatever comes after this look at the bell is seen below, or ends the sleep at once.
+        bell = load_acquire(doorbells[own_rank])
         unfinished = 0
         progress = False
-        stuck_on = 0
-        stuck_at = 0
         for channel in range(first_channel, end_channel):
             end_token = min(num_tokens, (channel + 1) * per_channel)
             for peer in range(num_peers):
@@ -118,7 +125,7 @@ def dispatch_through_rings(
                         if number >= limit:
                             break
                         slot = send_rows[channel, peer] + number % ring_rows * slot_bytes
-                        copy_bytes(slot, x + token * row_bytes, row_bytes)
+                        copy_row(slot, x + token * row_bytes, row_bytes, streaming)
                         int32_at(slot + meta_at, 1)[0] = token
                         if num_scales:
                             copy_scales(
@@ -137,14 +144,12 @@ def dispatch_through_rings(
                     cursor[channel, peer] = token
                     if number > first_number:
                         sent[channel, peer] = number
+                        drain_stores()
                         store_release(send_tail[channel, peer], send_base[channel, peer] + number)
-                        fence()
-                        wake(send_tail[channel, peer], sleepers[peer])
+                        ring_bell(doorbells[peer], sleepers[peer])
                         progress = True
                     if token < end_token:
                         unfinished += 1
-                        stuck_on = send_head_counter[channel, peer]
-                        stuck_at = head + send_base[channel, peer]
                 # Take all that has arrived from this peer.
                 if recv_rows[channel, peer]:
                     first_row = receive_range[peer * num_channels + channel, 0]
@@ -174,13 +179,10 @@ def dispatch_through_rings(
                                 number += 1
                             taken[channel, peer] = number
                             store_release(recv_head_counter[channel, peer], recv_base[channel, peer] + number)
-                            fence()
-                            wake(recv_head_counter[channel, peer], sleepers[peer])
+                            ring_bell(doorbells[peer], sleepers[peer])
                             progress = True
                         if number < num_rows:
                             unfinished += 1
-                            stuck_on = recv_tail[channel, peer]
-                            stuck_at = recv_base[channel, peer] + number
         if unfinished == 0:
             return 0
         if progress:
@@ -188,7 +190,7 @@ def dispatch_through_rings(
         elif num_polls >= num_spins + PATIENCE:
             return unfinished
         else:
-            back_off(num_polls, num_spins, stuck_on, stuck_at, sleepers[own_rank])
+            back_off(num_polls, num_spins, doorbells[own_rank], bell, sleepers[own_rank])
             num_polls += 1
 
 
@@ -198,7 +200,7 @@ def dispatch_through_rings(
     " int64[:,::1], int64[:,::1], int64[:,::1], int64[:,::1],"
     " int64[::1], int64[:,::1], int64[:,::1], int64, int64, int64[::1],"
     " int32[:,::1], int64, int64, int32[:,::1], int64[::1], int64[::1],"
-    " int64, int64, int64, int64, int64, int64, float32[:,::1], int64, int64[::1], int64)"
+    " int64, int64, int64, int64, int64, int64, float32[:,::1], int64, int64[::1], int64[::1], int64, int64)"
 )
 def combine_through_rings(
     first_channel,
@@ -233,7 +235,9 @@ def combine_through_rings(
     combined_weights,
     num_spins,
     sleepers,
+    doorbells,
     own_rank,
+    streaming,
 ):
     """Push rows back to their sources, and add up this rank's own; the number of lanes that are not done yet.
 
@@ -254,10 +258,10 @@ def combine_through_rings(
     sums = np.empty(BLOCK, np.float32)
     num_polls = 0
     while True:
+        # Whatever comes after this look at the bell is seen below, or ends the sleep at once.
+        bell = load_acquire(doorbells[own_rank])
         unfinished = 0
         progress = False
-        stuck_on = 0
-        stuck_at = 0
         for channel in range(first_channel, end_channel):
             # Push at most one chunk to each peer.
             for peer in range(num_peers):
@@ -274,19 +278,17 @@ def combine_through_rings(
                     while number < limit:
                         slot = send_rows[channel, peer] + number % ring_rows * slot_bytes
                         row = first_row + number
-                        copy_bytes(slot, x + row * row_bytes, row_bytes)
+                        copy_row(slot, x + row * row_bytes, row_bytes, streaming)
                         if num_topk:
                             copy_bytes(slot + weights_at, weights + 4 * row * num_topk, 4 * num_topk)
                         number += 1
                     sent[channel, peer] = number
+                    drain_stores()
                     store_release(send_tail[channel, peer], send_base[channel, peer] + number)
-                    fence()
-                    wake(send_tail[channel, peer], sleepers[peer])
+                    ring_bell(doorbells[peer], sleepers[peer])
                     progress = True
                 if number < num_rows:
                     unfinished += 1
-                    stuck_on = send_head_counter[channel, peer]
-                    stuck_at = head + send_base[channel, peer]
             # Sum the tokens whose rows are all there.
             token = cursor[channel]
             end_token = min(num_tokens, (channel + 1) * per_channel)
@@ -304,8 +306,6 @@ def combine_through_rings(
                         number = taken[channel, peer]
                         if load_acquire(recv_tail[channel, peer]) - recv_base[channel, peer] <= number:
                             ready = False
-                            stuck_on = recv_tail[channel, peer]
-                            stuck_at = recv_base[channel, peer] + number
                             break
                         slot = recv_rows[channel, peer] + number % ring_rows * slot_bytes
                         rows[count] = slot
@@ -324,8 +324,7 @@ def combine_through_rings(
                         store_release(
                             recv_head_counter[channel, peer], recv_base[channel, peer] + taken[channel, peer]
                         )
-                        fence()
-                        wake(recv_head_counter[channel, peer], sleepers[peer])
+                        ring_bell(doorbells[peer], sleepers[peer])
                 token += 1
                 progress = True
             cursor[channel] = token
@@ -338,5 +337,5 @@ def combine_through_rings(
         elif num_polls >= num_spins + PATIENCE:
             return unfinished
         else:
-            back_off(num_polls, num_spins, stuck_on, stuck_at, sleepers[own_rank])
+            back_off(num_polls, num_spins, doorbells[own_rank], bell, sleepers[own_rank])
             num_polls += 1
