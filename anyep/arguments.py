@@ -43,14 +43,17 @@ def check_tensor(
     if dtypes is not None and tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise InvalidCall(f"{name} is {str(tensor.dtype).removeprefix('torch.')}: it must be {names}")
-    actual = tuple(tensor.shape)
-    if actual != shape and (
-        len(actual) != len(shape)
-        or any(wanted not in (None, size) for wanted, size in zip(shape, actual, strict=True))
-    ):
+    actual = tensor.shape
+    if actual != shape and not _fits(actual, shape):
         wanted_shape = ", ".join("any" if size is None else str(size) for size in shape)
-        raise InvalidCall(f"{name} has shape {list(tensor.shape)}: it must be [{wanted_shape}]")
+        raise InvalidCall(f"{name} has shape {list(actual)}: it must be [{wanted_shape}]")
     return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _fits(actual: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    return len(actual) == len(shape) and all(
+        wanted in (None, size) for wanted, size in zip(shape, actual, strict=True)
+    )
 
 
 def check_x(name: str, x: Any, dtypes: tuple[torch.dtype, ...] | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from anyep.modes.connection import Wishes, connect
 from anyep.modes.conversation import Call, Conversation
 from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Payload, Places
 from anyep.modes.letters import Kind
-from anyep.modes.routing import Routing, checked_routing
+from anyep.modes.routing import Routing, check_contents, checked_routing
 from anyep.modes.status import RankStatus
 from anyep.rendezvous import rendezvous_of
 from anyep.sizes import Config, TokenLayout, token_layout
@@ -73,6 +73,7 @@ class Buffer:
         network: str | None = None,
     ) -> None:
         self.runtime: Intranode | None = None
+        self._last_handle: tuple[Handle, Routing] | None = None
         self._pid = os.getpid()
         self._generation = _generation
         rendezvous = rendezvous_of(group, comm)
@@ -283,12 +284,14 @@ class Buffer:
         payload, places, per_expert, chosen, worst, alignment = self._refusing(call, check)
         received = runtime.dispatch(call, payload, places, per_expert, chosen, worst, alignment, async_finish)
         rows = received.x if received.scales is None else (received.x, received.scales)
+        new_handle = received.routing.tensors()
+        self._last_handle = (new_handle, received.routing)
         return (
             rows,
             received.topk_idx,
             received.topk_weights,
             received.tokens_per_expert,
-            received.routing.tensors(),
+            new_handle,
             EventOverlap(received.event),
         )
 
@@ -313,7 +316,7 @@ class Buffer:
                     "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
                 )
             payload = arguments.check_payload(x, None, None)
-            parts = checked_routing(cpu, handle, self.rank, self.group_size)
+            parts = self._routing_of(handle)
             if payload.num_tokens != parts.num_tokens:
                 raise InvalidCall(
                     f"x has {payload.num_tokens} rows, but the handle was made for {parts.num_tokens}"
@@ -346,7 +349,7 @@ class Buffer:
         def check() -> tuple[Any, ...]:
             _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
             rows = arguments.check_x("x", x, arguments.FLOAT_DTYPES)
-            parts = checked_routing(cpu, handle, self.rank, self.group_size)
+            parts = self._routing_of(handle)
             if rows.shape[0] != parts.num_recv_rows:
                 raise InvalidCall(
                     f"x has {rows.shape[0]} rows, but the handle's dispatch gave {parts.num_recv_rows}"
@@ -408,6 +411,13 @@ class Buffer:
         self.destroy()
 
     # Helpers
+
+    def _routing_of(self, handle: Any) -> Routing:
+        """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
+        if self._last_handle is not None and handle is self._last_handle[0]:
+            check_contents(cpu, self._last_handle[1], self.rank)
+            return self._last_handle[1]
+        return checked_routing(cpu, handle, self.rank, self.group_size)
 
     def _check_usable(self) -> Intranode:
         if self.runtime is None:

@@ -41,6 +41,7 @@ WORTH_SPLITTING_BYTES = 1 << 20
 WORTH_REUSING_BYTES = 1 << 16
 WORTH_STREAMING_BYTES = 1 << 22
 MIN_RING_ROWS = 2
+MAX_KNOWN_AREAS = 64
 NO_SOURCES = np.zeros(0, np.int32)
 NO_IDS = np.zeros((0, 0), np.int64)
 NO_WEIGHTS = np.zeros((0, 0), np.float32)
@@ -144,7 +145,7 @@ class Intranode:
         self.windows = WindowHeap(window_blocks[conversation.rank])
         self._arena = WindowHeap(backend.PrivateBlock(num_arena_bytes))
         self._ring_addresses: _RingAddresses | None = None
-        self._last_area: tuple[Config, TokenLayout, RingArea] | None = None
+        self._areas: dict[tuple[int, int], tuple[Config, TokenLayout, RingArea]] = {}
         self._backend = backend
         self._rank = conversation.rank
         self._num_ranks = conversation.num_ranks
@@ -690,8 +691,11 @@ class Intranode:
 
     def ring_area(self, config: Config, token: TokenLayout) -> RingArea:
         """The rings of a call; their rows are what the config asks for, or what `num_nvl_bytes` holds."""
-        if self._last_area is not None and config is self._last_area[0] and token is self._last_area[1]:
-            return self._last_area[2]
+        # Calls of one kind come with the very same config and layout, so their identity is key enough; an
+        # entry keeps both alive.
+        known = self._areas.get((id(config), id(token)))
+        if known is not None:
+            return known[2]
 
         def area(num_rows: int) -> RingArea:
             start = self._control.num_bytes
@@ -699,8 +703,9 @@ class Intranode:
 
         wanted = area(config.num_max_nvl_chunked_recv_tokens)
         fitting = area(ring_rows_that_fit(wanted, self._num_nvl_bytes))
-        # Calls of one kind come with the very same config and layout.
-        self._last_area = (config, token, fitting)
+        if len(self._areas) >= MAX_KNOWN_AREAS:
+            self._areas.clear()
+        self._areas[id(config), id(token)] = (config, token, fitting)
         return fitting
 
     def _rings(self, area: RingArea, send_to: Array, receive_from: Array) -> _Rings:

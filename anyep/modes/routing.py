@@ -96,6 +96,12 @@ def checked_routing(backend: Any, handle: Any, rank: int, num_ranks: int) -> Rou
         _array("is_token_in_rank", in_rank, torch.bool, (num_tokens, num_ranks)),
         _array("send_head", send_head, torch.int32, (num_tokens, num_ranks)),
     )
+    check_contents(backend, routing, rank)
+    return routing
+
+
+def check_contents(backend: Any, routing: Routing, rank: int) -> None:
+    """Refuse a routing whose parts do not fit together: with it a kernel could reach outside of its rows."""
     code = backend.check_handle(
         rank,
         routing.rank_prefix_matrix,
@@ -107,7 +113,6 @@ def checked_routing(backend: Any, handle: Any, rank: int, num_ranks: int) -> Rou
     )
     if code:
         raise InvalidCall(f"the handle does not fit together: {WHAT_DOES_NOT_FIT[code]}")
-    return routing
 
 
 def _array(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Array:
