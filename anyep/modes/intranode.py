@@ -201,19 +201,13 @@ class Intranode:
         run_async: bool,
     ) -> Received:
         """A dispatch that finds out its routing."""
-        run = self._dispatch_worst_case if num_worst_tokens else self._dispatch_as_counted
+        what = (call, payload, places, tokens_per_expert, config)
+        if num_worst_tokens:
+            return self.conversation.guarded(
+                call, lambda: self._dispatch_worst_case(*what, num_worst_tokens, run_async)
+            )
         return self.conversation.guarded(
-            call,
-            lambda: run(
-                call,
-                payload,
-                places,
-                tokens_per_expert,
-                config,
-                num_worst_tokens,
-                expert_alignment,
-                run_async,
-            ),
+            call, lambda: self._dispatch_as_counted(*what, expert_alignment, run_async)
         )
 
     def _dispatch_as_counted(
@@ -223,7 +217,6 @@ class Intranode:
         places: Places,
         tokens_per_expert: Array,
         config: Config,
-        num_worst_tokens: int,
         expert_alignment: int,
         run_async: bool,
     ) -> Received:
@@ -259,7 +252,6 @@ class Intranode:
         tokens_per_expert: Array,
         config: Config,
         num_worst_tokens: int,
-        expert_alignment: int,
         run_async: bool,
     ) -> Received:
         """The number of rows is given, so the call can go on by itself without waiting for anything first."""
