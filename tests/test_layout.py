@@ -10,14 +10,17 @@ from hypothesis import strategies as st
 
 from anyep import Config, InvalidCall, layout
 from anyep.layout import (
+    ControlBlock,
     ControlRegion,
     LowLatencySlots,
     Region,
     RingArea,
+    Window,
     low_latency_heap,
     normal_heap,
     nvl_rings,
     rdma_rings,
+    ring_rows_that_fit,
 )
 from anyep.sizes import LowLatencySizes, TokenLayout, align
 from tests.strategies import configs
@@ -86,6 +89,42 @@ def test_fields_of_the_classic_layout() -> None:
         ("tail", 4),
     )
     assert rdma_rings("rdma", 0, 1, 2, 2, 16).control_fields == (("meta", 72), ("head", 8), ("tail", 8))
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 60), st.integers(1, 20), st.integers(0, 20_000))
+def test_rings_shrink_to_what_fits(channels: int, peers: int, rows: int, words: int, area_bytes: int) -> None:
+    def ring(num_rows: int) -> int:
+        return nvl_rings(0, channels, peers, 1, num_rows, 16 * words).num_bytes
+
+    fitting = ring_rows_that_fit(nvl_rings(0, channels, peers, 1, rows, 16 * words), area_bytes)
+    assert 0 <= fitting <= rows
+    assert fitting == 0 or ring(fitting) <= area_bytes
+    assert fitting == rows or ring(fitting + 1) > area_bytes
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
+def test_a_window_holds_its_results_side_by_side(rows: int, words: int, topk: int, scales: int) -> None:
+    window = Window(rows, 16 * words, topk, scales)
+    assert window.sizes() == (
+        rows * 16 * words,
+        rows * 4,
+        rows * 8 * topk,
+        rows * 4 * topk,
+        rows * 4 * scales,
+    )
+    end = 0
+    for offset, size in zip(window.offsets(), window.sizes(), strict=True):
+        assert offset == end
+        end = align(offset + size, 128)
+    assert window.num_bytes == end
+
+
+def test_a_control_block_by_hand() -> None:
+    block = ControlBlock("mailbox", start=4096, num_bytes=200, num_peers=2, num_sets=2)
+    assert block.stride == 256
+    assert [block.offset(peer, box) for box in (0, 1) for peer in (0, 1)] == [4096, 4352, 4608, 4864]
+    assert block.offset(1) == 4352
+    assert block.end == 5120
 
 
 def test_vectors_of_the_ring_areas() -> None:
