@@ -47,7 +47,10 @@ def check_tensor(
     if actual != shape and not _fits(actual, shape):
         wanted_shape = ", ".join("any" if size is None else str(size) for size in shape)
         raise InvalidCall(f"{name} has shape {list(actual)}: it must be [{wanted_shape}]")
-    return tensor.detach() if tensor.requires_grad else tensor
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    plain: torch.Tensor = tensor.detach() if tensor.requires_grad else tensor
+    return plain
 
 
 def _fits(actual: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -9,7 +10,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 
 from anyep import arguments, sizes
@@ -27,6 +27,7 @@ from anyep.rendezvous import rendezvous_of
 from anyep.sizes import Config, TokenLayout, token_layout
 
 NUM_SPINS = 2000
+MAX_ROWS = 2**31 - 1
 T = TypeVar("T")
 Handle = tuple[torch.Tensor, ...]
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -74,6 +75,7 @@ class Buffer:
     ) -> None:
         self.runtime: Intranode | None = None
         self._last_handle: tuple[Handle, Routing] | None = None
+        self._unfilled: dict[int, EventHandle] = {}
         self._pid = os.getpid()
         self._generation = _generation
         rendezvous = rendezvous_of(group, comm)
@@ -86,8 +88,15 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
 
+        timeout_s: list[float] = []
+
         def checked_wishes() -> Wishes:
             _check_device(device)
+            timeout_s.append(_timeout_seconds())
+            if low_latency_mode:
+                raise NotSupported(
+                    "low_latency_mode is not there yet: AnyEP has normal mode so far; leave it out"
+                )
             if network is not None:
                 raise NotSupported(
                     f"network is {network!r}: AnyEP works within one node so far; leave it out"
@@ -110,7 +119,7 @@ class Buffer:
             self._connection.control,
             self._connection.heaps,
             self._connection.pids,
-            _timeout_seconds(),
+            timeout_s[0],
             # With a core for every rank it pays to look again at once; else whoever is waited for must run.
             NUM_SPINS if self.group_size <= num_cores() else 0,
         )
@@ -176,12 +185,19 @@ class Buffer:
         self._check_usable()
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         start = self._connection.control.num_bytes + (self.num_nvl_bytes if use_rdma_buffer else 0)
-        if not 0 <= offset <= num_bytes or offset % dtype.itemsize:
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidCall(f"dtype is {dtype!r}: it must be a torch.dtype")
+        offset = whole_number("offset", offset, minimum=0)
+        if offset > num_bytes or offset % dtype.itemsize:
             raise InvalidCall(
                 f"offset is {offset}: it must be a multiple of {dtype.itemsize} in 0 to {num_bytes}"
             )
-        shape = ((num_bytes - offset) // dtype.itemsize,) if size is None else tuple(size)
-        wanted = int(np.prod(shape)) * dtype.itemsize
+        if size is None:
+            size = torch.Size([(num_bytes - offset) // dtype.itemsize])
+        if not isinstance(size, tuple | list):
+            raise InvalidCall(f"size is {size!r}: it must be a torch.Size")
+        shape = tuple(whole_number("size", length, minimum=0) for length in size)
+        wanted = math.prod(shape) * dtype.itemsize
         if wanted > num_bytes - offset:
             raise InvalidCall(
                 f"size {list(shape)} takes {wanted} bytes, but only {num_bytes - offset} are there"
@@ -209,15 +225,17 @@ class Buffer:
         previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
         topk_idx = arguments.check_topk_idx(topk_idx, None)
         num_experts = arguments.check_num_experts(num_experts, self.group_size)
-        tokens_per_rank = torch.empty(self.group_size, dtype=torch.int32)
-        tokens_per_expert = torch.empty(num_experts, dtype=torch.int32)
-        in_rank = torch.empty((topk_idx.shape[0], self.group_size), dtype=torch.bool)
+        self._conversation.check_works()
+        num_ranks = self.group_size
+        tokens_per_rank = torch.empty(num_ranks, dtype=torch.int32, device="cpu")
+        tokens_per_expert = torch.empty(num_experts, dtype=torch.int32, device="cpu")
+        in_rank = torch.empty((topk_idx.shape[0], num_ranks), dtype=torch.bool, device="cpu")
 
         def count() -> None:
             _wait_for(previous)
             cpu.count_layout(
                 topk_idx.numpy(),
-                num_experts // self.group_size,
+                num_experts // num_ranks,
                 tokens_per_rank.numpy(),
                 tokens_per_expert.numpy(),
                 in_rank.numpy(),
@@ -226,6 +244,7 @@ class Buffer:
         event = None
         if async_finish:
             event = runtime.stream.submit(count)
+            self._fills_later(tokens_per_rank, event)
         else:
             count()
         return tokens_per_rank, None, tokens_per_expert, in_rank, EventOverlap(event)
@@ -268,6 +287,8 @@ class Buffer:
         call = self._conversation.begin(Kind.DISPATCH)
 
         def check() -> tuple[Any, ...]:
+            self._before(runtime, async_finish)
+            # The routing is read here, so it must be there.
             _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
             payload = arguments.check_payload(x, topk_idx, topk_weights)
             chosen = arguments.check_config(config, self.get_dispatch_config(self.group_size), None)
@@ -276,6 +297,8 @@ class Buffer:
                 runtime, payload, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, chosen
             )
             worst = whole_number("num_worst_tokens", num_worst_tokens, 0)
+            if worst > MAX_ROWS:
+                raise InvalidCall(f"num_worst_tokens is {worst}: at most {MAX_ROWS} rows are possible")
             if worst and payload.topk_idx is None:
                 raise InvalidCall("num_worst_tokens needs topk_idx: that is how padding rows are told apart")
             alignment = whole_number("expert_alignment", expert_alignment, 1)
@@ -286,6 +309,8 @@ class Buffer:
         rows = received.x if received.scales is None else (received.x, received.scales)
         new_handle = received.routing.tensors()
         self._last_handle = (new_handle, received.routing)
+        if received.event is not None:
+            self._fills_later(new_handle[0], received.event)
         return (
             rows,
             received.topk_idx,
@@ -309,8 +334,9 @@ class Buffer:
     ) -> tuple[Rows, None, None, None, None, EventOverlap]:
         call = self._conversation.begin(Kind.CACHED_DISPATCH)
 
-        def check() -> tuple[Payload, Routing, Config]:
-            _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
+        def check() -> tuple[Payload, Routing, Config, EventOverlap | None]:
+            self._before(runtime, async_finish)
+            previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidCall(
                     "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
@@ -324,10 +350,10 @@ class Buffer:
             default = self.get_dispatch_config(self.group_size)
             chosen = arguments.check_config(config, default, parts.num_channels)
             self._check_rings(runtime, chosen, payload.token)
-            return payload, parts, chosen
+            return payload, parts, chosen, previous
 
-        payload, parts, chosen = self._refusing(call, check)
-        received = runtime.cached_dispatch(call, payload, parts, chosen, async_finish)
+        payload, parts, chosen, previous = self._refusing(call, check)
+        received = runtime.cached_dispatch(call, payload, parts, chosen, previous, async_finish)
         rows = received.x if received.scales is None else (received.x, received.scales)
         return rows, None, None, None, None, EventOverlap(received.event)
 
@@ -347,7 +373,8 @@ class Buffer:
         call = self._conversation.begin(Kind.COMBINE)
 
         def check() -> tuple[Any, ...]:
-            _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
+            self._before(runtime, async_finish)
+            previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             rows = arguments.check_x("x", x, arguments.FLOAT_DTYPES)
             parts = self._routing_of(handle)
             if rows.shape[0] != parts.num_recv_rows:
@@ -370,24 +397,31 @@ class Buffer:
             num_topk = weights.shape[1] if weights is not None else 0
             token = token_layout(rows.shape[1] * rows.element_size(), 0, num_topk)
             self._check_rings(runtime, chosen, token)
-            return rows, parts, weights, biases, chosen
+            return rows, parts, weights, biases, chosen, previous
 
-        rows, parts, weights, biases, chosen = self._refusing(call, check)
-        combined = runtime.combine(call, rows, parts, weights, biases, chosen, async_finish)
+        rows, parts, weights, biases, chosen, previous = self._refusing(call, check)
+        combined = runtime.combine(call, rows, parts, weights, biases, chosen, previous, async_finish)
         return combined.x, combined.topk_weights, EventOverlap(combined.event)
 
     # The end
 
     def destroy(self) -> None:
-        """Give back what the Buffer holds; peers that still wait for this rank raise. Results stay valid."""
+        """Give back what the Buffer holds; every rank does it. Peers that still wait for this rank raise.
+
+        Calls that are under way beside the caller are finished first. Results stay valid.
+        """
         if self.runtime is None:
             return
         runtime, self.runtime = self.runtime, None
         if self._generation is not _generation:
             return
-        runtime.close()
-        self._conversation.close()
-        del self._connection
+        conversation = self._conversation
+        try:
+            runtime.close()
+        finally:
+            conversation.close()
+            self._last_handle = None
+            del self._connection, self._conversation
 
     def __enter__(self) -> Buffer:
         return self
@@ -395,13 +429,16 @@ class Buffer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if kind is not None and self.runtime is not None:
+            # Something went wrong: do not wait for calls whose peers may never come.
+            self._conversation.stop()
         self.destroy()
 
     def __del__(self) -> None:
         if (
             sys.is_finalizing()
             or getattr(self, "runtime", None) is None
-            or os.getpid() != getattr(self, "_pid", -1)
+            or self._generation is not _generation
         ):
             return
         if self.explicitly_destroy:
@@ -412,8 +449,27 @@ class Buffer:
 
     # Helpers
 
+    def _fills_later(self, tensor: torch.Tensor, event: EventHandle) -> None:
+        """Remember that a result is not there yet: a later call that reads it in line must wait for it."""
+        self._unfilled = {at: other for at, other in self._unfilled.items() if not other.is_finished}
+        self._unfilled[tensor.data_ptr()] = event
+
+    def _wait_until_filled(self, tensor: Any) -> None:
+        if self._unfilled and isinstance(tensor, torch.Tensor):
+            event = self._unfilled.pop(tensor.data_ptr(), None)
+            if event is not None:
+                event.current_stream_wait()
+
+    def _before(self, runtime: Intranode, async_finish: bool) -> None:
+        """Raise what went wrong in an earlier call beside the caller that nobody has waited for."""
+        if not async_finish:
+            runtime.stream.synchronize()
+        runtime.stream.raise_unheard()
+
     def _routing_of(self, handle: Any) -> Routing:
         """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
+        if isinstance(handle, tuple | list) and handle:
+            self._wait_until_filled(handle[0])
         if self._last_handle is not None and handle is self._last_handle[0]:
             check_contents(cpu, self._last_handle[1], self.rank)
             return self._last_handle[1]
@@ -422,7 +478,7 @@ class Buffer:
     def _check_usable(self) -> Intranode:
         if self.runtime is None:
             raise BufferBroken("this Buffer was destroyed: make a new one")
-        if os.getpid() != self._pid:
+        if self._generation is not _generation:
             raise BufferBroken(
                 f"this Buffer belongs to process {self._pid}: a forked child must make its own"
             )
@@ -437,7 +493,11 @@ class Buffer:
                 error if isinstance(error, AnyEPError) else InvalidCall(f"{type(error).__name__}: {error}")
             )
             assert self.runtime is not None
-            self.runtime.stream.run(lambda: self._conversation.refuse(call, reason))
+            try:
+                self.runtime.stream.run(lambda: self._conversation.refuse(call, reason))
+            except BaseException as worse:
+                self._conversation.fail(call, worse)
+                raise
             raise
         except BaseException as error:
             self._conversation.fail(call, error)
@@ -471,6 +531,7 @@ class Buffer:
         ):
             if value is None:
                 raise InvalidCall(f"{name} is missing: pass what get_dispatch_layout returned, or a handle")
+        self._wait_until_filled(num_tokens_per_rank)
         ranks, tokens = self.group_size, payload.num_tokens
         per_rank = arguments.check_tensor(
             "num_tokens_per_rank", num_tokens_per_rank, (torch.int32,), (ranks,)
@@ -489,11 +550,17 @@ class Buffer:
             )
         counts = per_expert.numpy()
         if payload.topk_idx is not None:
-            expert = cpu.first_wrong_expert(payload.ids, counts)
-            if expert >= 0:
+            wrong = cpu.first_contradiction(payload.ids, counts, places.in_rank)
+            if wrong >= 0:
                 raise InvalidCall(
-                    f"num_tokens_per_expert says {int(per_expert[expert])} for expert {expert}, but topk_idx"
+                    f"num_tokens_per_expert says {int(per_expert[wrong])} for expert {wrong}, but topk_idx"
                     f" has another number: pass both from one get_dispatch_layout"
+                )
+            if wrong < -1:
+                token, rank = divmod(-2 - wrong, ranks)
+                raise InvalidCall(
+                    f"topk_idx and is_token_in_rank disagree whether token {token} goes to rank {rank}:"
+                    f" pass both from one get_dispatch_layout"
                 )
         return places, counts
 
@@ -507,7 +574,12 @@ def _check_device(device: str | torch.device | None) -> None:
     if device is None:
         if torch.cuda.is_available():
             raise NotSupported("AnyEP works on the CPU so far: pass device='cpu' and CPU tensors")
-    elif torch.device(device).type != "cpu":
+        return
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise InvalidCall(f"device is {device!r}: pass device='cpu'") from None
+    if kind != "cpu":
         raise NotSupported(f"device is {str(device)!r}: AnyEP works on the CPU so far, pass device='cpu'")
 
 

@@ -16,29 +16,32 @@ class EventHandle:
     """A moment. Made by a caller it means "now": on the CPU all that the caller did has happened already."""
 
     def __init__(self) -> None:
-        self._finished: threading.Event | None = None
+        self.finished: threading.Event | None = None
+        """Set when the moment has come; None where it came before anyone could wait."""
+        self.was_waited_for = False
         self._error: BaseException | None = None
 
     @classmethod
     def pending(cls) -> EventHandle:
         """A moment that `finish` is going to bring."""
         event = cls()
-        event._finished = threading.Event()
+        event.finished = threading.Event()
         return event
 
     def finish(self, error: BaseException | None = None) -> None:
-        assert self._finished is not None
+        assert self.finished is not None
         self._error = error
-        self._finished.set()
+        self.finished.set()
 
     @property
     def is_finished(self) -> bool:
-        return self._finished is None or self._finished.is_set()
+        return self.finished is None or self.finished.is_set()
 
     def current_stream_wait(self) -> None:
         """Return when the moment has come; raise the error of the work that it ends."""
-        if self._finished is not None:
-            self._finished.wait()
+        if self.finished is not None:
+            self.finished.wait()
+        self.was_waited_for = True
         if self._error is not None:
             raise self._error
 

@@ -28,7 +28,13 @@ def free_memory_bytes() -> int:
     """Memory that can still be taken."""
     limit = container_limit_bytes()
     available = memory_bytes("MemAvailable")
-    return available if limit is None else min(available, limit)
+    if limit is None:
+        return available
+    try:
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        used = 0
+    return max(0, min(available, limit - used))
 
 
 def num_cores() -> int:

@@ -150,15 +150,28 @@ def test_bench_prints_json() -> None:
     ("arguments", "words"),
     [
         (("demo", "--ranks", "0"), "ranks is 0"),
-        (("demo", "--ranks", "3", "--experts", "16"), "16 experts do not divide over 3 ranks"),
+        (
+            ("demo", "--ranks", "3", "--experts", "16"),
+            "16 experts cannot be shared by 3 ranks: choose a multiple of 3",
+        ),
         (("demo", "--topk", "17"), "top-k is 17, but there are only 16 experts"),
         (("demo", "--hidden", "3"), "a row of 12 bytes is no multiple of 16 bytes"),
         (("demo", "--path", "road"), "path is 'road': choose one of auto, window, ring"),
         (("demo", "--tokens", "-1"), "tokens is -1"),
         (("bench", "--mode", "fast"), "mode is 'fast': choose normal"),
-        (("bench", "--ranks", "3"), "64 experts: there must be a multiple of 3 ranks"),
+        (("bench", "--ranks", "3"), "64 experts cannot be shared by 3 ranks"),
         (("bench", "--repeats", "0"), "repeats is 0"),
         (("bench", "--hidden", "4"), "a row of 8 bytes is no multiple of 16 bytes"),
+        (("demo", "--experts", "0"), "0 experts cannot be shared by 8 ranks"),
+        (("demo", "--topk", "200", "--experts", "256"), "top-k is 200: at most 128 experts per token"),
+        (
+            ("bench", "--json", "/no/such/folder/x.json"),
+            "there is no folder '/no/such/folder' to write the records",
+        ),
+        (
+            ("bench", "--plot", "/no/such/folder/x.png"),
+            "there is no folder '/no/such/folder' to write the plot",
+        ),
         (("bench", "--plot", "x.pdf"), "its name must end in .png or .svg"),
     ],
 )

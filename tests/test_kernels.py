@@ -75,10 +75,12 @@ def test_fill_handle() -> None:
     assert send_head.tolist() == [[2, 1]]
 
 
-def test_first_wrong_expert() -> None:
-    topk_idx = int64([[0, 1], [1, -1]])
-    assert counting.first_wrong_expert(topk_idx, int32([1, 2])) == -1
-    assert counting.first_wrong_expert(topk_idx, int32([1, 1])) == 1
+def test_first_contradiction() -> None:
+    topk_idx, mask = int64([[0, 1], [1, -1]]), flags([[1, 1], [0, 1]])
+    assert counting.first_contradiction(topk_idx, int32([1, 2]), mask) == -1
+    assert counting.first_contradiction(topk_idx, int32([1, 1]), mask) == 1
+    assert counting.first_contradiction(topk_idx, int32([1, 2]), flags([[1, 1], [1, 1]])) == -4
+    assert counting.first_contradiction(topk_idx, int32([1, 2]), flags([[1, 0], [0, 1]])) == -3
 
 
 def test_check_handle() -> None:

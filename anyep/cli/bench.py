@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from anyep.cli.checks import check_experts, check_folder
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import check_row_bytes
 
@@ -41,14 +42,15 @@ def bench(
     ):
         whole_number(name, value, minimum=1)
     check_row_bytes(2 * hidden)
-    if experts % ranks or topk > experts:
-        raise InvalidCall(
-            f"{experts} experts: there must be a multiple of {ranks} ranks and at least top-{topk}"
-        )
-    if plot_file is not None and plot_file.suffix.lower() not in (".png", ".svg"):
-        raise InvalidCall(
-            f"a plot cannot be written to {str(plot_file)!r}: its name must end in .png or .svg"
-        )
+    check_experts(experts, ranks, topk)
+    if json_file not in (None, "-"):
+        check_folder("the records", Path(str(json_file)))
+    if plot_file is not None:
+        if plot_file.suffix.lower() not in (".png", ".svg"):
+            raise InvalidCall(
+                f"a plot cannot be written to {str(plot_file)!r}: its name must end in .png or .svg"
+            )
+        check_folder("the plot", plot_file)
     from anyep.cli.bench_normal import Setup, measure
 
     setup = Setup(ranks, tokens, hidden, experts, topk, repeats, seed)

@@ -7,7 +7,6 @@ show anything. The cases are interleaved, so that a slow moment of the machine h
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import sys
@@ -243,9 +242,9 @@ def _cases(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
         case("combine", "staged", lambda: by_window.combine(private, handle)),
         case("combine", "ring", lambda: by_ring.combine(private, handle)),
         case("combine", "gloo", gloo.combine),
-        case("pair", "window", lambda: pair(by_window)),
-        case("pair", "ring", lambda: pair(by_ring)),
-        case("pair", "gloo", lambda: (gloo.dispatch(), gloo.combine())),
+        case("pair", "window", lambda: pair(by_window), 2 * num_bytes),
+        case("pair", "ring", lambda: pair(by_ring), 2 * num_bytes),
+        case("pair", "gloo", lambda: (gloo.dispatch(), gloo.combine()), 2 * num_bytes),
     ]
 
 
@@ -292,6 +291,3 @@ class _Gloo:
         )
         total = torch.zeros(self._x.shape, dtype=torch.float32)
         return total.index_add_(0, self._order, returned.float()).to(self._x.dtype)
-
-
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from anyep.cli.checks import check_experts
 from anyep.cli.demo_job import Job, train_on_rank
 from anyep.cli.ranks import run_ranks
 from anyep.errors import InvalidCall, whole_number
@@ -37,10 +38,7 @@ def demo(
         whole_number(name, value, minimum=1)
     whole_number("tokens", tokens, minimum=0)
     check_row_bytes(4 * hidden)
-    if experts % ranks or experts < 1:
-        raise InvalidCall(f"{experts} experts do not divide over {ranks} ranks: choose a multiple of {ranks}")
-    if topk > experts:
-        raise InvalidCall(f"top-k is {topk}, but there are only {experts} experts")
+    check_experts(experts, ranks, topk)
     if path not in PATHS:
         raise InvalidCall(f"path is {path!r}: choose one of {', '.join(PATHS)}")
     job = Job(ranks, tokens, hidden, experts, topk, steps, seed, path)

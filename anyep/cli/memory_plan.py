@@ -44,6 +44,8 @@ class Workload:
         whole_number("hidden", self.hidden, minimum=1)
         whole_number("tokens", self.num_tokens, minimum=0)
         whole_number("experts", self.num_experts, minimum=1)
+        if self.low_latency_tokens is not None:
+            whole_number("low-latency-tokens", self.low_latency_tokens, minimum=1)
         if self.num_topk > self.num_experts:
             raise InvalidCall(f"top-k is {self.num_topk}, but there are only {self.num_experts} experts")
 
@@ -113,9 +115,9 @@ class MemoryPlan:
         """The control region by kind; it comes on top of the hints."""
         control = ControlRegion(self.num_ranks, self.workload.ranks_per_node)
         parts: dict[str, int] = {}
-        for region in control.regions():
-            kind = region.kind.replace(" ", "_").replace("-", "_")
-            parts[kind] = parts.get(kind, 0) + region.num_bytes
+        for block in control.blocks:
+            kind = block.kind.replace(" ", "_").replace("-", "_")
+            parts[kind] = block.num_bytes * block.num_peers * block.num_sets
         return parts | {"padding": control.num_bytes - sum(parts.values())}
 
     @property

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from anyep.cli.checks import check_folder
 from anyep.cli.memory_plan import ELEMENT_BYTES, MemoryPlan, Workload
 from anyep.cli.units import format_bytes, parse_bytes
 from anyep.errors import InvalidCall
@@ -73,8 +74,7 @@ def _draw(plans: list[MemoryPlan], map_file: Path) -> None:
         raise InvalidCall(f"a map cannot be written to {str(map_file)!r}: its name must end in .svg or .png")
     if len(plans) > 1:
         raise InvalidCall("a map shows one cluster: give --ranks a single number with --map")
-    if not map_file.parent.is_dir():
-        raise InvalidCall(f"there is no folder {str(map_file.parent)!r} to write the map to: create it first")
+    check_folder("the map", map_file)
     from anyep.cli.memory_map import draw_memory_map
 
     try:

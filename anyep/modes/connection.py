@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from anyep.errors import AnyEPError, Disagreement, InvalidCall, NotSupported, PeerLost
+from anyep.errors import AnyEPError, Disagreement, InvalidCall, NotSupported
 from anyep.layout import ControlRegion
 from anyep.machine import free_memory_bytes
 from anyep.rendezvous import Rendezvous, host_identity
@@ -59,7 +59,7 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
     if topology.num_nodes > 1:
         raise NotSupported(
             f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks:"
-            f" AnyEP works within one node so far"
+            f" AnyEP works within one node so far; use ranks of one host, and leave ranks_per_node out"
         )
     share = _memory_share_bytes(hosts.count(hosts[rendezvous.rank]))
     control = ControlRegion(topology.num_ranks, topology.ranks_per_node)
@@ -73,25 +73,30 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
         made.append(windows)
         return os.getpid(), heap.share(), windows.share()
 
-    shared = _on_all_ranks(rendezvous, make)
+    try:
+        shared = _on_all_ranks(rendezvous, make)
+        heaps, windows = _open_all(backend, rendezvous, made, shared)
+    finally:
+        # Everyone has opened everything, or nobody will: the descriptors have done their work.
+        for block in made:
+            block.close()
+    return Connection(topology, control, heaps, windows, [pid for pid, _, _ in shared], share)
 
-    def open_all() -> tuple[list[Any], list[Any]]:
-        heaps, windows = [], []
-        for rank, (_, heap, window) in enumerate(shared):
-            if rank == rendezvous.rank:
-                heaps.append(made[0])
-                windows.append(made[1])
-            else:
-                heaps.append(backend.open_block(heap, rank))
-                windows.append(backend.open_block(window, rank))
-        return heaps, windows
 
-    opened: list[tuple[list[Any], list[Any]]] = []
-    _on_all_ranks(rendezvous, lambda: opened.append(open_all()))
-    # Everyone has opened everything: the descriptors have done their work.
-    for block in made:
-        block.close()
-    return Connection(topology, control, *opened[0], [pid for pid, _, _ in shared], share)
+def _open_all(
+    backend: Any, rendezvous: Rendezvous, made: list[Any], shared: list[tuple[int, Any, Any]]
+) -> tuple[list[Any], list[Any]]:
+    """Every rank's heap and windows, this rank's own included."""
+    blocks: tuple[list[Any], list[Any]] = ([], [])
+
+    def open_blocks() -> None:
+        for rank, (_, *addresses) in enumerate(shared):
+            for kind, address in enumerate(addresses):
+                own = rank == rendezvous.rank
+                blocks[kind].append(made[kind] if own else backend.open_block(address, rank))
+
+    _on_all_ranks(rendezvous, open_blocks)
+    return blocks
 
 
 def _memory_share_bytes(ranks_on_host: int) -> int:
@@ -116,6 +121,6 @@ def _on_all_ranks(rendezvous: Rendezvous, work: Callable[[], T]) -> list[T]:
         raise error
     for rank, (_, other_error) in enumerate(outcomes):
         if other_error is not None:
-            kind = InvalidCall if isinstance(other_error, InvalidCall) else PeerLost
+            kind = InvalidCall if isinstance(other_error, InvalidCall) else NotSupported
             raise kind(f"rank {rank} could not make its Buffer: {other_error}")
     return [outcome for outcome, _ in outcomes]

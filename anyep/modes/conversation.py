@@ -73,6 +73,7 @@ class Conversation:
         """Called at the start of every phase; tests delay or kill a rank there."""
         self._backend = backend
         self._last_call = 0
+        self._stopping = False
         self._last_seen = 0
         self._broken: AnyEPError | None = None
         self._addresses = np.array([heap.address for heap in heaps], np.int64)
@@ -111,6 +112,17 @@ class Conversation:
         return counters
 
     # Calls
+
+    def check_works(self) -> None:
+        """Refuse to go on after a failure."""
+        if self._broken is not None:
+            raise BufferBroken(
+                f"this Buffer is broken since an earlier call: {self._broken}"
+            ) from self._broken
+
+    def stop(self) -> None:
+        """End the waits of calls that are still under way; they fail."""
+        self._stopping = True
 
     def begin(self, kind: int) -> Call:
         """Take the next call number."""
@@ -269,6 +281,8 @@ class Conversation:
         done = progress()
         suspects: set[int] = set()
         while step(0):
+            if self._stopping:
+                raise BufferBroken(f"the Buffer was destroyed while {call} was under way")
             stall = stalled()
             self._own.wait_for(stall.peers[0])
             gone = self._gone().intersection(stall.peers)

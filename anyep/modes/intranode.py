@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from anyep.errors import InvalidCall
-from anyep.events import EventHandle
+from anyep.errors import AnyEPError, InvalidCall
+from anyep.events import EventHandle, EventOverlap
 from anyep.layout import ControlRegion, RingArea, Window, nvl_rings, ring_rows_that_fit
 from anyep.modes.conversation import Array, Call, Conversation, Stall
 from anyep.modes.letters import (
@@ -269,15 +269,27 @@ class Intranode:
         return _received(results, [], routing, self._run(call, whole_call, run_async))
 
     def cached_dispatch(
-        self, call: Call, payload: Payload, routing: Routing, config: Config, run_async: bool
+        self,
+        call: Call,
+        payload: Payload,
+        routing: Routing,
+        config: Config,
+        previous: EventOverlap | None,
+        run_async: bool,
     ) -> Received:
         """A dispatch along a known routing: a short letter, no counts."""
         return self.conversation.guarded(
-            call, lambda: self._cached_dispatch(call, payload, routing, config, run_async)
+            call, lambda: self._cached_dispatch(call, payload, routing, config, previous, run_async)
         )
 
     def _cached_dispatch(
-        self, call: Call, payload: Payload, routing: Routing, config: Config, run_async: bool
+        self,
+        call: Call,
+        payload: Payload,
+        routing: Routing,
+        config: Config,
+        previous: EventOverlap | None,
+        run_async: bool,
     ) -> Received:
         header = self._dispatch_header(payload, config, 0)
         header[ROUTING] = routing.checksum
@@ -285,6 +297,7 @@ class Intranode:
         results = self._new_results(payload, routing, window)
 
         def whole_call() -> None:
+            self._wait_for(call, previous)
             headers = self.conversation.exchange(call, header)
             # Every letter says how many rows its sender takes, so no counts are needed.
             decision = self._choose_windows(headers, self._no_counts, payload)
@@ -378,9 +391,13 @@ class Intranode:
         return _Results(
             self._empty(shape, dtype) if window < 0 else self.windows.lend(window, shape, dtype),
             routing.recv_src_idx,
-            torch.empty((num_rows, token.num_topk), dtype=torch.int64) if token.num_topk else None,
-            torch.empty((num_rows, token.num_topk), dtype=torch.float32) if token.num_topk else None,
-            torch.empty((num_rows, token.num_scales), dtype=payload.scales.dtype)
+            torch.empty((num_rows, token.num_topk), dtype=torch.int64, device="cpu")
+            if token.num_topk
+            else None,
+            torch.empty((num_rows, token.num_topk), dtype=torch.float32, device="cpu")
+            if token.num_topk
+            else None,
+            torch.empty((num_rows, token.num_scales), dtype=payload.scales.dtype, device="cpu")
             if payload.scales is not None
             else None,
         )
@@ -390,7 +407,7 @@ class Intranode:
         num_bytes = math.prod(shape) * dtype.itemsize
         offset = self._arena.allocate(num_bytes) if num_bytes >= WORTH_REUSING_BYTES else None
         if offset is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return self._arena.lend(offset, shape, dtype)
 
     def _transfer(
@@ -503,11 +520,12 @@ class Intranode:
         topk_weights: torch.Tensor | None,
         biases: tuple[torch.Tensor, ...],
         config: Config,
+        previous: EventOverlap | None,
         run_async: bool,
     ) -> Combined:
         """The way back: every token's rows, added up at its source."""
         return self.conversation.guarded(
-            call, lambda: self._combine(call, x, routing, topk_weights, biases, config, run_async)
+            call, lambda: self._combine(call, x, routing, topk_weights, biases, config, previous, run_async)
         )
 
     def _combine(
@@ -518,14 +536,16 @@ class Intranode:
         topk_weights: torch.Tensor | None,
         biases: tuple[torch.Tensor, ...],
         config: Config,
+        previous: EventOverlap | None,
         run_async: bool,
     ) -> Combined:
         hidden = x.shape[1]
         num_topk = topk_weights.shape[1] if topk_weights is not None else 0
         out = self._empty((routing.num_tokens, hidden), x.dtype)
-        out_weights = torch.empty((routing.num_tokens, num_topk), dtype=torch.float32)
+        out_weights = torch.empty((routing.num_tokens, num_topk), dtype=torch.float32, device="cpu")
 
         def whole_call() -> None:
+            self._wait_for(call, previous)
             self._combine_now(call, x, routing, topk_weights, biases, config, out, out_weights)
 
         event = self._run(call, whole_call, run_async)
@@ -582,9 +602,7 @@ class Intranode:
         x_of = self._window_bases + x_offsets
         weights_of = self._window_bases + headers[:, WEIGHTS_OFFSET]
         bias_addresses = [bias.data_ptr() for bias in biases] + [0] * (2 - len(biases))
-        dtype = {torch.bfloat16: backend.BF16, torch.float16: backend.FP16, torch.float32: backend.FP32}[
-            x.dtype
-        ]
+        dtype = self._dtype_codes[x.dtype]
         sum_arguments = (out.data_ptr(), *bias_addresses, hidden, row_bytes, dtype, out_weights.numpy())
         send_head = routing.send_head
         if all_in_windows:
@@ -669,7 +687,8 @@ class Intranode:
     def _copy_to_window(self, tensor: torch.Tensor, offset: int) -> None:
         row_bytes = tensor.shape[1] * tensor.element_size()
         destination = self.windows.block.address + offset
-        streaming = int(tensor.shape[0] * row_bytes >= WORTH_STREAMING_BYTES)
+        # Streaming stores need aligned rows; those of top-k weights may not be.
+        streaming = int(row_bytes % 16 == 0 and tensor.shape[0] * row_bytes >= WORTH_STREAMING_BYTES)
         source = tensor.data_ptr()
         self._team.run(
             lambda first, end: self._backend.copy_rows(
@@ -765,6 +784,16 @@ class Intranode:
 
         self.conversation.wait_until(call, all_channels, stalled, progress)
 
+    def _wait_for(self, call: Call, previous: EventOverlap | None) -> None:
+        """Wait until x is there. If what makes it failed, the peers hear of it instead."""
+        if previous is None:
+            return
+        try:
+            previous.current_stream_wait()
+        except AnyEPError as error:
+            self.conversation.refuse(call, error)
+            raise
+
     def _run(self, call: Call, work: Callable[[], None], run_async: bool) -> EventHandle | None:
         if not run_async:
             self.stream.run(work)
@@ -789,7 +818,8 @@ class Places(NamedTuple):
             np.empty((num_ranks, num_channels), np.int32),
             np.empty((num_ranks, num_channels), np.int32),
             NO_SOURCES,
-            self.in_rank,
+            # The user may use his mask again; the handle keeps its own.
+            self.in_rank.copy(),
             np.empty(self.position.shape, np.int32),
         )
 

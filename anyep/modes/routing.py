@@ -87,7 +87,7 @@ def checked_routing(backend: Any, handle: Any, rank: int, num_ranks: int) -> Rou
         if not isinstance(part, torch.Tensor) or part.dim() == 0:
             raise InvalidCall("the handle must hold tensors only, as dispatch returned it")
     rank_prefix, channel_prefix, recv_channel_prefix, source, in_rank, send_head = handle
-    num_tokens, num_channels = send_head.shape[0], channel_prefix.shape[-1]
+    num_tokens, num_channels = send_head.shape[0], max(1, channel_prefix.shape[-1])
     routing = Routing(
         _array("rank_prefix_matrix", rank_prefix, torch.int32, (num_ranks, num_ranks)),
         _array("channel_prefix_matrix", channel_prefix, torch.int32, (num_ranks, num_channels)),

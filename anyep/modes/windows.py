@@ -51,7 +51,7 @@ class WindowHeap:
         """A tensor over the window at `window`, which comes back when the tensor and its views are gone."""
         if 0 in shape:
             self.free(window)
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         # Called by the garbage collector, at any time and in any thread: appending is all that is safe.
         tensor: torch.Tensor = self.block.lend(window, shape, dtype, partial(self._returned.append, window))
         return tensor

@@ -8,7 +8,7 @@ from anyep.backends.cpu.kernels.counting import (
     check_handle,
     count_layout,
     fill_handle,
-    first_wrong_expert,
+    first_contradiction,
     place_tokens,
 )
 from anyep.backends.cpu.kernels.letters import (
@@ -49,7 +49,7 @@ __all__ = [
     "count_layout",
     "dispatch_through_rings",
     "fill_handle",
-    "first_wrong_expert",
+    "first_contradiction",
     "open_block",
     "pad_ids",
     "place_tokens",

@@ -7,6 +7,7 @@ has been touched, and is gone when the last process that maps it is, killed or n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -82,7 +83,9 @@ class PrivateBlock(Block):
     def __init__(self, num_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        # Fewer and larger pages are faster; a kernel without them does as well.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         super().__init__(mapping, num_bytes)
 
 
@@ -117,7 +120,9 @@ class OwnBlock(SharedBlock):
         return BlockAddress(os.getpid(), self._descriptor, self.num_bytes, self.stamp)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
 
 
 def open_block(address: BlockAddress, owner: int) -> SharedBlock:
@@ -145,5 +150,5 @@ def open_block(address: BlockAddress, owner: int) -> SharedBlock:
 def _tensor_over(view: memoryview, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = math.prod(shape)
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(view, dtype=dtype, count=count, offset=offset).view(shape)

@@ -23,7 +23,8 @@ class Stream:
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], None], EventHandle] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        self._last: EventHandle | None = None
+        self._last: threading.Event | None = None
+        self._unheard: EventHandle | None = None
 
     def run(self, work: Callable[[], T]) -> T:
         """Do it now, when all earlier work is done."""
@@ -36,21 +37,29 @@ class Stream:
             self._worker = threading.Thread(target=self._serve, name="anyep-stream", daemon=True)
             self._worker.start()
         event = EventHandle.pending()
-        self._last = event
+        self._last = event.finished
         self._work.put((work, event))
         return event
 
     def synchronize(self) -> None:
         """Return when all submitted work is done. Its errors belong to those who hold its events."""
-        last, self._last = self._last, None
-        if last is not None and last._finished is not None:
-            last._finished.wait()
+        if self._last is not None:
+            self._last.wait()
+            self._last = None
+
+    def raise_unheard(self) -> None:
+        """Raise the error of work that is done and whose event nobody has waited for; once."""
+        event, self._unheard = self._unheard, None
+        if event is not None and not event.was_waited_for:
+            event.current_stream_wait()
 
     def close(self) -> None:
         """End the worker after its last work."""
         if self._worker is not None:
             self._work.put(None)
-            self._worker.join()
+            # The garbage collector may drop a Buffer in any thread, the worker's own included.
+            if self._worker is not threading.current_thread():
+                self._worker.join()
             self._worker = None
 
     def _serve(self) -> None:
@@ -61,5 +70,8 @@ class Stream:
                 work()
             except BaseException as caught:  # it is raised where the event is waited for
                 error = caught
-            del work, item
+            if error is not None:
+                self._unheard = event
             event.finish(error)
+            # An error holds what its call held: keep nothing of it while waiting for more work.
+            del work, item, event, error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 
 
@@ -35,11 +35,15 @@ class Team:
             return
         (first, *others) = parts_of(count, self.num_threads) or [(0, 0)]
         futures = [self._helpers.submit(work, *part) for part in others]
-        if first[1]:
-            work(*first)
+        try:
+            if first[1]:
+                work(*first)
+        finally:
+            # Also after Ctrl-C: what the helpers read and write must live until they are done.
+            wait(futures)
         for future in futures:
             future.result()
 
     def close(self) -> None:
         if self._helpers is not None:
-            self._helpers.shutdown()
+            self._helpers.shutdown(wait=False)

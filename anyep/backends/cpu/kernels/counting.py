@@ -102,19 +102,31 @@ def fill_handle(
             send_head[token, peer] = place + before if place >= 0 else np.int32(-1)
 
 
-@kernel("int64(int64[:,::1], int32[::1])")
-def first_wrong_expert(topk_idx, tokens_per_expert):
-    """The first expert whose count is not what topk_idx says, or -1.
+@kernel("int64(int64[:,::1], int32[::1], boolean[:,::1])")
+def first_contradiction(topk_idx, tokens_per_expert, in_rank):
+    """-1 if topk_idx agrees with the counts and with the mask; else where it does not.
 
-    With topk_idx [[0, 1], [1, -1]] the counts [1, 2] are right (-1), and [1, 1] are wrong at expert 1.
+    An expert e whose count is wrong gives e. A token t and a rank r that topk_idx and in_rank disagree about
+    give -2 - (t * ranks + r).
+
+    With 1 expert per rank and topk_idx [[0, 1], [1, -1]], the counts [1, 2] and in_rank [[1, 1], [0, 1]] are
+    right; the counts [1, 1] give 1; in_rank [[1, 1], [1, 1]] gives -4, since token 1 does not go to rank 0.
     """
-    counts = np.zeros(tokens_per_expert.shape[0], np.int32)
+    num_experts, num_ranks = tokens_per_expert.shape[0], in_rank.shape[1]
+    experts_per_rank = num_experts // num_ranks
+    counts = np.zeros(num_experts, np.int32)
+    wanted = np.zeros(num_ranks, np.bool_)
     for token in range(topk_idx.shape[0]):
+        wanted[:] = False
         for slot in range(topk_idx.shape[1]):
             expert = topk_idx[token, slot]
-            if 0 <= expert < counts.shape[0]:
+            if 0 <= expert < num_experts:
                 counts[expert] += 1
-    for expert in range(counts.shape[0]):
+                wanted[expert // experts_per_rank] = True
+        for rank in range(num_ranks):
+            if wanted[rank] != in_rank[token, rank]:
+                return -2 - (token * num_ranks + rank)
+    for expert in range(num_experts):
         if counts[expert] != tokens_per_expert[expert]:
             return expert
     return -1
