@@ -445,7 +445,13 @@ class Buffer:
             warnings.warn(
                 "a Buffer made with explicitly_destroy=True was dropped without destroy()", stacklevel=1
             )
-        self.destroy()
+        runtime = self.runtime
+        if runtime is None or runtime.stream.is_idle:
+            self.destroy()
+        else:
+            # Whoever dropped it may be the one that its last calls wait for.
+            self.runtime = None
+            runtime.stream.close_after(self._conversation.close)
 
     # Helpers
 

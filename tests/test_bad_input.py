@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,21 @@ WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "expert counts that do not match": (
         {"num_tokens_per_expert": torch.tensor([9, 3, 3, 3]).int()},
         "num_tokens_per_expert says 9 for expert 0, but topk_idx has another number",
+    ),
+    "ids that go where the mask does not": (
+        {"is_token_in_rank": torch.zeros(TOKENS, 2).bool(), "num_tokens_per_rank": torch.zeros(2).int()},
+        "topk_idx and is_token_in_rank disagree whether token 0 goes to rank 0",
+    ),
+    "a mask that goes where no id does": (
+        {
+            "is_token_in_rank": torch.ones(TOKENS, 2).bool(),
+            "num_tokens_per_rank": torch.full((2,), TOKENS).int(),
+        },
+        "topk_idx and is_token_in_rank disagree whether token 0 goes to rank 1",
+    ),
+    "an absurd worst case": (
+        {"num_worst_tokens": 1 << 62},
+        "num_worst_tokens is 4611686018427387904: at most",
     ),
     "experts that do not divide": (
         {"num_tokens_per_expert": torch.zeros(5).int()},
@@ -404,6 +420,8 @@ def make_wrongly(context: RankContext, changes: dict[str, Any], on_rank: int) ->
         ({"ranks_per_node": 1}, "NotSupported: 2 nodes of 1 ranks: AnyEP works within one node so far"),
         ({"network": "nixl"}, "NotSupported: network is 'nixl'"),
         ({"device": "cuda"}, "NotSupported: device is 'cuda'"),
+        ({"device": "foo"}, "InvalidCall: device is 'foo': pass device='cpu'"),
+        ({"low_latency_mode": True}, "NotSupported: low_latency_mode is not there yet"),
     ],
 )
 def test_a_buffer_that_cannot_be(changes: dict[str, Any], sentence: str) -> None:
@@ -423,6 +441,20 @@ def test_one_rank_that_cannot_make_its_buffer() -> None:
     right, wrong = get_world(2).run(make_wrongly, {"num_nvl_bytes": 100}, 1)
     assert wrong == "InvalidCall: num_nvl_bytes is 100: it must be a multiple of 128"
     assert right == f"InvalidCall: rank 1 could not make its Buffer: {wrong.removeprefix('InvalidCall: ')}"
+
+
+def make_with_a_timeout(context: RankContext, timeouts: list[str]) -> str:
+    os.environ["ANYEP_TIMEOUT_S"] = timeouts[context.rank]
+    try:
+        return make_wrongly(context, {}, -1)
+    finally:
+        del os.environ["ANYEP_TIMEOUT_S"]
+
+
+def test_a_wrong_timeout_on_one_rank() -> None:
+    wrong, right = get_world(2).run(make_with_a_timeout, ["soon", "5"])
+    assert wrong == "InvalidCall: ANYEP_TIMEOUT_S is 'soon': it must be a number of seconds above 0"
+    assert right.startswith("InvalidCall: rank 0 could not make its Buffer: ANYEP_TIMEOUT_S is 'soon'")
 
 
 def without_a_group(context: RankContext) -> list[str]:
@@ -489,6 +521,11 @@ def wrong_layouts(context: RankContext) -> list[str]:
         buffer.get_local_buffer_tensor(torch.int32, size=torch.Size([1 << 30]))
     except InvalidCall as error:
         messages.append(str(error))
+    for wrong in ({"size": (-1,)}, {"size": 6}, {"dtype": "f"}):
+        try:
+            buffer.get_local_buffer_tensor(**({"dtype": torch.int32} | wrong))  # type: ignore[arg-type]
+        except InvalidCall as error:
+            messages.append(str(error))
     return messages
 
 
@@ -500,4 +537,7 @@ def test_wrong_layouts() -> None:
         assert messages[3] == "num_experts is 0: it must be at least 1"
         assert messages[4].startswith("2048 experts per rank: at most 1024 are possible")
         assert messages[5] == "offset is 2: it must be a multiple of 4 in 0 to 4194304"
+        assert messages[7] == "size is -1: it must be at least 0"
+        assert messages[8] == "size is 6: it must be a torch.Size"
+        assert messages[9] == "dtype is 'f': it must be a torch.dtype"
         assert messages[6] == "size [1073741824] takes 4294967296 bytes, but only 4194304 are there"

@@ -205,6 +205,56 @@ def test_ctrl_c_out_of_a_wait(world: World) -> None:
         assert "KeyboardInterrupt" in message
 
 
+def leave_with_an_error(context: RankContext) -> float:
+    """A call beside the caller waits in vain; an error takes the caller out of the `with` at once."""
+    if context.rank:
+        buffer = new_buffer(context)
+        time.sleep(1.5)
+        buffer.destroy()
+        return 0.0
+    topk_idx = torch.zeros(4, 1, dtype=torch.int64)
+    started = time.monotonic()
+    try:
+        with new_buffer(context) as buffer:
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, context.num_ranks)
+            buffer.dispatch(
+                torch.zeros(4, 16),
+                None,
+                per_rank,
+                None,
+                in_rank,
+                per_expert,
+                topk_idx,
+                torch.ones(4, 1),
+                num_worst_tokens=99,
+                async_finish=True,
+            )
+            raise KeyError("out of here")
+    except KeyError:
+        return time.monotonic() - started
+    return 99.0
+
+
+def test_an_error_does_not_wait_for_what_is_under_way(world: World) -> None:
+    assert world.run(leave_with_an_error)[0] < 1
+
+
+def a_broken_buffer(context: RankContext) -> str:
+    buffer = new_buffer(context)
+    assert buffer.runtime is not None
+    buffer.runtime.conversation.fail(buffer.runtime.conversation.begin(1), ValueError("spilled coffee"))
+    try:
+        buffer.get_dispatch_layout(torch.zeros(1, 1, dtype=torch.int64), context.num_ranks)
+    except BufferBroken as error:
+        return str(error)
+    return "it works"
+
+
+def test_a_broken_buffer_does_nothing_more(world: World) -> None:
+    for message in world.run(a_broken_buffer):
+        assert "spilled coffee" in message
+
+
 def leave(context: RankContext) -> str:
     buffer = new_buffer(context)
     case = Case(tokens=(4,) * context.num_ranks)

@@ -11,7 +11,7 @@ from tests.cases import Case, run_case
 from tests.strategies import cases
 from tests.world import get_world
 
-NUM_EXAMPLES = {1: 25, 2: 50, 3: 40, 4: 40, 8: 25}
+NUM_EXAMPLES = {1: 25, 2: 50, 3: 40, 4: 40, 5: 6, 6: 6, 7: 6, 8: 25}
 
 
 @pytest.mark.parametrize("num_ranks", NUM_EXAMPLES)

@@ -107,13 +107,17 @@ def test_nothing_reaches_upwards() -> None:
                 assert layer_of(imported) <= layer_of(module), f"{module} imports {imported}"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_the_example_of_the_readme_runs(tmp_path: Path, num_ranks: int) -> None:
+ANYEP_RUN = ("-m", "anyep", "run", "-n")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
+
+
+@pytest.mark.parametrize(("launcher", "num_ranks"), [(ANYEP_RUN, 1), (ANYEP_RUN, 4), (TORCHRUN, 2)])
+def test_the_example_of_the_readme_runs(tmp_path: Path, launcher: tuple[str, ...], num_ranks: int) -> None:
     repository = Path(anyep.__file__).parent.parent
     script = tmp_path / "example.py"
     script.write_text((repository / "README.md").read_text().split("```python\n")[1].split("```")[0])
     finished = subprocess.run(
-        [sys.executable, "-m", "anyep", "run", "-n", str(num_ranks), str(script)],
+        [sys.executable, *launcher, str(num_ranks), str(script)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -121,4 +125,4 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, num_ranks: int) -> None:
         env=os.environ | {"PYTHONPATH": str(repository)},
     )
     assert finished.returncode == 0, finished.stderr
-    assert len([line for line in finished.stdout.splitlines() if "rows for its experts" in line]) == num_ranks
+    assert finished.stdout.count("rows for its experts") == num_ranks

@@ -32,7 +32,7 @@ def run(
         raise InvalidCall(
             "there is no script to run: write it after the number, as in `anyep run -n 8 train.py`"
         )
-    if not module and not Path(program).exists():
+    if not module and not Path(program).is_file():
         raise InvalidCall(f"there is no script {program!r}: check its name, or add -m if it is a module")
     command = [sys.executable, "-u", *(["-m"] if module else []), program, *(arguments or [])]
     raise typer.Exit(launch(num_ranks, command, prefix_lines=prefix))

@@ -53,6 +53,15 @@ class Stream:
         if event is not None and not event.was_waited_for:
             event.current_stream_wait()
 
+    @property
+    def is_idle(self) -> bool:
+        return self._last is None or self._last.is_set()
+
+    def close_after(self, work: Callable[[], None]) -> None:
+        """Do a last piece of work after all others, and end the worker, without waiting for any of it."""
+        self.submit(work)
+        self._work.put(None)
+
     def close(self) -> None:
         """End the worker after its last work."""
         if self._worker is not None:
