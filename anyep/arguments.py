@@ -34,7 +34,7 @@ def check_tensor(
 ) -> torch.Tensor:
     """A CPU tensor of one of these dtypes and this shape; None stands for any size."""
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidCall(f"{name} is a {type(tensor).__name__}: it must be a tensor")
+        raise InvalidCall(f"{name} is of type {type(tensor).__name__}: it must be a tensor")
     if not tensor.is_cpu:
         raise InvalidCall(
             f"{name} is on {tensor.device}, but this Buffer works on the CPU:"
@@ -136,7 +136,7 @@ def check_config(config: Any, default: Config, num_channels: int | None) -> Conf
                 config.num_max_nvl_chunked_recv_tokens,
             )
     if not isinstance(config, Config):
-        raise InvalidCall(f"config is a {type(config).__name__}: it must be an anyep.Config")
+        raise InvalidCall(f"config is of type {type(config).__name__}: it must be an anyep.Config")
     if num_channels is not None and config.num_channels != num_channels:
         raise InvalidCall(
             f"the config has {config.num_channels} channels, but the handle was made with {num_channels}:"
@@ -151,7 +151,9 @@ def check_events(
     previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
 ) -> EventOverlap | None:
     if previous_event is not None and not isinstance(previous_event, EventOverlap):
-        raise InvalidCall(f"previous_event is a {type(previous_event).__name__}: it must be an EventOverlap")
+        raise InvalidCall(
+            f"previous_event is of type {type(previous_event).__name__}: it must be an EventOverlap"
+        )
     if allocate_on_comm_stream and not (previous_event is not None and async_finish):
         raise InvalidCall("allocate_on_comm_stream needs a previous_event and async_finish=True")
     return previous_event

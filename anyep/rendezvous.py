@@ -30,12 +30,16 @@ def rendezvous_of(group: Any, comm: Any) -> Rendezvous:
             "neither a group nor a comm is given: pass a torch process group, such as dist.group.WORLD"
         )
     if group is None:
+        for name in ("Get_rank", "Get_size", "allgather"):
+            if not hasattr(comm, name):
+                raise InvalidCall(f"comm is of type {type(comm).__name__}: pass an mpi4py communicator")
         return Rendezvous(comm.Get_rank(), comm.Get_size(), comm.allgather)
     import torch.distributed as dist
 
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidCall(
-            f"group is a {type(group).__name__}: pass a torch process group of which this rank is a member"
+            f"group is of type {type(group).__name__}: pass a torch process group of which"
+            f" this rank is a member"
         )
 
     def all_gather(thing: Any) -> list[Any]:

@@ -37,7 +37,7 @@ x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
 data = torch.zeros(TOKENS, HIDDEN, dtype=torch.uint8)
 WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "no tensor": ({"x": [1, 2, 3]}, "x is a list of 3: it must be a tensor or (data, scales)"),
-    "a number": ({"x": 3}, "x is a int: it must be a tensor"),
+    "a number": ({"x": 3}, "x is of type int: it must be a tensor"),
     "dtype": ({"x": x.long()}, "x is int64: it must be bfloat16, float16, float32 or 1-byte data"),
     "double": ({"x": x.double()}, "x is float64"),
     "dimensions": ({"x": x[0]}, "x has shape [32]: it must be [any, any]"),
@@ -121,9 +121,9 @@ WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"num_worst_tokens": 99, "topk_idx": None, "topk_weights": None},
         "num_worst_tokens needs topk_idx",
     ),
-    "config": ({"config": (20, 6)}, "config is a tuple: it must be an anyep.Config"),
+    "config": ({"config": (20, 6)}, "config is of type tuple: it must be an anyep.Config"),
     "too many channels": ({"config": Config(258, 1, 2)}, "num_sms is 258: at most 256 are possible"),
-    "event": ({"previous_event": 7}, "previous_event is a int: it must be an EventOverlap"),
+    "event": ({"previous_event": 7}, "previous_event is of type int: it must be an EventOverlap"),
     "allocation": (
         {"allocate_on_comm_stream": True},
         "allocate_on_comm_stream needs a previous_event and async_finish",
@@ -459,9 +459,9 @@ def test_a_wrong_timeout_on_one_rank() -> None:
 
 def without_a_group(context: RankContext) -> list[str]:
     messages = []
-    for group in (None, "world"):
+    for group, comm in ((None, None), ("world", None), (None, 3)):
         try:
-            Buffer(group)
+            Buffer(group, comm=comm)
         except InvalidCall as error:
             messages.append(str(error))
     return messages
@@ -470,7 +470,8 @@ def without_a_group(context: RankContext) -> list[str]:
 def test_no_group() -> None:
     (messages,) = get_world(1).run(without_a_group)
     assert messages[0].startswith("neither a group nor a comm is given")
-    assert messages[1].startswith("group is a str: pass a torch process group")
+    assert messages[2] == "comm is of type int: pass an mpi4py communicator"
+    assert messages[1].startswith("group is of type str: pass a torch process group")
 
 
 def small_buffers(context: RankContext) -> list[str]:

@@ -467,48 +467,30 @@ class Intranode:
         config: Config,
         row_arguments: tuple[Any, ...],
     ) -> None:
-        self.conversation.enter(call, Phase.RINGS)
         by_ring = decision.offsets < 0
         receive = bool(by_ring[self._rank])
         rings = self._rings(self.ring_area(config, payload.token), by_ring, np.full(self._num_ranks, receive))
-        first_tokens = np.arange(config.num_channels) * _tokens_per_channel(
-            payload.num_tokens, config.num_channels
-        )
-        cursor = np.repeat(first_tokens[:, None], self._num_ranks, axis=1)
-        lanes = routing.rows_by_lane(self._rank)
+        first_tokens = _first_tokens(payload.num_tokens, config.num_channels)
         source = results.source.ctypes.data
-        result = np.array([results.x.data_ptr(), source, *results.addresses()], np.int64)
-        slots = _slot_offsets(payload.token)
-
-        def step(first: int, end: int, num_spins: int) -> int:
-            return int(
-                self._backend.dispatch_through_rings(
-                    first,
-                    end,
-                    config.num_channels,
-                    *rings.arrays(),
-                    cursor,
-                    rings.sent,
-                    rings.taken,
-                    rings.num_rows,
-                    config.num_max_nvl_chunked_send_tokens,
-                    slots,
-                    routing.send_head,
-                    *row_arguments,
-                    lanes,
-                    result,
-                    num_spins,
-                    self.conversation.sleepers,
-                    self.conversation.doorbells,
-                    self._rank,
-                    int(decision.num_rows * payload.token.hidden_bytes >= WORTH_STREAMING_BYTES),
-                )
-            )
-
         matrix = routing.count_matrix()
         to_send = np.where(by_ring, matrix[self._rank], 0)
-        to_take = matrix[:, self._rank] if receive else np.zeros_like(to_send)
-        self._run_rings(call, rings, step, to_send, to_take)
+        self._run_rings(
+            call,
+            self._backend.dispatch_through_rings,
+            rings,
+            config,
+            payload.token,
+            np.repeat(first_tokens[:, None], self._num_ranks, axis=1),
+            (
+                routing.send_head,
+                *row_arguments,
+                routing.rows_by_lane(self._rank),
+                np.array([results.x.data_ptr(), source, *results.addresses()], np.int64),
+            ),
+            decision.num_rows,
+            to_send,
+            matrix[:, self._rank] if receive else np.zeros_like(to_send),
+        )
 
     # Combine
 
@@ -615,49 +597,30 @@ class Intranode:
                 worth_splitting=routing.num_tokens * row_bytes >= WORTH_SPLITTING_BYTES,
             )
         else:
-            conversation.enter(call, Phase.RINGS)
             in_window = x_offsets >= 0
             x_of = np.where(in_window, x_of, 0)
             mine = not in_window[self._rank]
-            rings = self._rings(self.ring_area(config, token), np.full(self._num_ranks, mine), ~in_window)
-            per_channel = _tokens_per_channel(routing.num_tokens, config.num_channels)
-            cursor = np.arange(config.num_channels, dtype=np.int64) * per_channel
-            lanes = routing.rows_by_lane(self._rank)
-            slots = _slot_offsets(token)
-            weights_address = topk_weights.data_ptr() if topk_weights is not None else 0
-
-            def step(first: int, end: int, num_spins: int) -> int:
-                return int(
-                    backend.combine_through_rings(
-                        first,
-                        end,
-                        config.num_channels,
-                        *rings.arrays(),
-                        cursor,
-                        rings.sent,
-                        rings.taken,
-                        rings.num_rows,
-                        config.num_max_nvl_chunked_send_tokens,
-                        slots,
-                        lanes,
-                        x.data_ptr(),
-                        weights_address,
-                        send_head,
-                        x_of,
-                        weights_of,
-                        *sum_arguments,
-                        num_spins,
-                        conversation.sleepers,
-                        conversation.doorbells,
-                        self._rank,
-                        int(x.shape[0] * row_bytes >= WORTH_STREAMING_BYTES),
-                    )
-                )
-
             matrix = routing.count_matrix()
-            to_send = matrix[:, self._rank] if mine else np.zeros(self._num_ranks, np.int32)
-            to_take = np.where(in_window, 0, matrix[self._rank])
-            self._run_rings(call, rings, step, to_send, to_take)
+            self._run_rings(
+                call,
+                backend.combine_through_rings,
+                self._rings(self.ring_area(config, token), np.full(self._num_ranks, mine), ~in_window),
+                config,
+                token,
+                _first_tokens(routing.num_tokens, config.num_channels),
+                (
+                    routing.rows_by_lane(self._rank),
+                    x.data_ptr(),
+                    topk_weights.data_ptr() if topk_weights is not None else 0,
+                    send_head,
+                    x_of,
+                    weights_of,
+                    *sum_arguments,
+                ),
+                x.shape[0],
+                matrix[:, self._rank] if mine else np.zeros(self._num_ranks, np.int32),
+                np.where(in_window, 0, matrix[self._rank]),
+            )
         backend.announce(self._pulled_at_peers, conversation.sleepers, call.number)
         # Until every reader is done, x must stay as it is.
         conversation.wait_for_counters(call, Phase.ACKNOWLEDGE, self._own_pulled, "acknowledgement")
@@ -762,18 +725,43 @@ class Intranode:
     def _run_rings(
         self,
         call: Call,
+        kernel: Callable[..., int],
         rings: _Rings,
-        step: Callable[[int, int, int], int],
+        config: Config,
+        token: TokenLayout,
+        cursor: Array,
+        arguments: tuple[Any, ...],
+        num_rows: int,
         to_send: Array,
         to_take: Array,
     ) -> None:
-        """Send and receive until both are done, the channels shared among the team's threads."""
-        num_channels = rings.sent.shape[0]
+        """Send and receive until both are done, the channels shared among the team's threads.
+
+        Both ring kernels begin and end with the same arguments; `cursor` and `arguments` are a kernel's own.
+        """
+        conversation = self.conversation
+        conversation.enter(call, Phase.RINGS)
+        before = (
+            config.num_channels,
+            *rings.arrays(),
+            cursor,
+            rings.sent,
+            rings.taken,
+            rings.num_rows,
+            config.num_max_nvl_chunked_send_tokens,
+            _slot_offsets(token),
+            *arguments,
+        )
+        streaming = int(num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
+        after = (conversation.sleepers, conversation.doorbells, self._rank, streaming)
         unfinished: list[int] = []
 
         def all_channels(num_spins: int) -> int:
             unfinished.clear()
-            self._team.run(lambda first, end: unfinished.append(step(first, end, num_spins)), num_channels)
+            self._team.run(
+                lambda first, end: unfinished.append(kernel(first, end, *before, num_spins, *after)),
+                config.num_channels,
+            )
             return sum(unfinished)
 
         def stalled() -> Stall:
@@ -782,7 +770,7 @@ class Intranode:
         def progress() -> int:
             return int(rings.sent.sum() + rings.taken.sum())
 
-        self.conversation.wait_until(call, all_channels, stalled, progress)
+        conversation.wait_until(call, all_channels, stalled, progress)
 
     def _wait_for(self, call: Call, previous: EventOverlap | None) -> None:
         """Wait until x is there. If what makes it failed, the peers hear of it instead."""
@@ -903,8 +891,9 @@ class _Rings:
         return Stall(range(self.sent.shape[1]), "rows", 0, 0)
 
 
-def _tokens_per_channel(num_tokens: int, num_channels: int) -> int:
-    return max(1, -(-num_tokens // num_channels))
+def _first_tokens(num_tokens: int, num_channels: int) -> Array:
+    """Where each channel's range of tokens begins."""
+    return np.arange(num_channels, dtype=np.int64) * max(1, -(-num_tokens // num_channels))
 
 
 def _slot_offsets(token: TokenLayout) -> Array:
