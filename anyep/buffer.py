@@ -19,7 +19,7 @@ from anyep.events import EventHandle, EventOverlap
 from anyep.machine import num_cores
 from anyep.modes.connection import Wishes, connect
 from anyep.modes.conversation import Call, Conversation
-from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Payload, Places
+from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Outputs, Payload, Places
 from anyep.modes.letters import Kind
 from anyep.modes.routing import Routing, check_contents, checked_routing
 from anyep.modes.status import RankStatus
@@ -372,7 +372,7 @@ class Buffer:
         runtime = self._check_usable()
         call = self._conversation.begin(Kind.COMBINE)
 
-        def check() -> tuple[Any, ...]:
+        def check() -> tuple[Outputs, EventOverlap | None]:
             self._before(runtime, async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             rows = arguments.check_x("x", x, arguments.FLOAT_DTYPES)
@@ -397,10 +397,10 @@ class Buffer:
             num_topk = weights.shape[1] if weights is not None else 0
             token = token_layout(rows.shape[1] * rows.element_size(), 0, num_topk)
             self._check_rings(runtime, chosen, token)
-            return rows, parts, weights, biases, chosen, previous
+            return Outputs(rows, parts, weights, biases, chosen), previous
 
-        rows, parts, weights, biases, chosen, previous = self._refusing(call, check)
-        combined = runtime.combine(call, rows, parts, weights, biases, chosen, previous, async_finish)
+        outputs, previous = self._refusing(call, check)
+        combined = runtime.combine(call, outputs, previous, async_finish)
         return combined.x, combined.topk_weights, EventOverlap(combined.event)
 
     # The end

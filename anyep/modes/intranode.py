@@ -91,6 +91,16 @@ class Payload:
         )
 
 
+class Outputs(NamedTuple):
+    """What a combine adds up: the experts' rows, perhaps weights, where they go, what the sums start from."""
+
+    x: torch.Tensor
+    routing: Routing
+    topk_weights: torch.Tensor | None
+    biases: tuple[torch.Tensor, ...]
+    config: Config
+
+
 class Received(NamedTuple):
     """What a dispatch brought."""
 
@@ -495,74 +505,35 @@ class Intranode:
     # Combine
 
     def combine(
-        self,
-        call: Call,
-        x: torch.Tensor,
-        routing: Routing,
-        topk_weights: torch.Tensor | None,
-        biases: tuple[torch.Tensor, ...],
-        config: Config,
-        previous: EventOverlap | None,
-        run_async: bool,
+        self, call: Call, outputs: Outputs, previous: EventOverlap | None, run_async: bool
     ) -> Combined:
         """The way back: every token's rows, added up at its source."""
-        return self.conversation.guarded(
-            call, lambda: self._combine(call, x, routing, topk_weights, biases, config, previous, run_async)
-        )
+        return self.conversation.guarded(call, lambda: self._combine(call, outputs, previous, run_async))
 
     def _combine(
-        self,
-        call: Call,
-        x: torch.Tensor,
-        routing: Routing,
-        topk_weights: torch.Tensor | None,
-        biases: tuple[torch.Tensor, ...],
-        config: Config,
-        previous: EventOverlap | None,
-        run_async: bool,
+        self, call: Call, outputs: Outputs, previous: EventOverlap | None, run_async: bool
     ) -> Combined:
-        hidden = x.shape[1]
-        num_topk = topk_weights.shape[1] if topk_weights is not None else 0
-        out = self._empty((routing.num_tokens, hidden), x.dtype)
-        out_weights = torch.empty((routing.num_tokens, num_topk), dtype=torch.float32, device="cpu")
+        x, weights, num_tokens = outputs.x, outputs.topk_weights, outputs.routing.num_tokens
+        num_topk = weights.shape[1] if weights is not None else 0
+        out = self._empty((num_tokens, x.shape[1]), x.dtype)
+        out_weights = torch.empty((num_tokens, num_topk), dtype=torch.float32, device="cpu")
 
         def whole_call() -> None:
             self._wait_for(call, previous)
-            self._combine_now(call, x, routing, topk_weights, biases, config, out, out_weights)
+            staged = self._stage(call, x, weights)
+            try:
+                self._pull_or_push(call, outputs, out, out_weights, staged)
+            finally:
+                for window in staged.to_free:
+                    self.windows.free(window)
 
         event = self._run(call, whole_call, run_async)
-        return Combined(out, out_weights if topk_weights is not None else None, event)
-
-    def _combine_now(
-        self,
-        call: Call,
-        x: torch.Tensor,
-        routing: Routing,
-        topk_weights: torch.Tensor | None,
-        biases: tuple[torch.Tensor, ...],
-        config: Config,
-        out: torch.Tensor,
-        out_weights: torch.Tensor,
-    ) -> None:
-        staged = self._stage(call, x, topk_weights)
-        try:
-            self._pull_or_push(call, x, routing, topk_weights, biases, config, out, out_weights, staged)
-        finally:
-            for window in staged.to_free:
-                self.windows.free(window)
+        return Combined(out, out_weights if weights is not None else None, event)
 
     def _pull_or_push(
-        self,
-        call: Call,
-        x: torch.Tensor,
-        routing: Routing,
-        topk_weights: torch.Tensor | None,
-        biases: tuple[torch.Tensor, ...],
-        config: Config,
-        out: torch.Tensor,
-        out_weights: torch.Tensor,
-        staged: _Staged,
+        self, call: Call, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor, staged: _Staged
     ) -> None:
+        x, routing, topk_weights, biases, config = outputs
         conversation, backend = self.conversation, self._backend
         hidden = x.shape[1]
         row_bytes = hidden * x.element_size()
