@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from anyep import arguments, sizes
+from anyep import arguments, low_latency_arguments, sizes
 from anyep.backends import cpu
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, whole_number
 from anyep.events import EventHandle, EventOverlap
@@ -21,15 +21,19 @@ from anyep.modes.connection import Wishes, connect
 from anyep.modes.conversation import Call, Conversation
 from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Outputs, Payload, Places
 from anyep.modes.letters import Kind
+from anyep.modes.low_latency import LowLatency, Tokens
+from anyep.modes.low_latency import Outputs as LowLatencyOutputs
 from anyep.modes.routing import Routing, check_contents, checked_routing
 from anyep.modes.status import RankStatus
+from anyep.modes.windows import WarmMemory
 from anyep.rendezvous import rendezvous_of
-from anyep.sizes import Config, TokenLayout, token_layout
+from anyep.sizes import Config, LowLatencySizes, TokenLayout, token_layout
 
 NUM_SPINS = 2000
 MAX_ROWS = 2**31 - 1
 T = TypeVar("T")
 Handle = tuple[torch.Tensor, ...]
+LowLatencyHandle = low_latency_arguments.Handle
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -74,6 +78,7 @@ class Buffer:
         network: str | None = None,
     ) -> None:
         self.runtime: Intranode | None = None
+        self._low_latency: LowLatency | None = None
         self._last_handle: tuple[Handle, Routing] | None = None
         self._unfilled: dict[int, EventHandle] = {}
         self._pid = os.getpid()
@@ -93,10 +98,6 @@ class Buffer:
         def checked_wishes() -> Wishes:
             _check_device(device)
             timeout_s.append(_timeout_seconds())
-            if low_latency_mode:
-                raise NotSupported(
-                    "low_latency_mode is not there yet: AnyEP has normal mode so far; leave it out"
-                )
             if network is not None:
                 raise NotSupported(
                     f"network is {network!r}: AnyEP works within one node so far; leave it out"
@@ -123,6 +124,11 @@ class Buffer:
             # With a core for every rank it pays to look again at once; else whoever is waited for must run.
             NUM_SPINS if self.group_size <= num_cores() else 0,
         )
+        workers = (
+            cpu.Stream(),
+            cpu.Team(max(1, num_cores() // self.group_size)),
+            WarmMemory(cpu.PrivateBlock(self._connection.memory_share_bytes)),
+        )
         self.runtime = Intranode(
             cpu,
             self._conversation,
@@ -130,9 +136,19 @@ class Buffer:
             self._connection.heaps,
             self._connection.windows,
             num_nvl_bytes,
-            self._connection.memory_share_bytes,
-            max(1, num_cores() // self.group_size),
+            *workers,
         )
+        if low_latency_mode:
+            self._low_latency = LowLatency(
+                cpu,
+                self._conversation,
+                self._connection.control,
+                self._connection.heaps,
+                self._connection.control.num_bytes + num_nvl_bytes,
+                num_rdma_bytes,
+                *workers,
+                bool(enable_shrink),
+            )
 
     # Sizes and settings
 
@@ -287,7 +303,7 @@ class Buffer:
         call = self._conversation.begin(Kind.DISPATCH)
 
         def check() -> tuple[Any, ...]:
-            self._before(runtime, async_finish)
+            self._before(async_finish)
             # The routing is read here, so it must be there.
             _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
             payload = arguments.check_payload(x, topk_idx, topk_weights)
@@ -335,7 +351,7 @@ class Buffer:
         call = self._conversation.begin(Kind.CACHED_DISPATCH)
 
         def check() -> tuple[Payload, Routing, Config, EventOverlap | None]:
-            self._before(runtime, async_finish)
+            self._before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidCall(
@@ -373,7 +389,7 @@ class Buffer:
         call = self._conversation.begin(Kind.COMBINE)
 
         def check() -> tuple[Outputs, EventOverlap | None]:
-            self._before(runtime, async_finish)
+            self._before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             rows = arguments.check_x("x", x, arguments.FLOAT_DTYPES)
             parts = self._routing_of(handle)
@@ -402,6 +418,168 @@ class Buffer:
         outputs, previous = self._refusing(call, check)
         combined = runtime.combine(call, outputs, previous, async_finish)
         return combined.x, combined.topk_weights, EventOverlap(combined.event)
+
+    # Low-latency mode
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+        """Send each token to each of its experts; rows come packed by expert, in a fixed order.
+
+        With `return_recv_hook` the call only sends, and the hook that it returns receives. At most two calls
+        may be in flight.
+        """
+        mode = self._check_low_latency()
+        call = mode.begin(Kind.LOW_LATENCY_DISPATCH)
+
+        def check() -> Tokens:
+            self._before(async_finish)
+            low_latency_arguments.check_not_both(async_finish, return_recv_hook)
+            return low_latency_arguments.check_tokens(
+                mode,
+                self.group_size,
+                x,
+                topk_idx,
+                num_max_dispatch_tokens_per_rank,
+                num_experts,
+                cumulative_local_expert_recv_stats,
+                dispatch_wait_recv_cost_stats,
+                use_fp8,
+                round_scale,
+                use_ue8m0,
+            )
+
+        tokens = self._refusing(call, check, mode.refuse)
+        received, sent = mode.dispatch(call, tokens, async_finish, return_recv_hook)
+        layout_range = torch.from_numpy(received.layout_range)
+        if sent.event is not None:
+            self._fills_later(layout_range, sent.event)
+        handle = (
+            received.src_info,
+            layout_range,
+            tokens.sizes.num_max_tokens,
+            tokens.sizes.hidden,
+            tokens.sizes.num_experts,
+        )
+        rows = received.x if received.scales is None else (received.x, received.scales)
+        return rows, torch.from_numpy(received.counts), handle, EventOverlap(sent.event), sent.hook
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+        """Add up each token's rows at its source: weighted, in float32, in top-k order, rounded once."""
+        mode = self._check_low_latency()
+        call = mode.begin(Kind.LOW_LATENCY_COMBINE)
+
+        def check() -> LowLatencyOutputs:
+            self._before(async_finish)
+            low_latency_arguments.check_not_both(async_finish, return_recv_hook)
+            if isinstance(handle, tuple | list) and len(handle) > 1:
+                self._wait_until_filled(handle[1])
+            outputs = low_latency_arguments.check_outputs(
+                mode,
+                self.group_size,
+                x,
+                topk_idx,
+                topk_weights,
+                handle,
+                use_logfmt,
+                zero_copy,
+                out,
+                combine_wait_recv_cost_stats,
+            )
+            if zero_copy:
+                mode.check_was_lent(call)
+            return outputs
+
+        outputs = self._refusing(call, check, mode.refuse)
+        combined, sent = mode.combine(call, outputs, async_finish, return_recv_hook)
+        return combined, EventOverlap(sent.event), sent.hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """Where the next call, a `low_latency_combine` with `zero_copy`, expects its rows; fill it before."""
+        mode = self._check_low_latency()
+        if isinstance(handle, tuple | list) and len(handle) > 1:
+            self._wait_until_filled(handle[1])
+        parts = low_latency_arguments.check_handle(mode, self.group_size, handle)
+        return mode.next_combine_buffer(parts.sizes)
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Lay out the slots for calls of these sizes; every rank calls it, with nothing in flight."""
+        mode = self._check_low_latency()
+        mode.check_nothing_in_flight()
+        call = mode.begin(Kind.CLEAN)
+
+        def check() -> LowLatencySizes:
+            self._before(False)
+            checked = low_latency_arguments.check_sizes(
+                num_max_dispatch_tokens_per_rank, hidden, num_experts, self.group_size
+            )
+            mode.check_room(checked)
+            return checked
+
+        mode.clean(call, self._refusing(call, check, mode.refuse))
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Go on without a rank (`mask=True`), or take it back: then all ranks call it, that one included."""
+        mode = self._check_shrinking()
+        rank = whole_number("rank_to_mask", rank_to_mask, minimum=0)
+        if rank >= self.group_size:
+            raise InvalidCall(f"rank_to_mask is {rank}: there are {self.group_size} ranks, counted from 0")
+        self._conversation.check_works()
+        if mask:
+            mode.masks.mask([rank], "it was masked by a call")
+        else:
+            mode.unmask([rank])
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Write 1 for each rank that is masked, and 0 for the others."""
+        mode = self._check_shrinking()
+        status = arguments.check_tensor("mask_status", mask_status, (torch.int32,), (self.group_size,))
+        mode.masks.adopt()
+        status.copy_(torch.from_numpy(mode.masks.masked))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Take back every rank that is masked and lives; all ranks call it. Dead ranks stay masked."""
+        mode = self._check_shrinking()
+        self._conversation.check_works()
+        gone = self._conversation.gone()
+        mode.unmask([rank for rank in range(self.group_size) if rank not in gone])
+
+    def _check_low_latency(self) -> LowLatency:
+        self._check_usable()
+        if self._low_latency is None:
+            raise InvalidCall("this Buffer has no low-latency mode: make it with low_latency_mode=True")
+        return self._low_latency
+
+    def _check_shrinking(self) -> LowLatency:
+        mode = self._check_low_latency()
+        if not self.enable_shrink:
+            raise InvalidCall("this Buffer has no masks: make it with enable_shrink=True")
+        return mode
 
     # The end
 
@@ -466,11 +644,13 @@ class Buffer:
             if event is not None:
                 event.current_stream_wait()
 
-    def _before(self, runtime: Intranode, async_finish: bool) -> None:
+    def _before(self, async_finish: bool) -> None:
         """Raise what went wrong in an earlier call beside the caller that nobody has waited for."""
+        assert self.runtime is not None
+        stream = self.runtime.stream
         if not async_finish:
-            runtime.stream.synchronize()
-        runtime.stream.raise_unheard()
+            stream.synchronize()
+        stream.raise_unheard()
 
     def _routing_of(self, handle: Any) -> Routing:
         """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
@@ -490,7 +670,9 @@ class Buffer:
             )
         return self.runtime
 
-    def _refusing(self, call: Call, check: Callable[[], T]) -> T:
+    def _refusing(
+        self, call: Call, check: Callable[[], T], refuse: Callable[[Call, AnyEPError], None] | None = None
+    ) -> T:
         """Check a call's arguments; if they are wrong, the peers hear of it before this rank raises."""
         try:
             return check()
@@ -500,7 +682,7 @@ class Buffer:
             )
             assert self.runtime is not None
             try:
-                self.runtime.stream.run(lambda: self._conversation.refuse(call, reason))
+                self.runtime.stream.run(lambda: (refuse or self._conversation.refuse)(call, reason))
             except BaseException as worse:
                 self._conversation.fail(call, worse)
                 raise

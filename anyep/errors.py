@@ -26,6 +26,10 @@ class PeerLost(AnyEPError):
     """Another rank failed, died, or is out of reach."""
 
 
+class Masked(PeerLost):
+    """The other ranks go on without this one; they can take it back."""
+
+
 class WaitTimeout(AnyEPError, TimeoutError):
     """A wait passed its deadline."""
 

@@ -37,8 +37,9 @@ from anyep.sizes import (
 NUM_MAX_CHANNELS: Final = 128
 NUM_MAILBOXES: Final = 2
 NUM_SLOT_SETS: Final = 2
-STATUS_BYTES: Final = 4096
+STATUS_BYTES: Final = 8192
 LETTER_HEADER_BYTES: Final = 256
+NOTE_HEADER_BYTES: Final = 64
 COUNTER_BYTES: Final = 8
 """Every live flag, head, tail, prefix and signal is 64-bit and only grows."""
 
@@ -174,8 +175,11 @@ class Window:
 class LowLatencySlots:
     """Fixed places for messages, in two sets that alternate: send 0, send 1, receive 0, receive 1, signals.
 
-    A receive set has a slot per (local expert, source rank, token). With 2 local experts, 2 ranks and at most
-    4 tokens, the message of (expert 1, source 0, token 3) is slot (1*2 + 0)*4 + 3 = 11 of its set.
+    A send set holds messages by row: the tokens of a dispatch, or what the experts made of theirs, in the
+    order of x. Who can read this memory takes them from there, and the sender leaves him a list of tokens
+    where his slots for that sender begin. A receive set has a slot per (local expert, source rank, token).
+    With 2 local experts, 2 ranks and at most 4 tokens, the message of (expert 1, source 0, token 3) is slot
+    (1*2 + 0)*4 + 3 = 11 of its set.
     """
 
     start: int
@@ -189,11 +193,11 @@ class LowLatencySlots:
                 f" every rank holds the same number of experts"
             )
 
-    @property
+    @cached_property
     def num_local_experts(self) -> int:
         return self.sizes.num_experts // self.num_ranks
 
-    @property
+    @cached_property
     def message_bytes(self) -> int:
         return max(self.sizes.dispatch_message_bytes, self.sizes.combine_message_bytes)
 
@@ -211,6 +215,10 @@ class LowLatencySlots:
     @property
     def end(self) -> int:
         return self.signal_offset(NUM_SLOT_SETS - 1) + self.sizes.signal_bytes
+
+    def row_offset(self, slot_set: int, row: int) -> int:
+        """Where the message of a row begins in a send set; its payload follows a header."""
+        return self.send_offset(slot_set) + row * self.message_bytes
 
     def slot_offset(self, slot_set: int, local_expert: int, source: int, token: int) -> int:
         slot = (local_expert * self.num_ranks + source) * self.sizes.num_max_tokens + token
@@ -275,6 +283,11 @@ class ControlRegion:
         counts = self.num_ranks + NUM_MAX_CHANNELS + NUM_MAX_LOCAL_EXPERTS
         return align(LETTER_HEADER_BYTES + 4 * counts, NUM_BUFFER_ALIGNMENT_BYTES)
 
+    @property
+    def note_bytes(self) -> int:
+        """Header, and a range of rows for each local expert; it closes the sending of a low-latency call."""
+        return NOTE_HEADER_BYTES + NUM_MAX_LOCAL_EXPERTS * COUNTER_BYTES
+
     @cached_property
     def blocks(self) -> tuple[ControlBlock, ...]:
         """The kinds of words, in the order of the heap."""
@@ -284,6 +297,7 @@ class ControlRegion:
         # (kind, bytes that one peer writes, number of peers, number of alternating sets)
         kinds = (
             ("status", STATUS_BYTES, 1, 1),
+            ("alarm", COUNTER_BYTES, 1, 1),
             ("sleepers", COUNTER_BYTES, 1, 1),
             ("doorbell", COUNTER_BYTES, 1, 1),
             ("mailbox", self.letter_bytes, self.num_ranks, NUM_MAILBOXES),
@@ -295,9 +309,9 @@ class ControlRegion:
             ("network tail", per_channel, nodes, 1),
             ("network head", per_channel, nodes, 1),
             ("network meta", NUM_MAX_CHANNELS * 2 * RDMA_META_BYTES, nodes, 1),
-            ("low-latency count", NUM_MAX_LOCAL_EXPERTS * COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
+            ("low-latency note", self.note_bytes, self.num_ranks, NUM_SLOT_SETS),
             ("low-latency packed", COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
-            ("mask", COUNTER_BYTES, self.num_ranks, 1),
+            ("mask", self.num_ranks * COUNTER_BYTES, self.num_ranks, 1),
         )
         blocks = []
         offset = 0

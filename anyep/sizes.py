@@ -11,7 +11,7 @@ and passes the result to `Buffer`. What one call really lays out is in `layout.p
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import Final
 
 from anyep.errors import InvalidCall, whole_number
@@ -215,22 +215,22 @@ class LowLatencySizes:
         whole_number("num_experts", self.num_experts, minimum=1)
         check_row_bytes(self.hidden * 2)
 
-    @property
+    @cached_property
     def dispatch_message_bytes(self) -> int:
         num_scales = self.hidden // CHANNELS_PER_SCALE
         return LOW_LATENCY_HEADER_BYTES + max(2 * self.hidden, self.hidden + SCALE_BYTES * num_scales)
 
-    @property
+    @cached_property
     def combine_message_bytes(self) -> int:
         return LOW_LATENCY_HEADER_BYTES + 2 * self.hidden
 
-    @property
+    @cached_property
     def send_bytes(self) -> int:
         dispatch_bytes = self.num_max_tokens * self.dispatch_message_bytes
         combine_bytes = self.num_experts * self.num_max_tokens * self.combine_message_bytes
         return max(dispatch_bytes, combine_bytes)
 
-    @property
+    @cached_property
     def recv_bytes(self) -> int:
         message_bytes = max(self.dispatch_message_bytes, self.combine_message_bytes)
         return self.num_experts * self.num_max_tokens * message_bytes
@@ -239,7 +239,7 @@ class LowLatencySizes:
     def signal_bytes(self) -> int:
         return 4 * self.num_experts
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Both sets, and room to align them: always more than their sum."""
         return (2 * (self.send_bytes + self.recv_bytes + self.signal_bytes) + 128) // 128 * 128
@@ -253,6 +253,12 @@ class LowLatencySizes:
         }
         parts["padding"] = self.total_bytes - sum(parts.values())
         return parts
+
+
+@cache
+def low_latency_sizes(num_max_tokens: int, hidden: int, num_experts: int) -> LowLatencySizes:
+    """`LowLatencySizes`, checked once; calls of one kind share them."""
+    return LowLatencySizes(num_max_tokens, hidden, num_experts)
 
 
 def get_low_latency_rdma_size_hint(

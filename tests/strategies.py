@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from anyep import Config
+from tests import low_latency_cases as low_latency_cases_module
 from tests.cases import ROUTINGS, ROW_DTYPES, Case
 
 
@@ -45,3 +48,30 @@ def cases(draw: st.DrawFn, num_ranks: int, max_tokens: int = 24) -> Case:
         delay_seed=draw(st.one_of(st.none(), st.integers(0, 1000))),
         seed=draw(st.integers(0, 10_000)),
     )
+
+
+@st.composite
+def low_latency_cases(
+    draw: st.DrawFn, num_ranks: int, max_tokens: int | None = None
+) -> low_latency_cases_module.Case:
+    """Any low-latency dispatch and combine between `num_ranks` ranks."""
+    most = draw(st.integers(1, 12)) if max_tokens is None else max_tokens
+    travel = draw(st.sampled_from(low_latency_cases_module.FORMATS))
+    use_logfmt = draw(st.booleans())
+    case = low_latency_cases_module.Case(
+        tokens=tuple(draw(st.lists(st.integers(0, most), min_size=num_ranks, max_size=num_ranks))),
+        max_tokens=most,
+        num_topk=draw(st.integers(1, 6)),
+        local_experts=draw(st.integers(1, 4)),
+        routing=draw(st.sampled_from(ROUTINGS)),
+        travel=travel,
+        use_logfmt=use_logfmt,
+        zero_copy=not use_logfmt and draw(st.booleans()),
+        in_place=draw(st.booleans()),
+        how=draw(st.sampled_from(["in line", "async", "hook"])),
+        stats=draw(st.booleans()),
+        combines=draw(st.integers(1, 2)),
+        delay_seed=draw(st.one_of(st.none(), st.integers(0, 1000))),
+        seed=draw(st.integers(0, 10_000)),
+    )
+    return replace(case, hidden=case.hidden_multiple * draw(st.integers(1, 3)))

@@ -421,7 +421,6 @@ def make_wrongly(context: RankContext, changes: dict[str, Any], on_rank: int) ->
         ({"network": "nixl"}, "NotSupported: network is 'nixl'"),
         ({"device": "cuda"}, "NotSupported: device is 'cuda'"),
         ({"device": "foo"}, "InvalidCall: device is 'foo': pass device='cpu'"),
-        ({"low_latency_mode": True}, "NotSupported: low_latency_mode is not there yet"),
     ],
 )
 def test_a_buffer_that_cannot_be(changes: dict[str, Any], sentence: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def flags(values: Any) -> Array:
 
 
 NOBODY = np.zeros(1, np.int64)
-ONE_SLEEPER = int64([NOBODY.ctypes.data])
+NO_ALARM = int64([NOBODY.ctypes.data])
 
 
 def test_count_layout() -> None:
@@ -126,10 +127,11 @@ def test_letters() -> None:
         return int64([mailboxes[receiver, sender].ctypes.data for receiver in range(2)])
 
     nobody = np.zeros(2, np.int64)
-    sleepers = nobody.ctypes.data + 8 * np.arange(2)
+    alarms = nobody.ctypes.data + 8 * np.arange(2)
     letters.post_letters(
         mailboxes_of(0),
-        sleepers,
+        alarms,
+        7,
         header,
         counts_at,
         1,
@@ -139,7 +141,8 @@ def test_letters() -> None:
     )
     letters.post_letters(
         mailboxes_of(1),
-        sleepers,
+        alarms,
+        7,
         header,
         counts_at,
         1,
@@ -164,7 +167,7 @@ def test_letters() -> None:
 def test_short_letter() -> None:
     mailbox = np.full(64, 9, np.int64)
     nothing = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
-    letters.post_letters(int64([mailbox.ctypes.data]), ONE_SLEEPER, int64([5, *[0] * 31]), 256, 0, *nothing)
+    letters.post_letters(int64([mailbox.ctypes.data]), NO_ALARM, 7, int64([5, *[0] * 31]), 256, 0, *nothing)
     assert mailbox[:32].tolist() == [5, *[0] * 31]
     assert (mailbox[32:] == 9).all()
 
@@ -181,12 +184,19 @@ def test_read_headers() -> None:
 def test_announce_and_await() -> None:
     words = int64([0, 0])
     addresses = words.ctypes.data + 8 * np.arange(2)
-    letters.announce(addresses, np.repeat(ONE_SLEEPER, 2), 5)
+    alarms = int64([7 << 32 | 3, 8 << 32 | 3])
+    letters.announce(addresses, alarms.ctypes.data + 8 * np.arange(2), 7, 5)
     assert words.tolist() == [5, 5]
-    words[1] = 4
-    missing = np.zeros(2, np.bool_)
-    assert letters.await_counters(addresses, 5, missing, 0, ONE_SLEEPER[0]) == 1
-    assert missing.tolist() == [False, True]
+    assert alarms.tolist() == [7 << 32 | 2, 8 << 32 | 3]
+    words = int64([5, 4, 0])
+    addresses = words.ctypes.data + 8 * np.arange(3)
+    missing, waited = flags([1, 1, 0]), np.zeros(3, np.int64)
+    started = time.monotonic_ns() - 10**9
+    assert letters.await_counters(addresses, 5, missing, 0, NO_ALARM[0], 7, waited, started) == 1
+    assert missing.tolist() == [False, True, False]
+    assert 10**9 <= waited[0] < 60 * 10**9
+    assert waited[1:].tolist() == [0, 0]
+    assert letters.await_counters(addresses, 4, missing, 0, NO_ALARM[0], 7, np.zeros(0, np.int64), 0) == 0
 
 
 def test_send_to_windows() -> None:
@@ -416,7 +426,7 @@ def test_a_ring_of_two_rows() -> None:
         int32([[0, 2]]),
         int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0]),
         0,
-        ONE_SLEEPER,
+        NO_ALARM,
         bells,
         0,
         0,
@@ -469,7 +479,7 @@ def test_a_token_from_two_rings() -> None:
         sums.FP32,
         np.zeros((1, 0), np.float32),
         0,
-        np.repeat(ONE_SLEEPER, 2),
+        np.repeat(NO_ALARM, 2),
         bells.ctypes.data + 8 * np.arange(2),
         0,
         0,

@@ -183,6 +183,7 @@ def test_a_slot_by_hand() -> None:
     assert slots.message_bytes == 32
     assert slots.send_offset(0) == 128
     assert slots.send_offset(1) == 128 + 4 * 4 * 32
+    assert slots.row_offset(1, 3) == slots.send_offset(1) + 3 * 32
     assert slots.recv_offset(0) == 128 + 2 * 512
     assert slots.slot_offset(0, 1, 0, 3) == slots.recv_offset(0) + 11 * 32
     assert slots.slot_offset(1, 0, 0, 0) == slots.recv_offset(0) + 512
@@ -211,13 +212,14 @@ def test_control_region(num_ranks: int, per_node: int) -> None:
 
 
 def test_control_region_in_full() -> None:
-    assert (layout.LETTER_HEADER_BYTES, layout.NUM_MAX_CHANNELS, layout.STATUS_BYTES) == (256, 128, 4096)
+    assert (layout.LETTER_HEADER_BYTES, layout.NUM_MAX_CHANNELS, layout.STATUS_BYTES) == (256, 128, 8192)
     # Two ranks on one node, block by block: (kind, bytes per peer, peers, sets).
     found: dict[str, list[tuple[int | None, int | None, int]]] = {}
     for region in ControlRegion(2, 2).regions():
         found.setdefault(region.kind, []).append((region.slot_set, region.peer, region.num_bytes))
     expected = {
-        "status": (4096, 1, 1),
+        "status": (8192, 1, 1),
+        "alarm": (8, 1, 1),
         "sleepers": (8, 1, 1),
         "doorbell": (8, 1, 1),
         "mailbox": (4992, 2, 2),
@@ -229,9 +231,9 @@ def test_control_region_in_full() -> None:
         "network tail": (1024, 1, 1),
         "network head": (1024, 1, 1),
         "network meta": (128 * 18 * 8, 1, 1),
-        "low-latency count": (8192, 2, 2),
+        "low-latency note": (64 + 8192, 2, 2),
         "low-latency packed": (8, 2, 2),
-        "mask": (8, 2, 1),
+        "mask": (16, 2, 1),
     }
     assert list(found) == list(expected)
     for kind, (num_bytes, peers, sets) in expected.items():

@@ -82,10 +82,10 @@ def test_exceptions_travel(name: str, also: type[Exception]) -> None:
 LAYERS = (
     ("version", "errors", "machine", "launch"),
     ("sizes",),
-    ("topology", "layout", "freelist", "events", "rendezvous"),
+    ("topology", "layout", "formats", "freelist", "events", "rendezvous"),
     ("backends", "network"),
     ("modes",),
-    ("arguments", "buffer"),
+    ("arguments", "low_latency_arguments", "buffer"),
     ("cli", "__main__"),
 )
 

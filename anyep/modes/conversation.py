@@ -14,13 +14,13 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, PeerLost, WaitTimeout
+from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, PeerLost, WaitTimeout
 from anyep.layout import LETTER_HEADER_BYTES, ControlRegion
 from anyep.modes.letters import NUM_WORDS, SIGNATURE, SIGNATURE_WORDS, Field, signature, word_for_people
 from anyep.modes.status import FUNCTIONS, Phase, RankStatus, State, StatusBlock
@@ -29,6 +29,22 @@ from anyep.rendezvous import Rendezvous
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 AGREEING_WORDS = (int(Field.REFUSED), int(SIGNATURE[-1]) + 1)
+NOT_TIMED = np.zeros(0, np.int64)
+
+
+class Topic(IntEnum):
+    """What counters tell: who sleeps until they come says which of these he waits for.
+
+    A topic with two sets has two numbers.
+    """
+
+    NOBODY = 0
+    ROWS = 1
+    PULLED = 2
+    MASK = 3
+    LETTER = 4
+    NOTE = 6
+    PACKED = 8
 
 
 class Call(NamedTuple):
@@ -41,8 +57,7 @@ class Call(NamedTuple):
         return f"{FUNCTIONS[self.kind]} (call {self.number})"
 
 
-@dataclass(frozen=True)
-class Stall:
+class Stall(NamedTuple):
     """What a wait still waits for."""
 
     peers: Sequence[int]
@@ -65,7 +80,7 @@ class Conversation:
         timeout_s: float,
         num_spins: int,
     ) -> None:
-        self._num_spins = num_spins
+        self.num_spins = num_spins
         self.rank = rendezvous.rank
         self.num_ranks = rendezvous.num_ranks
         self.timeout_s = timeout_s
@@ -85,11 +100,12 @@ class Conversation:
         self._own.start()
         self.sleepers = self._at_peers(control.block("sleepers").start)
         self.doorbells = self._at_peers(control.block("doorbell").start)
-        self._own_sleepers = int(self.sleepers[self.rank])
+        self.alarms = self._at_peers(control.block("alarm").start)
+        self.own_alarm = int(self.alarms[self.rank])
         mailbox = control.block("mailbox")
-        self._mailboxes_of_peers = [self._at_peers(mailbox.offset(self.rank, box)) for box in range(2)]
+        self._mailboxes_of_peers = [self.peer_counters(mailbox, box) for box in range(2)]
         self._own_mailboxes = [self.own_counters(mailbox, box) for box in range(2)]
-        self._missing = np.zeros(self.num_ranks, np.bool_)
+        self._missing = np.ones(self.num_ranks, np.bool_)
         self._no_counts = (np.zeros(self.num_ranks, np.int32), np.zeros((self.num_ranks, 1), np.int32))
         self.headers = np.zeros((self.num_ranks, NUM_WORDS), np.int64)
         self._pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids) if rank != self.rank}
@@ -101,9 +117,9 @@ class Conversation:
         """The address of this offset in every rank's heap."""
         return self._addresses + offset
 
-    def peer_counters(self, block: Any) -> Array:
+    def peer_counters(self, block: Any, slot_set: int = 0) -> Array:
         """The words of a control block that this rank writes at each peer."""
-        return self._at_peers(block.offset(self.rank))
+        return self._at_peers(block.offset(self.rank, slot_set))
 
     def own_counters(self, block: Any, slot_set: int = 0) -> Array:
         """The words of a control block that each peer writes here."""
@@ -126,10 +142,7 @@ class Conversation:
 
     def begin(self, kind: int) -> Call:
         """Take the next call number."""
-        if self._broken is not None:
-            raise BufferBroken(
-                f"this Buffer is broken since an earlier call: {self._broken}"
-            ) from self._broken
+        self.check_works()
         self._last_call += 1
         return Call(self._last_call, kind)
 
@@ -144,14 +157,11 @@ class Conversation:
 
     def guarded(self, call: Call, work: Callable[[], T]) -> T:
         """Do a part of a call that touches peers: whatever it raises breaks the conversation for good."""
-        if self._broken is not None:
-            raise BufferBroken(
-                f"this Buffer is broken since an earlier call: {self._broken}"
-            ) from self._broken
+        self.check_works()
         try:
             return work()
-        except (Disagreement, InvalidCall):
-            # Every rank found it in the letters, before any data: the next call can go on.
+        except (Disagreement, InvalidCall, Masked):
+            # Every rank found it in the letters, before any data, or can be taken back: calls can go on.
             self.end(call)
             raise
         except BaseException as error:
@@ -182,7 +192,7 @@ class Conversation:
         header[Field.KIND] = call.kind
         self._post(call, header, counts)
         mailboxes = self._own_mailboxes[call.number % 2]
-        self._wait_for_counters(call, mailboxes, call.number, "letter")
+        self._wait_for_counters(call, mailboxes, call.number, Topic.LETTER + call.number % 2, "letter")
         self._last_seen = call.number
         if not self._backend.read_headers(mailboxes, header, *AGREEING_WORDS, self.headers):
             raise self._disagreement(call)
@@ -200,14 +210,16 @@ class Conversation:
         previous = call.number - 1
         if previous > self._last_seen:
             # This rank refused that call, and did not wait for the others then.
-            self._wait_for_counters(call, self._own_mailboxes[previous % 2], previous, "letter")
+            mailboxes = self._own_mailboxes[previous % 2]
+            self._wait_for_counters(call, mailboxes, previous, Topic.LETTER + previous % 2, "letter")
         if refusal:
-            self._own.refuse(call.number, refusal)
+            self.say_refusal(call.number % 2, refusal)
         header[Field.CALL] = call.number
         rows, by_channel, by_expert = counts or (*self._no_counts, self._no_counts[0])
         self._backend.post_letters(
             self._mailboxes_of_peers[call.number % 2],
-            self.sleepers,
+            self.alarms,
+            Topic.LETTER + call.number % 2,
             header,
             LETTER_HEADER_BYTES,
             int(counts is not None),
@@ -218,50 +230,87 @@ class Conversation:
 
     def _disagreement(self, call: Call) -> Disagreement:
         """What the letters disagree about; every rank finds the same."""
-        refusing = np.flatnonzero(self.headers[:, Field.REFUSED])
-        if refusing.size:
-            rank = int(refusing[0])
-            reason = self._statuses[rank].refusal(call.number)
-            function = FUNCTIONS[int(self.headers[rank, Field.KIND])]
+        return self.disagreement(call, self.headers, call.number % 2, SIGNATURE_WORDS, word_for_people)
+
+    # Refusals and disagreements
+
+    def say_refusal(self, text: int, reason: str) -> None:
+        """Write down why this rank refuses a call; a letter or a note then tells peers to look."""
+        self._own.refuse(text, reason)
+
+    def disagreement(
+        self,
+        call: Call,
+        headers: Array,
+        text: int,
+        signature_words: Mapping[Any, str],
+        for_people: Callable[[int, int], str],
+    ) -> Disagreement:
+        """What the headers of letters or notes, which begin alike, disagree about; every rank finds the same.
+
+        Ranks without a header have a call number of 0 there.
+        """
+        ranks = np.flatnonzero(headers[:, Field.CALL])
+        refusing = [int(rank) for rank in ranks if headers[rank, Field.REFUSED]]
+        if refusing:
+            reason = self._statuses[refusing[0]].refusal(text)
+            function = FUNCTIONS[int(headers[refusing[0], Field.KIND])]
             return Disagreement(
-                f"rank {rank} refused its {function} (call {call.number}), so rank {self.rank} cannot go on"
-                f" with its {FUNCTIONS[call.kind]}: {reason}"
+                f"rank {refusing[0]} refused its {function} (call {call.number}), so rank {self.rank}"
+                f" cannot go on with its {FUNCTIONS[call.kind]}: {reason}"
             )
-        for field in SIGNATURE:
-            words = self.headers[:, field]
-            if (words != words[0]).any():
-                ranks_by_value: dict[str, list[int]] = {}
-                for rank, word in enumerate(words):
-                    ranks_by_value.setdefault(word_for_people(field, int(word)), []).append(rank)
+        for field, name in signature_words.items():
+            ranks_by_value: dict[str, list[int]] = {}
+            for rank in ranks:
+                ranks_by_value.setdefault(for_people(field, int(headers[rank, field])), []).append(int(rank))
+            if len(ranks_by_value) > 1:
                 listing = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items())
-                return Disagreement(
-                    f"the ranks disagree in call {call.number} about {SIGNATURE_WORDS[field]}: {listing}"
-                )
-        raise AssertionError("letters that differ agree in every field")
+                return Disagreement(f"the ranks disagree in call {call.number} about {name}: {listing}")
+        raise AssertionError("headers that differ agree in every field")
 
     # Waiting
 
-    def wait_for_counters(self, call: Call, phase: Phase, counters: Array, what: str) -> None:
+    def wait_for_counters(self, call: Call, phase: Phase, counters: Array, topic: int, what: str) -> None:
         """Return when every peer has released this call's number in its counter here."""
         self.enter(call, phase)
-        self._wait_for_counters(call, counters, call.number, what)
+        self._wait_for_counters(call, counters, call.number, topic, what)
 
-    def _wait_for_counters(self, call: Call, counters: Array, expected: int, what: str) -> None:
-        backend, missing, sleepers = self._backend, self._missing, self._own_sleepers
-        if backend.await_counters(counters, expected, missing, self._num_spins, sleepers) == 0:
-            return
+    def _wait_for_counters(self, call: Call, counters: Array, expected: int, topic: int, what: str) -> None:
+        missing = self._missing
+        missing[:] = True
 
-        def stalled() -> Stall:
-            peers = [int(peer) for peer in np.flatnonzero(missing)]
-            seen = np.zeros((1, 1), np.int64)
-            backend.read_counters(counters[peers[:1]].reshape(1, 1), seen)
-            return Stall(peers, what, int(seen[0, 0]), expected)
+        def step(num_spins: int) -> int:
+            return self.await_counters(counters, expected, missing, num_spins, topic)
 
-        self.wait_until(
-            call,
-            lambda num_spins: int(backend.await_counters(counters, expected, missing, num_spins, sleepers)),
-            stalled,
+        if step(self.num_spins):
+            self.wait_until(call, step, lambda: self.stall(counters, missing, what, expected))
+
+    def await_counters(
+        self,
+        counters: Array,
+        expected: int,
+        missing: Array,
+        num_spins: int,
+        topic: int,
+        waited: Array = NOT_TIMED,
+        started: int = 0,
+    ) -> int:
+        """Wait a few milliseconds for the counters that are missing; how many still are."""
+        num_missing: int = self._backend.await_counters(
+            counters, expected, missing, num_spins, self.own_alarm, topic, waited, started
         )
+        return num_missing
+
+    def announce(self, counters: Array, topic: int, value: int) -> None:
+        """Release a value in these counters, one at each peer."""
+        self._backend.announce(counters, self.alarms, topic, value)
+
+    def stall(self, counters: Array, missing: Array, what: str, expected: int) -> Stall:
+        """What a wait for counters still waits for: `missing` marks the peers."""
+        peers = [int(peer) for peer in np.flatnonzero(missing)]
+        seen = np.zeros((1, 1), np.int64)
+        self._backend.read_counters(counters[peers[:1]].reshape(1, 1), seen)
+        return Stall(peers, what, int(seen[0, 0]), expected)
 
     def wait_until(
         self,
@@ -269,34 +318,51 @@ class Conversation:
         step: Callable[[int], int],
         stalled: Callable[[], Stall],
         progress: Callable[[], int] = lambda: 0,
+        give_up: Callable[[Sequence[int], AnyEPError], None] | None = None,
     ) -> None:
         """Run a kernel's step until nothing is missing; it is told how often to look before it sleeps.
 
         A step waits a few milliseconds at most; between two of them Python runs (Ctrl-C works) and the peers
-        that are waited for are looked at. The deadline counts from the last progress.
+        that are waited for are looked at. The deadline counts from the last progress. What ends the wait is
+        raised; or `give_up` takes it, with the peers to blame, and the wait goes on without them.
         """
-        if step(self._num_spins) == 0:
+        if step(self.num_spins) == 0:
             return
         deadline = time.monotonic() + self.timeout_s
         done = progress()
         suspects: set[int] = set()
+        periods = 0
         while step(0):
             if self._stopping:
                 raise BufferBroken(f"the Buffer was destroyed while {call} was under way")
             stall = stalled()
             self._own.wait_for(stall.peers[0])
-            gone = self._gone().intersection(stall.peers)
+            gone = self.gone().intersection(stall.peers)
             # What a peer sent before it ended may have arrived since the step: look once more.
             if gone & suspects:
-                raise self._lost(call, min(gone & suspects), stall)
+                lost = self._lost(call, min(gone & suspects), stall)
+                if give_up is None:
+                    raise lost
+                give_up(sorted(gone & suspects), lost)
             suspects = gone
             if progress() != done:
                 done = progress()
                 deadline = time.monotonic() + self.timeout_s
             elif time.monotonic() > deadline:
-                raise self._too_late(call, stall)
+                if give_up is None:
+                    raise self._too_late(call, stall)
+                # Whoever waits for another rank himself may be the one that this wait ends for: once more.
+                periods += 1
+                to_blame = [peer for peer in stall.peers if periods > 1 or not self._waits(peer)]
+                if to_blame:
+                    give_up(to_blame, self._too_late(call, stall._replace(peers=to_blame)))
+                deadline = time.monotonic() + self.timeout_s
 
-    def _gone(self) -> set[int]:
+    def _waits(self, peer: int) -> bool:
+        """Whether a peer says that it waits for a third rank."""
+        return self._statuses[peer].read(True).waits_for not in (None, self.rank)
+
+    def gone(self) -> set[int]:
         """Peers that will send nothing more."""
         dead = {self._pidfds[descriptor] for descriptor, _ in self._poller.poll(0)}
         return dead | {status.rank for status in self._statuses if status.state is not State.ALIVE}

@@ -8,7 +8,6 @@ order, and says so; an owner's call ends when all have read. Rows that lie in no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,7 @@ import torch
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
 from anyep.layout import ControlRegion, RingArea, Window, nvl_rings, ring_rows_that_fit
-from anyep.modes.conversation import Array, Call, Conversation, Stall
+from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
 from anyep.modes.letters import (
     MAX_OFFERS,
     NUM_OFFERS,
@@ -34,11 +33,10 @@ from anyep.modes.letters import (
 )
 from anyep.modes.routing import Routing
 from anyep.modes.status import Phase
-from anyep.modes.windows import WindowHeap
+from anyep.modes.windows import WarmMemory, WindowHeap
 from anyep.sizes import Config, TokenLayout, align, token_layout
 
 WORTH_SPLITTING_BYTES = 1 << 20
-WORTH_REUSING_BYTES = 1 << 16
 WORTH_STREAMING_BYTES = 1 << 22
 MIN_RING_ROWS = 2
 MAX_KNOWN_AREAS = 64
@@ -147,13 +145,14 @@ class Intranode:
         heaps: list[Any],
         window_blocks: list[Any],
         num_nvl_bytes: int,
-        num_arena_bytes: int,
-        num_threads: int,
+        stream: Any,
+        team: Any,
+        memory: WarmMemory,
     ) -> None:
         self.conversation = conversation
-        self.stream = backend.Stream()
+        self.stream = stream
         self.windows = WindowHeap(window_blocks[conversation.rank])
-        self._arena = WindowHeap(backend.PrivateBlock(num_arena_bytes))
+        self._memory = memory
         self._ring_addresses: _RingAddresses | None = None
         self._areas: dict[tuple[int, int], tuple[Config, TokenLayout, RingArea]] = {}
         self._backend = backend
@@ -163,7 +162,7 @@ class Intranode:
         self._num_nvl_bytes = num_nvl_bytes
         self._heap_addresses = np.array([heap.address for heap in heaps], np.int64)
         self._window_bases = np.array([block.address for block in window_blocks], np.int64)
-        self._team = backend.Team(num_threads)
+        self._team = team
         self._dtype_codes = {
             torch.bfloat16: backend.BF16,
             torch.float16: backend.FP16,
@@ -399,7 +398,7 @@ class Intranode:
         token, num_rows = payload.token, routing.num_recv_rows
         shape, dtype = (num_rows, payload.x.shape[1]), payload.x.dtype
         return _Results(
-            self._empty(shape, dtype) if window < 0 else self.windows.lend(window, shape, dtype),
+            self._memory.empty(shape, dtype) if window < 0 else self.windows.lend(window, shape, dtype),
             routing.recv_src_idx,
             torch.empty((num_rows, token.num_topk), dtype=torch.int64, device="cpu")
             if token.num_topk
@@ -411,14 +410,6 @@ class Intranode:
             if payload.scales is not None
             else None,
         )
-
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor; a large one in memory that earlier results have warmed up."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        offset = self._arena.allocate(num_bytes) if num_bytes >= WORTH_REUSING_BYTES else None
-        if offset is None:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return self._arena.lend(offset, shape, dtype)
 
     def _transfer(
         self,
@@ -447,11 +438,11 @@ class Intranode:
                 payload.num_tokens,
                 worth_splitting=payload.num_tokens * token.hidden_bytes >= WORTH_SPLITTING_BYTES,
             )
-            backend.announce(self._arrival_at_peers, conversation.sleepers, call.number)
+            conversation.announce(self._arrival_at_peers, Topic.ROWS, call.number)
         if min(offsets) < 0:
             self._send_through_rings(call, payload, routing, results, decision, config, row_arguments)
         if offsets[self._rank] >= 0:
-            conversation.wait_for_counters(call, Phase.RECEIVE, self._own_arrival, "rows")
+            conversation.wait_for_counters(call, Phase.RECEIVE, self._own_arrival, Topic.ROWS, "rows")
             backend.unpack_window(
                 places[self._rank],
                 decision.num_rows,
@@ -515,7 +506,7 @@ class Intranode:
     ) -> Combined:
         x, weights, num_tokens = outputs.x, outputs.topk_weights, outputs.routing.num_tokens
         num_topk = weights.shape[1] if weights is not None else 0
-        out = self._empty((num_tokens, x.shape[1]), x.dtype)
+        out = self._memory.empty((num_tokens, x.shape[1]), x.dtype)
         out_weights = torch.empty((num_tokens, num_topk), dtype=torch.float32, device="cpu")
 
         def whole_call() -> None:
@@ -592,9 +583,11 @@ class Intranode:
                 matrix[:, self._rank] if mine else np.zeros(self._num_ranks, np.int32),
                 np.where(in_window, 0, matrix[self._rank]),
             )
-        backend.announce(self._pulled_at_peers, conversation.sleepers, call.number)
+        conversation.announce(self._pulled_at_peers, Topic.PULLED, call.number)
         # Until every reader is done, x must stay as it is.
-        conversation.wait_for_counters(call, Phase.ACKNOWLEDGE, self._own_pulled, "acknowledgement")
+        conversation.wait_for_counters(
+            call, Phase.ACKNOWLEDGE, self._own_pulled, Topic.PULLED, "acknowledgement"
+        )
         conversation.end(call)
 
     def _stage(self, call: Call, x: torch.Tensor, topk_weights: torch.Tensor | None) -> _Staged:

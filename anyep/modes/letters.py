@@ -21,6 +21,11 @@ class Kind(IntEnum):
     DISPATCH = 1
     CACHED_DISPATCH = 2
     COMBINE = 3
+    # Low-latency calls have numbers of their own, and notes instead of letters.
+    LOW_LATENCY_DISPATCH = 4
+    LOW_LATENCY_COMBINE = 5
+    CLEAN = 6
+    UNMASK = 7
 
 
 class Field(IntEnum):
@@ -100,13 +105,13 @@ def signature(
     return np.array((0, 0, 0, *words, *_NO_FACTS), np.int64)
 
 
-def word_for_people(field: Field, word: int) -> str:
+def word_for_people(field: int, word: int) -> str:
     """A word of the signature as a message says it."""
-    if field is Field.KIND:
+    if field == Field.KIND:
         return Kind(word).name.lower().replace("_", " ") if word in list(Kind) else str(word)
-    if field is Field.ROUTING:
+    if field == Field.ROUTING:
         return f"checksum {word:08x}"
-    if field is Field.DTYPE:
+    if field == Field.DTYPE:
         return DTYPES[word]
     return str(word)
 

@@ -6,6 +6,7 @@ import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -14,10 +15,10 @@ from anyep.layout import STATUS_BYTES
 
 TEXT_BYTES: Final = 1080
 FAILURE_TEXT_AT: Final = 512
-REFUSAL_TEXTS_AT: Final = (1600, 2800)
+REFUSAL_TEXTS_AT: Final = (1600, 2800, 4000, 5200)
+"""Two texts for normal-mode calls, two for low-latency ones; they alternate, as mailboxes and slots do."""
 assert REFUSAL_TEXTS_AT[0] >= FAILURE_TEXT_AT + TEXT_BYTES
-assert REFUSAL_TEXTS_AT[0] + TEXT_BYTES <= REFUSAL_TEXTS_AT[1]
-assert REFUSAL_TEXTS_AT[1] + TEXT_BYTES <= STATUS_BYTES
+assert all(start + TEXT_BYTES <= end for start, end in pairwise((*REFUSAL_TEXTS_AT, STATUS_BYTES)))
 
 
 class State(IntEnum):
@@ -51,10 +52,10 @@ class Word(IntEnum):
     SINCE_NS = 4
     WAITS_FOR = 5
     FAILURE_BYTES = 6
-    REFUSAL_BYTES_EVEN = 7
-    REFUSAL_BYTES_ODD = 8
-    NOBODY = 9
+    NOBODY = 7
     """Stays 0: nobody sleeps on a status word."""
+    REFUSAL_BYTES = 8
+    """The first of as many words as there are texts."""
 
 
 _DOING: Final = struct.Struct("=qqqqq")
@@ -97,12 +98,16 @@ class RankStatus:
         )
 
 
-def _refusal_place(call: int) -> tuple[int, Word]:
-    word = Word.REFUSAL_BYTES_ODD if call % 2 else Word.REFUSAL_BYTES_EVEN
-    return REFUSAL_TEXTS_AT[call % 2], word
-
-
-FUNCTIONS: Final = ("nothing", "dispatch", "cached dispatch", "combine")
+FUNCTIONS: Final = (
+    "nothing",
+    "dispatch",
+    "cached dispatch",
+    "combine",
+    "low-latency dispatch",
+    "low-latency combine",
+    "clean_low_latency_buffer",
+    "unmasking",
+)
 
 
 class StatusBlock:
@@ -112,7 +117,7 @@ class StatusBlock:
         self._backend = backend
         self._state_address = np.array([block.address + 8 * Word.STATE], np.int64)
         self._nobody = np.array([block.address + 8 * Word.NOBODY], np.int64)
-        self._words = block.array(0, len(Word))
+        self._words = block.array(0, Word.REFUSAL_BYTES + len(REFUSAL_TEXTS_AT))
         self._bytes = block.array(0, STATUS_BYTES, np.uint8)
         self.rank = rank
         self.pid = pid
@@ -129,17 +134,17 @@ class StatusBlock:
 
     def fail(self, reason: str) -> None:
         self._write_text(FAILURE_TEXT_AT, Word.FAILURE_BYTES, reason)
-        self._backend.announce(self._state_address, self._nobody, int(State.FAILED))
+        self._backend.announce(self._state_address, self._nobody, 0, int(State.FAILED))
 
-    def refuse(self, call: int, reason: str) -> None:
-        """Say why; a letter tells peers when to look. Two texts alternate, as mailboxes do."""
-        self._write_text(*_refusal_place(call), reason)
+    def refuse(self, text: int, reason: str) -> None:
+        """Say why in one of the texts; a letter or a note tells peers when to look."""
+        self._write_text(REFUSAL_TEXTS_AT[text], Word.REFUSAL_BYTES + text, reason)
 
     def destroy(self) -> None:
         """Say that the rank is gone; a failure stays what peers should hear of."""
         if self.state is State.FAILED:
             return
-        self._backend.announce(self._state_address, self._nobody, int(State.DESTROYED))
+        self._backend.announce(self._state_address, self._nobody, 0, int(State.DESTROYED))
 
     @property
     def state(self) -> State:
@@ -149,9 +154,9 @@ class StatusBlock:
     def failure(self) -> str:
         return self._read_text(FAILURE_TEXT_AT, Word.FAILURE_BYTES)
 
-    def refusal(self, call: int) -> str:
-        """Why the rank refused this call, which its letter says it did."""
-        return self._read_text(*_refusal_place(call))
+    def refusal(self, text: int) -> str:
+        """Why the rank refused the call of this text, which its letter or note says it did."""
+        return self._read_text(REFUSAL_TEXTS_AT[text], Word.REFUSAL_BYTES + text)
 
     def read(self, alive: bool) -> RankStatus:
         waits_for = int(self._words[Word.WAITS_FOR])
@@ -168,12 +173,12 @@ class StatusBlock:
             failure=self.failure if self.state is State.FAILED else "",
         )
 
-    def _write_text(self, offset: int, length_word: Word, text: str) -> None:
+    def _write_text(self, offset: int, length_word: int, text: str) -> None:
         encoded = text.encode()[:TEXT_BYTES]
         self._bytes[offset : offset + len(encoded)] = np.frombuffer(encoded, np.uint8)
         self._words[length_word] = len(encoded)
 
-    def _read_text(self, offset: int, length_word: Word) -> str:
+    def _read_text(self, offset: int, length_word: int) -> str:
         length = int(self._words[length_word])
         encoded: bytes = self._bytes[offset : offset + length].tobytes()
         return encoded.decode(errors="replace")

@@ -1,15 +1,21 @@
-"""A rank's window heap: memory that results live in, lent to tensors and taken back when they die."""
+"""Memory that results live in, lent to tensors and taken back when they die.
+
+`WindowHeap` is what peers write to and read from; `WarmMemory` is for this rank's eyes only.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from anyep.freelist import FreeList
+
+WORTH_REUSING_BYTES: Final = 1 << 16
 
 
 class WindowHeap:
@@ -59,3 +65,20 @@ class WindowHeap:
     def _take_back(self) -> None:
         while self._returned:
             self._free_list.free(self._returned.popleft())
+
+
+class WarmMemory:
+    """Uninitialised tensors; large ones in memory that earlier results have warmed up.
+
+    Fresh memory is faulted in page by page, which takes longer than to fill it.
+    """
+
+    def __init__(self, block: Any) -> None:
+        self._heap = WindowHeap(block)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        offset = self._heap.allocate(num_bytes) if num_bytes >= WORTH_REUSING_BYTES else None
+        if offset is None:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return self._heap.lend(offset, shape, dtype)

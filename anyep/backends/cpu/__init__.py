@@ -19,6 +19,18 @@ from anyep.backends.cpu.kernels.letters import (
     read_headers,
 )
 from anyep.backends.cpu.kernels.rings import combine_through_rings, dispatch_through_rings, read_counters
+from anyep.backends.cpu.kernels.slots import (
+    adopt_masks,
+    count_rows,
+    list_returns,
+    list_tokens,
+    pack_tokens,
+    post_notes,
+    read_notes,
+    send_tokens,
+    stage_rows,
+    sum_tokens,
+)
 from anyep.backends.cpu.kernels.sums import BF16, FP16, FP32, pull_and_sum
 from anyep.backends.cpu.kernels.windows import (
     choose_windows,
@@ -40,6 +52,7 @@ __all__ = [
     "SharedBlock",
     "Stream",
     "Team",
+    "adopt_masks",
     "announce",
     "await_counters",
     "check_handle",
@@ -47,17 +60,26 @@ __all__ = [
     "combine_through_rings",
     "copy_rows",
     "count_layout",
+    "count_rows",
     "dispatch_through_rings",
     "fill_handle",
     "first_contradiction",
+    "list_returns",
+    "list_tokens",
     "open_block",
+    "pack_tokens",
     "pad_ids",
     "place_tokens",
     "post_letters",
+    "post_notes",
     "pull_and_sum",
     "read_counters",
     "read_counts",
     "read_headers",
+    "read_notes",
     "send_to_windows",
+    "send_tokens",
+    "stage_rows",
+    "sum_tokens",
     "unpack_window",
 ]

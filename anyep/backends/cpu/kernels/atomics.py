@@ -1,8 +1,8 @@
 """The verbs of memory ordering: the only module that touches a flag.
 
-Data first, then `store_release`; `load_acquire` before reading data. Who waits long sleeps on the counter
-(a futex), and who advances it wakes him. Addresses are plain int64 numbers, also of
-memory that other processes write.
+Data first, then `store_release`; `load_acquire` before reading data. Addresses are plain int64 numbers, also
+of memory that other processes write. Who waits long sleeps on a futex: for counters of several peers he sets
+an alarm, and whoever brings the last of them wakes him; for rings he sleeps on his doorbell.
 
     with one process:   copy rows; store_release(flag, 7)
     with another one:   load_acquire(flag) == 7, then the rows are there
@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 
 from anyep.backends.cpu.kernels.compiler import inlined
 
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 """The number of the system call; 0 where it is not known."""
@@ -30,6 +30,11 @@ SLEEP_NS = 2_000_000
 NUM_YIELDS = 20
 PATIENCE = NUM_YIELDS + 2
 """Polls in vain after which a kernel returns to its caller: a few milliseconds."""
+LOW_BIT_COUNT = 32
+LOW_BITS = (1 << LOW_BIT_COUNT) - 1
+MAX_RANKS = 1 << 31
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+CLOCK_MONOTONIC = 1
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 _PAUSE = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}.get(
     platform.machine()
@@ -78,13 +83,12 @@ def pause(typing_context: Any) -> Any:
 
 @intrinsic
 def add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Add to a 64-bit number, in one order with all other adds and fences."""
+    """Add to a 64-bit number, in one order with all other adds and fences; what it was before."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.atomic_rmw("add", _pointer(builder, arguments[0]), arguments[1], "seq_cst")
-        return context.get_dummy_value()
+        return builder.atomic_rmw("add", _pointer(builder, arguments[0]), arguments[1], "seq_cst")
 
-    return types.void(types.int64, types.int64), generate
+    return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -99,43 +103,84 @@ def fence(typing_context: Any) -> Any:
 
 
 @inlined
-def wake(address, sleepers):
-    """After the counter at `address` was advanced and a fence: wake who sleeps on it, if anyone there sleeps.
+def _futex_wake(address):
+    _syscall(_FUTEX, address, FUTEX_WAKE, 2**31 - 1, 0, 0, 0)
 
-    `sleepers` counts the sleeping threads of the rank that polls the counter. Either they are seen here, or
-    they see the counter's new value before they sleep.
-    """
-    if _FUTEX and load_acquire(sleepers) > 0:
-        _syscall(_FUTEX, address, FUTEX_WAKE, 2**31 - 1, 0, 0, 0)
+
+@inlined
+def _futex_wait(address, seen):
+    """Sleep until woken, `SLEEP_NS` at most; not at all if the word is not `seen` any more."""
+    timeout = np.empty(2, np.int64)
+    timeout[0] = 0
+    timeout[1] = SLEEP_NS
+    # The kernel compares the low 32 bits, which on these machines lie at the word's address.
+    _syscall(_FUTEX, address, FUTEX_WAIT, seen & LOW_BITS, timeout.ctypes.data, 0, 0)
 
 
 @inlined
 def ring_bell(doorbell, sleepers):
-    """Tell a rank that something of what it may wait for has come; the add is a fence as well."""
+    """Tell a rank that something of what it may wait for has come; the add is a fence as well.
+
+    `sleepers` counts the rank's sleeping threads. Either they are seen here, or they see the doorbell's new
+    value before they sleep.
+    """
     add(doorbell, 1)
-    wake(doorbell, sleepers)
+    if _FUTEX and load_acquire(sleepers) > 0:
+        _futex_wake(doorbell)
 
 
 @inlined
 def sleep_on(address, seen, sleepers):
-    """Sleep until the counter at `address` is woken, `SLEEP_NS` at most; not at all if it is not `seen`."""
-    timeout = np.empty(2, np.int64)
-    timeout[0] = 0
-    timeout[1] = SLEEP_NS
+    """Sleep until the doorbell at `address` is rung; not at all if it is not `seen` any more."""
     if _FUTEX:
         add(sleepers, 1)
         fence()
         if load_acquire(address) == seen:
-            # The kernel compares the low 32 bits, which on these machines lie at the counter's address.
-            _syscall(_FUTEX, address, FUTEX_WAIT, seen & 0xFFFFFFFF, timeout.ctypes.data, 0, 0)
+            _futex_wait(address, seen)
         add(sleepers, -1)
     else:
         _usleep(types.uint32(100))
 
 
 @inlined
+def set_alarm(alarm, topic, num_missing):
+    """Want to be woken when so many counters of a topic have come; then look once more before sleeping.
+
+    Either those who bring them see the alarm, or what they brought is seen here.
+    """
+    store_release(alarm, topic << LOW_BIT_COUNT | num_missing)
+    fence()
+
+
+@inlined
+def ring_alarm(alarm, topic):
+    """After a counter was advanced and a fence: wake who waits for it, if he waits for no other one."""
+    value = load_acquire(alarm)
+    if (
+        value >> LOW_BIT_COUNT == topic
+        and value & LOW_BITS > 0
+        and add(alarm, -1) & LOW_BITS == 1
+        and _FUTEX != 0
+    ):
+        _futex_wake(alarm)
+
+
+@inlined
+def sleep_until_alarm(alarm):
+    """Sleep until the alarm that was set goes off, `SLEEP_NS` at most, and turn it off."""
+    if _FUTEX:
+        remaining = load_acquire(alarm) & LOW_BITS
+        # Two at once may have counted it down below 0.
+        if 0 < remaining < MAX_RANKS:
+            _futex_wait(alarm, remaining)
+    else:
+        _usleep(types.uint32(100))
+    store_release(alarm, 0)
+
+
+@inlined
 def back_off(num_polls, num_spins, address, seen, sleepers):
-    """Wait a little after the `num_polls`-th poll in vain: spin at first, then sleep on what is waited for.
+    """Wait a little after the `num_polls`-th poll in vain: spin at first, then sleep on the doorbell.
 
     Spinning is for ranks that have a core each. Where ranks outnumber cores, whoever is waited for must get
     to run, so `num_spins` is 0 there.
@@ -143,6 +188,14 @@ def back_off(num_polls, num_spins, address, seen, sleepers):
     if num_polls < num_spins:
         pause()
     elif num_polls < num_spins + NUM_YIELDS:
-        _sched_yield()
+        sched_yield()
     else:
         sleep_on(address, seen, sleepers)
+
+
+@inlined
+def monotonic_ns():
+    """The clock that `time.monotonic_ns` reads."""
+    now = np.empty(2, np.int64)
+    _clock_gettime(types.int32(CLOCK_MONOTONIC), now.ctypes.data)
+    return now[0] * 1_000_000_000 + now[1]

@@ -8,20 +8,27 @@ stored last, with release.
 from __future__ import annotations
 
 from anyep.backends.cpu.kernels.atomics import (
+    NUM_YIELDS,
     PATIENCE,
-    back_off,
     fence,
     load_acquire,
+    monotonic_ns,
+    pause,
+    ring_alarm,
+    sched_yield,
+    set_alarm,
+    sleep_until_alarm,
     store_release,
-    wake,
 )
 from anyep.backends.cpu.kernels.compiler import kernel
 from anyep.backends.cpu.kernels.memory import int32_at, int64_at
 
 
-@kernel("void(int64[::1], int64[::1], int64[::1], int64, int64, int32[::1], int32[:,::1], int32[::1])")
-def post_letters(mailboxes, sleepers, header, counts_at, with_counts, counts, channel_counts, expert_counts):
-    """Write one letter to each peer p; mailboxes[p] is this rank's mailbox there, sleepers[p] its sleepers.
+@kernel("void(int64[::1], int64[::1], int64, int64[::1], int64, int64, int32[::1], int32[:,::1], int32[::1])")
+def post_letters(
+    mailboxes, alarms, topic, header, counts_at, with_counts, counts, channel_counts, expert_counts
+):
+    """Write one letter to each peer p; mailboxes[p] is this rank's mailbox there, alarms[p] its alarm.
 
     With header [5, 1, ...] and 2 peers, both find 5 in word 0 when the rest is there. counts [3, 4] goes to
     both; channel_counts [[1, 2], [4, 0]] goes row by row (peer 0 gets [1, 2]); of expert_counts [9, 8, 7, 6]
@@ -45,7 +52,7 @@ def post_letters(mailboxes, sleepers, header, counts_at, with_counts, counts, ch
         store_release(mailboxes[peer], header[0])
     fence()
     for peer in range(num_peers):
-        wake(mailboxes[peer], sleepers[peer])
+        ring_alarm(alarms[peer], topic)
 
 
 @kernel("boolean(int64[::1], int64[::1], int64, int64, int64[:,::1])")
@@ -86,43 +93,59 @@ def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):
             expert_totals[expert] += row[num_peers + num_channels + expert]
 
 
-@kernel("void(int64[::1], int64[::1], int64)")
-def announce(counters, sleepers, value):
+@kernel("void(int64[::1], int64[::1], int64, int64)")
+def announce(counters, alarms, topic, value):
     """Release `value` at each of these addresses: all that was stored before is visible to who acquires it.
 
-    With counters at two zeroed words and value 5, both hold 5.
+    With counters at two zeroed words and value 5, both hold 5. A peer that sleeps until 3 counters of this
+    topic have come (its alarm is topic << 32 | 3) then waits for 2.
     """
     for index in range(counters.shape[0]):
         store_release(counters[index], value)
     fence()
     for index in range(counters.shape[0]):
-        wake(counters[index], sleepers[index])
+        ring_alarm(alarms[index], topic)
 
 
-@kernel("int64(int64[::1], int64, boolean[::1], int64, int64)")
-def await_counters(counters, expected, missing, num_spins, sleepers):
-    """Wait a while until every counter has reached `expected`; the number of those that have not.
+@kernel("int64(int64[::1], int64, boolean[::1], int64, int64, int64, int64[::1], int64)")
+def await_counters(counters, expected, missing, num_spins, alarm, topic, waited, started):
+    """Wait a while until every counter that is missing has reached `expected`; how many have not.
 
-    `missing` marks them. With words [5, 4] and expected 5 it returns 1 and missing is [False, True].
+    `missing` marks them, before and after. With words [5, 4, 0], expected 5 and missing [True, True, False]
+    it returns 1, and missing is [False, True, False]. Unless `waited` is empty, the nanoseconds since the
+    moment `started` are added to it for each counter that has come.
+
+    Spinning is for ranks that have a core each. Where ranks outnumber cores, whoever is waited for must get
+    to run, so `num_spins` is 0 there.
     """
+    num_missing = 0
     for index in range(counters.shape[0]):
-        missing[index] = True
-    num_missing = counters.shape[0]
+        num_missing += missing[index]
     num_polls = 0
+    alarm_set_for = 0
     while True:
-        first = -1
-        seen = 0
         for index in range(counters.shape[0]):
-            if missing[index]:
-                value = load_acquire(counters[index])
-                if value >= expected:
-                    missing[index] = False
-                    num_missing -= 1
-                    num_polls = 0
-                elif first < 0:
-                    first = index
-                    seen = value
-        if num_missing == 0 or num_polls >= num_spins + PATIENCE:
+            if missing[index] and load_acquire(counters[index]) >= expected:
+                missing[index] = False
+                num_missing -= 1
+                num_polls = min(num_polls, num_spins)
+                if waited.shape[0]:
+                    waited[index] += monotonic_ns() - started
+        if alarm_set_for:
+            if num_missing == alarm_set_for:
+                sleep_until_alarm(alarm)
+                num_polls += 1
+            else:
+                store_release(alarm, 0)
+            alarm_set_for = 0
+        elif num_missing == 0 or num_polls >= num_spins + PATIENCE:
             return num_missing
-        back_off(num_polls, num_spins, counters[first], seen, sleepers)
-        num_polls += 1
+        elif num_polls < num_spins:
+            pause()
+            num_polls += 1
+        elif num_polls < num_spins + NUM_YIELDS:
+            sched_yield()
+            num_polls += 1
+        else:
+            set_alarm(alarm, topic, num_missing)
+            alarm_set_for = num_missing

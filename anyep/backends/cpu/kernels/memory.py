@@ -97,6 +97,7 @@ def _pointer_to(element: Any) -> Any:
 _int64_pointer = _pointer_to(types.int64)
 _int32_pointer = _pointer_to(types.int32)
 _float32_pointer = _pointer_to(types.float32)
+_uint8_pointer = _pointer_to(types.uint8)
 _uint16_pointer = _pointer_to(types.uint16)
 _uint32_pointer = _pointer_to(types.uint32)
 
@@ -129,3 +130,9 @@ def float32_at(address, count):
 def uint16_at(address, count):
     """`count` uint16 numbers at `address`, as an array."""
     return carray(_uint16_pointer(address), count)
+
+
+@inlined
+def uint8_at(address, count):
+    """`count` bytes at `address`, as an array."""
+    return carray(_uint8_pointer(address), count)

@@ -1,0 +1,301 @@
+"""Casts of low-latency messages: bf16 to FP8 with scales, bf16 to LogFMT and back.
+
+`anyep/formats.py` says what the bits mean. Here they are made from integer operations and float32 products,
+sums and quotients, each rounded, in loops without branches that the compiler turns into vector code.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anyep import formats
+from anyep.backends.cpu.kernels.compiler import inlined, kernel
+from anyep.backends.cpu.kernels.floats import bits_of_float, float_of_bf16, float_of_bits
+from anyep.backends.cpu.kernels.memory import copy_bytes, float32_at, int64_at, uint8_at, uint16_at
+
+CHANNELS = formats.CHANNELS_PER_BLOCK
+FP8_MAX = np.float32(formats.FP8_MAX)
+FP8_MIN_AMAX = np.float32(formats.FP8_MIN_AMAX)
+FP8_UNIT = np.float32(1.0 / formats.FP8_MAX)
+BF16_INFINITY = np.uint16(0x7F80)
+E4M3_SIGN = np.uint8(0x80)
+E4M3_LARGEST = np.uint8(0x7E)
+E4M3_NAN = np.uint8(0x7F)
+
+BF16_AMAX_LIMIT = np.uint16(np.float32(formats.LOGFMT_AMAX_LIMIT).view(np.uint32) >> 16)
+"""Its bits; those of infinities and NaN are larger, so that such blocks are not encoded."""
+NUM_STEPS = np.float32(formats.LOGFMT_NUM_STEPS)
+MAX_OCTAVES = np.float32(formats.LOGFMT_MAX_OCTAVES)
+MASK_BYTES = formats.LOGFMT_MASK_BYTES
+HEADER_BYTES = formats.LOGFMT_HEADER_BYTES
+BLOCK_BYTES = formats.LOGFMT_BLOCK_BYTES
+RAW_BLOCK_BYTES = formats.LOGFMT_RAW_BLOCK_BYTES
+PLANE = CHANNELS // 4
+"""High bits of codes this far apart share a byte, so that a vector of codes gives a vector of bytes."""
+LOG2 = tuple(np.float32(coefficient) for coefficient in formats.LOG2_COEFFICIENTS)
+EXP2 = tuple(np.float32(coefficient) for coefficient in formats.EXP2_COEFFICIENTS)
+
+
+@inlined
+def e4m3_of_float(value):
+    """1.0 is 0x38; to nearest even; from 448 on it is 448 (0x7E), also infinity; every NaN is 0x7F."""
+    bits = bits_of_float(value)
+    sign = np.uint32((bits >> np.uint32(24)) & np.uint32(0x80))
+    unlimited = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    magnitude = np.uint32(min(unlimited, np.uint32(0x43E00000)))
+    # Normal numbers: drop 20 bits, to nearest even, and re-bias the exponent (127 - 7 = 120).
+    odd = np.uint32((magnitude >> np.uint32(20)) & np.uint32(1))
+    rebiased = np.uint32(magnitude - np.uint32(120 << 23))
+    normal = np.uint32(rebiased + np.uint32(0x7FFFF) + odd) >> np.uint32(20)
+    # Subnormal ones: adding 2**14 lets the float unit round at the last bit of e4m3, which is 2**-9.
+    shifted = np.float32(float_of_bits(magnitude) + np.float32(16384.0))
+    subnormal = np.uint32(bits_of_float(shifted) - np.uint32(0x46800000))
+    result = subnormal if magnitude < np.uint32(121 << 23) else normal
+    return E4M3_NAN if unlimited > np.uint32(0x7F800000) else np.uint8(result | sign)
+
+
+@inlined
+def cast_block_to_fp8(source, data, power_of_two):
+    """Cast a block of bf16 at `source` to e4m3 at `data`; its scale (float32) is returned."""
+    halves = uint16_at(source, CHANNELS)
+    codes = uint8_at(data, CHANNELS)
+    # Magnitudes of bf16 have the order of their bits.
+    largest = np.uint16(0)
+    for index in range(CHANNELS):
+        magnitude = np.uint16(halves[index] & np.uint16(0x7FFF))
+        largest = magnitude if magnitude > largest else largest
+    if largest > BF16_INFINITY:
+        for index in range(CHANNELS):
+            codes[index] = E4M3_NAN
+        return float_of_bits(np.uint32(0x7FC00000))
+    if largest == BF16_INFINITY:
+        for index in range(CHANNELS):
+            magnitude = np.uint16(halves[index] & np.uint16(0x7FFF))
+            sign = np.uint8(halves[index] >> np.uint16(8)) & E4M3_SIGN
+            codes[index] = sign | (E4M3_LARGEST if magnitude == BF16_INFINITY else np.uint8(0))
+        return np.float32(np.inf)
+    amax = max(float_of_bf16(largest), FP8_MIN_AMAX)
+    scale = np.float32(amax * FP8_UNIT)
+    if power_of_two:
+        exponent = np.uint32(np.uint32(bits_of_float(scale) + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000))
+        scale = float_of_bits(exponent)
+        # Exact, so that a product with it is the quotient.
+        factor = np.float32(np.float32(1.0) / scale)
+    else:
+        factor = np.float32(FP8_MAX / amax)
+    for index in range(CHANNELS):
+        codes[index] = e4m3_of_float(np.float32(float_of_bf16(halves[index]) * factor))
+    return scale
+
+
+@inlined
+def cast_row_to_fp8(row, data, scales, hidden, power_of_two, as_ue8m0):
+    """Cast a row of bf16, block by block. Scales are float32; those that are powers of two may be bytes."""
+    num_blocks = hidden // CHANNELS
+    float_scales = float32_at(scales, num_blocks)
+    byte_scales = uint8_at(scales, num_blocks)
+    for block in range(num_blocks):
+        start = block * CHANNELS
+        scale = cast_block_to_fp8(row + 2 * start, data + start, power_of_two)
+        if as_ue8m0:
+            byte_scales[block] = np.uint8((bits_of_float(scale) >> np.uint32(23)) & np.uint32(0xFF))
+        else:
+            float_scales[block] = scale
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64, boolean, boolean)")
+def cast_to_fp8(first_row, end_row, x, data, scales, hidden, power_of_two, as_ue8m0):
+    """Cast the rows of x [rows, hidden], bf16, to FP8: data [rows, hidden], scales [rows, hidden / 128].
+
+    A row of 128 values 1.0, -3.5, 0.0, 0.0, ...: amax is 3.5, the scale 3.5 / 448 = 2**-7, and data
+    0x70 (128), 0xFE (-448), 0x00, ... With power_of_two a row 1.0, -3.0, 0.0, 0.0, ... has the scale 2**-7
+    too, not 3 / 448; its data is 0x70 (128), 0xFC (-384), 0x00, ... As UE8M0 that scale is the byte 120.
+    """
+    scale_bytes = 1 if as_ue8m0 else 4
+    num_scales = hidden // CHANNELS
+    for row in range(first_row, end_row):
+        cast_row_to_fp8(
+            x + 2 * row * hidden,
+            data + row * hidden,
+            scales + scale_bytes * row * num_scales,
+            hidden,
+            power_of_two,
+            as_ue8m0,
+        )
+
+
+@inlined
+def log2_of_bf16(magnitude):
+    """The base-2 logarithm (float32) of a positive bf16, given by its bits: of 0x3F80 it is 0.0 exactly."""
+    wide = np.uint32(magnitude)
+    is_subnormal = wide < np.uint32(0x80)
+    # A subnormal one is an integer times 2**-133; as a float32 that integer has an exponent like any other.
+    whole = bits_of_float(np.float32(np.int32(wide)))
+    bits = whole if is_subnormal else np.uint32(wide << np.uint32(16))
+    bias = np.int32(127 + 133) if is_subnormal else np.int32(127)
+    exponent = np.float32(np.int32(np.int32(bits >> np.uint32(23)) - bias))
+    mantissa = np.uint32(np.uint32(bits & np.uint32(0x7FFFFF)) | np.uint32(0x3F800000))
+    t = np.float32(float_of_bits(mantissa) - np.float32(1.0))
+    value = np.float32(np.float32(LOG2[6] * t) + LOG2[5])
+    value = np.float32(np.float32(value * t) + LOG2[4])
+    value = np.float32(np.float32(value * t) + LOG2[3])
+    value = np.float32(np.float32(value * t) + LOG2[2])
+    value = np.float32(np.float32(value * t) + LOG2[1])
+    value = np.float32(np.float32(value * t) + LOG2[0])
+    return np.float32(exponent + np.float32(value * t))
+
+
+@inlined
+def exp2_of_negative(power):
+    """2 to a power (float32) from -149 to 0: of -3.0 it is 0.125 exactly."""
+    whole = np.floor(power)
+    f = np.float32(power - whole)
+    value = np.float32(np.float32(EXP2[5] * f) + EXP2[4])
+    value = np.float32(np.float32(value * f) + EXP2[3])
+    value = np.float32(np.float32(value * f) + EXP2[2])
+    value = np.float32(np.float32(value * f) + EXP2[1])
+    value = np.float32(np.float32(value * f) + EXP2[0])
+    # A subnormal result has no exponent of its own: the last 32 octaves are a product, which rounds it once.
+    octaves = np.uint32(np.uint32(np.int32(whole) + np.int32(32)) << np.uint32(23))
+    return np.float32(float_of_bits(np.uint32(bits_of_float(value) + octaves)) * np.float32(2.0**-32))
+
+
+@inlined
+def logfmt_range(amax, amin):
+    """log_min and log_max - log_min of a block, from its two header fields (bf16 bits)."""
+    log_max = log2_of_bf16(amax)
+    log_min = max(log2_of_bf16(amin), np.float32(log_max - MAX_OCTAVES))
+    return log_min, np.float32(log_max - log_min)
+
+
+@inlined
+def logfmt_code(half, log_min, steps_per_octave):
+    """The 10-bit code of a bf16."""
+    magnitude = np.uint16(half & np.uint16(0x7FFF))
+    u = np.float32(np.float32(log2_of_bf16(magnitude) - log_min) * steps_per_octave)
+    rounded = np.float32(u + np.float32(0.5))
+    # With equal magnitudes there are 0 steps per octave, and zero is not far below them any more.
+    is_zero = (magnitude == np.uint16(0)) | (rounded < np.float32(0.0))
+    code = np.uint32(0) if is_zero else np.uint32(np.int32(rounded) + np.int32(1))
+    return np.uint32(code | np.uint32(np.uint32(half & np.uint16(0x8000)) >> np.uint32(6)))
+
+
+@inlined
+def encode_logfmt_block(source, block, amax, amin):
+    """Encode 128 bf16 at `source`, with these extreme magnitudes, into 164 bytes at `block`."""
+    halves = uint16_at(source, CHANNELS)
+    header = uint16_at(block, 2)
+    low = uint8_at(block + HEADER_BYTES, CHANNELS)
+    high = uint8_at(block + HEADER_BYTES + CHANNELS, PLANE)
+    header[0] = amax
+    header[1] = amin
+    log_min, octaves = logfmt_range(amax, amin)
+    steps_per_octave = np.float32(NUM_STEPS / octaves) if octaves > np.float32(0.0) else np.float32(0.0)
+    for index in range(PLANE):
+        code_0 = logfmt_code(halves[index], log_min, steps_per_octave)
+        code_1 = logfmt_code(halves[index + PLANE], log_min, steps_per_octave)
+        code_2 = logfmt_code(halves[index + 2 * PLANE], log_min, steps_per_octave)
+        code_3 = logfmt_code(halves[index + 3 * PLANE], log_min, steps_per_octave)
+        low[index] = np.uint8(code_0)
+        low[index + PLANE] = np.uint8(code_1)
+        low[index + 2 * PLANE] = np.uint8(code_2)
+        low[index + 3 * PLANE] = np.uint8(code_3)
+        tops_01 = np.uint32((code_0 >> np.uint32(8)) | np.uint32(code_1 >> np.uint32(8)) << np.uint32(2))
+        tops_23 = np.uint32((code_2 >> np.uint32(8)) | np.uint32(code_3 >> np.uint32(8)) << np.uint32(2))
+        high[index] = np.uint8(tops_01 | np.uint32(tops_23 << np.uint32(4)))
+
+
+@inlined
+def encode_logfmt(row, message, hidden):
+    """Encode a row of bf16 into a message (aligned to 8 bytes); its number of bytes is returned."""
+    mask = int64_at(message, 2)
+    mask[0] = 0
+    mask[1] = 0
+    offset = MASK_BYTES
+    for block in range(hidden // CHANNELS):
+        source = row + 2 * block * CHANNELS
+        halves = uint16_at(source, CHANNELS)
+        largest = np.uint16(0)
+        smallest_less_one = np.uint16(0xFFFF)
+        for index in range(CHANNELS):
+            magnitude = np.uint16(halves[index] & np.uint16(0x7FFF))
+            largest = magnitude if magnitude > largest else largest
+            # Zero wraps around to the largest number, and so is no minimum.
+            less_one = np.uint16(magnitude - np.uint16(1))
+            smallest_less_one = less_one if less_one < smallest_less_one else smallest_less_one
+        if largest < BF16_AMAX_LIMIT:
+            smallest = np.uint16(smallest_less_one + np.uint16(1))
+            encode_logfmt_block(source, message + offset, largest, smallest)
+            mask[block >> 6] |= 1 << (block & 63)
+            offset += BLOCK_BYTES
+        else:
+            copy_bytes(message + offset, source, RAW_BLOCK_BYTES)
+            offset += RAW_BLOCK_BYTES
+    return offset
+
+
+@inlined
+def decode_logfmt_block(block, is_encoded, values):
+    """Decode a block at `block` into values[:128]; one that is not encoded is bf16."""
+    if is_encoded:
+        header = uint16_at(block, 2)
+        low = uint8_at(block + HEADER_BYTES, CHANNELS)
+        high = uint8_at(block + HEADER_BYTES + CHANNELS, PLANE)
+        log_min, octaves = logfmt_range(header[0], header[1])
+        step = np.float32(octaves / NUM_STEPS)
+        for plane in range(4):
+            start = plane * PLANE
+            for index in range(PLANE):
+                top = np.uint32(np.uint32(high[index]) >> np.uint32(2 * plane))
+                low_bits = np.uint32(low[start + index])
+                magnitude = np.uint32(low_bits | np.uint32(np.uint32(top & np.uint32(1)) << np.uint32(8)))
+                sign = np.uint32(np.uint32(top & np.uint32(2)) << np.uint32(30))
+                # Not in a function of its own: compiled alone, the difference and the comparison become one
+                # checked subtraction, which no vector unit has.
+                steps = np.float32(np.int32(np.int32(magnitude) - np.int32(1)))
+                power = exp2_of_negative(np.float32(log_min + np.float32(steps * step)))
+                bits = np.uint32(0) if magnitude == np.uint32(0) else bits_of_float(power)
+                values[start + index] = float_of_bits(np.uint32(bits | sign))
+    else:
+        halves = uint16_at(block, CHANNELS)
+        for index in range(CHANNELS):
+            values[index] = float_of_bf16(halves[index])
+
+
+@inlined
+def is_logfmt_block_encoded(message, block):
+    """Bit `block` of a message's mask."""
+    return ((int64_at(message, 2)[block >> 6] >> (block & 63)) & 1) == 1
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64)")
+def encode_logfmt_rows(first_row, end_row, x, messages, message_stride, hidden):
+    """Encode the rows of x [rows, hidden], bf16, each into its message, `message_stride` bytes apart.
+
+    A row of two blocks, 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ..., makes 16 + 164 + 256 bytes:
+
+        01 00 00 ...        the mask: only the first block is below 1
+        00 3F 00 3E         0.5 and 0.125, so that 510 steps are 2 octaves
+        FF 01 00 00 ...     the codes 0x1FF, 0x201 (the sign is 0x200), 0x100, 0, 0, ...: their low bits,
+        01 02 01 00 ...     and their high ones
+        00 40 00 40 ...     2.0
+    """
+    for row in range(first_row, end_row):
+        encode_logfmt(x + 2 * row * hidden, messages + row * message_stride, hidden)
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64)")
+def decode_logfmt_rows(first_row, end_row, messages, message_stride, out, hidden):
+    """Decode messages, `message_stride` bytes apart, into the rows of out [rows, hidden], float32.
+
+    The message of `encode_logfmt_rows` becomes 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ...
+    again. With the header 00 3F 00 3F every code of its first block but 0 would mean 0.5.
+    """
+    for row in range(first_row, end_row):
+        message = messages + row * message_stride
+        offset = MASK_BYTES
+        for block in range(hidden // CHANNELS):
+            is_encoded = is_logfmt_block_encoded(message, block)
+            values = float32_at(out + 4 * (row * hidden + block * CHANNELS), CHANNELS)
+            decode_logfmt_block(message + offset, is_encoded, values)
+            offset += BLOCK_BYTES if is_encoded else RAW_BLOCK_BYTES

@@ -1,0 +1,383 @@
+"""Low latency: rows wait in fixed places of their sender's memory, and whoever wants them takes them there.
+
+A sender puts each row into a message of its own send set, leaves every reader a list of tokens for each
+expert where the reader's slots for this sender begin, and closes with a note. The reader waits for all notes
+and takes the rows: a dispatch packs them by expert, a combine adds them up by token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anyep.backends.cpu.kernels.atomics import fence, load_acquire, ring_alarm, store_release
+from anyep.backends.cpu.kernels.casts import (
+    cast_row_to_fp8,
+    decode_logfmt_block,
+    encode_logfmt,
+    is_logfmt_block_encoded,
+)
+from anyep.backends.cpu.kernels.compiler import inlined, kernel
+from anyep.backends.cpu.kernels.floats import float_of_bf16
+from anyep.backends.cpu.kernels.memory import (
+    copy_bytes,
+    copy_row,
+    drain_stores,
+    int32_at,
+    int64_at,
+    uint16_at,
+    uint32_at,
+)
+from anyep.backends.cpu.kernels.sums import BF16, BLOCK, store_block
+from anyep.formats import (
+    CHANNELS_PER_BLOCK,
+    LOGFMT_BLOCK_BYTES,
+    LOGFMT_MASK_BYTES,
+    LOGFMT_RAW_BLOCK_BYTES,
+)
+from anyep.layout import NOTE_HEADER_BYTES
+from anyep.sizes import LOW_LATENCY_HEADER_BYTES
+
+RAW, FP8, FP8_ROUNDED, FP8_UE8M0, LOGFMT = range(5)
+"""How values travel."""
+COUNT_BITS = 32
+COUNT_MASK = (1 << COUNT_BITS) - 1
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64[:,::1], int64, int64, int64)")
+def send_tokens(first_token, end_token, x, hidden, travel, topk_idx, num_experts, messages, message_bytes):
+    """Put each token that goes anywhere into its message, cast as it travels.
+
+    With topk_idx [[1], [-1]] and 2 experts only token 0 is written: as RAW its 2 * hidden bytes follow the
+    16-byte header at `messages`; as FP8 hidden bytes and their scales do. Token 1 would be `message_bytes`
+    further on.
+    """
+    for token in range(first_token, end_token):
+        wanted = False
+        for slot in range(topk_idx.shape[1]):
+            wanted |= 0 <= topk_idx[token, slot] < num_experts
+        if wanted:
+            source = x + token * 2 * hidden
+            payload = messages + token * message_bytes + LOW_LATENCY_HEADER_BYTES
+            if travel == RAW:
+                copy_bytes(payload, source, 2 * hidden)
+            else:
+                cast_row_to_fp8(source, payload, payload + hidden, hidden, travel != FP8, travel == FP8_UE8M0)
+
+
+@kernel("void(int64[:,::1], int64[::1], int64, int64[::1], boolean[::1], int64[::1])")
+def list_tokens(topk_idx, lists, list_stride, notes, masked, counts):
+    """Leave each reader a list of this rank's tokens for each of its experts, and their counts in its note.
+
+    lists[r] is the address of reader r's list for its first expert, the next expert's is `list_stride`
+    further on. With 1 expert on each of 2 readers and topk_idx [[1, 0], [-1, 1]], reader 0 finds the tokens
+    [0] and reader 1 finds [0, 1]; the ranges in their notes are 1 and 2, as are the counts [1, 2]. A token
+    that chose an expert twice is listed once. Nothing is left for a masked reader.
+    """
+    num_readers = lists.shape[0]
+    local_experts = counts.shape[0] // num_readers
+    counts[:] = 0
+    for token in range(topk_idx.shape[0]):
+        for slot in range(topk_idx.shape[1]):
+            expert = topk_idx[token, slot]
+            if 0 <= expert < counts.shape[0]:
+                reader = expert // local_experts
+                if not masked[reader]:
+                    local = expert - reader * local_experts
+                    tokens = int32_at(lists[reader] + local * list_stride, counts[expert] + 1)
+                    if counts[expert] == 0 or tokens[counts[expert] - 1] != token:
+                        tokens[counts[expert]] = token
+                        counts[expert] += 1
+    for reader in range(num_readers):
+        if not masked[reader]:
+            ranges = int64_at(notes[reader] + NOTE_HEADER_BYTES, local_experts)
+            for local in range(local_experts):
+                ranges[local] = counts[reader * local_experts + local]
+
+
+@kernel("void(int64[::1], boolean[::1], int64[::1], int64, int64[::1])")
+def post_notes(notes, masked, alarms, topic, header):
+    """Close this rank's sending at every reader that is not masked.
+
+    With header [7, 0, 4] a reader that acquires 7 in word 0 of its note finds 0 and 4 after it, and all that
+    was written before.
+    """
+    drain_stores()
+    for reader in range(notes.shape[0]):
+        if not masked[reader]:
+            words = int64_at(notes[reader], header.shape[0])
+            for index in range(1, header.shape[0]):
+                words[index] = header[index]
+            store_release(notes[reader], header[0])
+    fence()
+    for reader in range(notes.shape[0]):
+        if not masked[reader]:
+            ring_alarm(alarms[reader], topic)
+
+
+@kernel("int64(int64[::1], boolean[::1], int64[::1], int64, int64, int64[:,::1], int64[:,::1])")
+def read_notes(notes, masked, own_header, first, end, headers, ranges):
+    """Copy every sender's header and ranges (row s comes from sender s); the rows in all ranges together.
+
+    It is -1 if the headers do not agree in the words [first, end). Of a masked sender all is 0. With the
+    headers [7, 0, 4] and [7, 0, 5] and one row each, words [1, 2) give 2 and words [1, 3) give -1.
+    """
+    num_rows = 0
+    agree = True
+    for sender in range(notes.shape[0]):
+        if masked[sender]:
+            headers[sender] = 0
+            ranges[sender] = 0
+        else:
+            words = int64_at(notes[sender], headers.shape[1])
+            for index in range(headers.shape[1]):
+                headers[sender, index] = words[index]
+                if first <= index < end and words[index] != own_header[index]:
+                    agree = False
+            theirs = int64_at(notes[sender] + NOTE_HEADER_BYTES, ranges.shape[1])
+            for local in range(ranges.shape[1]):
+                ranges[sender, local] = theirs[local]
+                num_rows += theirs[local] & COUNT_MASK
+    return num_rows if agree else -1
+
+
+@kernel(
+    "void(int64, int64, int64[:,::1], int64[::1], int64, int64[::1], int64, int64, int64, int64, int64,"
+    " int64, int32[:,::1], int64[:,::1], int32[::1], int32[::1])"
+)
+def pack_tokens(
+    first_expert,
+    end_expert,
+    ranges,
+    lists,
+    list_stride,
+    messages,
+    message_bytes,
+    row_bytes,
+    num_scale_words,
+    streaming,
+    x,
+    scales,
+    src_info,
+    layout_range,
+    counts,
+    stats,
+):
+    """Take the rows of each local expert from their senders: in order of sender, then token.
+
+    ranges[s, e] counts the rows of sender s for expert e, lists[s] is the address of its list for expert 0,
+    messages[s] that of its first message. With ranges [[2], [1]] and the lists [0, 3] and [1], the rows of
+    expert 0 are tokens 0 and 3 of sender 0 and token 1 of sender 1: src_info [[0, 3, 1, ...]], layout_range
+    [[2, 2 << 32 | 1]], counts [3], and stats (unless it is empty) grows by 3. A row's scales, words of 4
+    bytes, go to a column: word w of row r of expert e to ((e * num_scale_words) + w) * rows_per_expert + r.
+    """
+    num_senders = ranges.shape[0]
+    rows_per_expert = src_info.shape[1]
+    for expert in range(first_expert, end_expert):
+        begin = 0
+        for sender in range(num_senders):
+            count = ranges[sender, expert] & COUNT_MASK
+            layout_range[expert, sender] = begin << COUNT_BITS | count
+            tokens = int32_at(lists[sender] + expert * list_stride, count)
+            for index in range(count):
+                row = expert * rows_per_expert + begin + index
+                payload = messages[sender] + tokens[index] * message_bytes + LOW_LATENCY_HEADER_BYTES
+                copy_row(x + row * row_bytes, payload, row_bytes, streaming)
+                src_info[expert, begin + index] = tokens[index]
+            # A word after the other: neighbours in memory are neighbouring rows of the same word.
+            for word in range(num_scale_words):
+                column = (expert * num_scale_words + word) * rows_per_expert + begin
+                to = uint32_at(scales + 4 * column, count)
+                for index in range(count):
+                    message = messages[sender] + tokens[index] * message_bytes + LOW_LATENCY_HEADER_BYTES
+                    to[index] = uint32_at(message + row_bytes + 4 * word, 1)[0]
+            begin += count
+        counts[expert] = begin
+        if stats.shape[0]:
+            stats[expert] += begin
+    drain_stores()
+
+
+@kernel("int64(int64[:,::1], int32[:,::1], int64)")
+def count_rows(layout_range, src_info, max_tokens):
+    """The rows of a handle, if its ranges and tokens are possible, so that no kernel can reach outside.
+
+    Else -1: a range does not begin where the one before ends; -2: it has more than `max_tokens` rows; -3: a
+    token is not in [0, max_tokens), or does not follow the one before. With at most 4 tokens and 2 senders,
+    ranges [[2, 2 << 32 | 1]] and src_info [[0, 3, 1, ...]] give 3; with [[3, 0, 1, ...]] it is -3.
+    """
+    num_rows = 0
+    for expert in range(layout_range.shape[0]):
+        begin = 0
+        for sender in range(layout_range.shape[1]):
+            count = layout_range[expert, sender] & COUNT_MASK
+            if layout_range[expert, sender] >> COUNT_BITS != begin:
+                return -1
+            if count > max_tokens:
+                return -2
+            before = -1
+            for row in range(begin, begin + count):
+                token = src_info[expert, row]
+                if token <= before or token >= max_tokens:
+                    return -3
+                before = token
+            begin += count
+        num_rows += begin
+    return num_rows
+
+
+@kernel("void(int64, int64, int64, int64, int64[:,::1], int64, int64, int64, int64)")
+def stage_rows(
+    first_expert, end_expert, x, hidden, layout_range, rows_per_expert, use_logfmt, messages, message_bytes
+):
+    """Put the rows of each local expert into the messages of the same index, as they are or in LogFMT.
+
+    With layout_range [[2, 2 << 32 | 1]] rows 0 to 2 of expert 0 are put there.
+    """
+    last = layout_range.shape[1] - 1
+    for expert in range(first_expert, end_expert):
+        num_rows = (layout_range[expert, last] >> COUNT_BITS) + (layout_range[expert, last] & COUNT_MASK)
+        for index in range(num_rows):
+            row = expert * rows_per_expert + index
+            message = messages + row * message_bytes
+            if use_logfmt:
+                encode_logfmt(x + row * 2 * hidden, message, hidden)
+            else:
+                copy_bytes(message + LOW_LATENCY_HEADER_BYTES, x + row * 2 * hidden, 2 * hidden)
+
+
+@kernel("void(int32[:,::1], int64[:,::1], int64[::1], int64, int64[::1], boolean[::1])")
+def list_returns(src_info, layout_range, lists, list_stride, notes, masked):
+    """Leave each reader the list of its tokens whose rows this rank's experts return, and their ranges.
+
+    lists[r] is the address of reader r's list of expert 0's rows, the next expert's is `list_stride` further
+    on. With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] reader 0 finds the tokens [0, 3] and
+    the range 2, reader 1 finds [1] and the range 2 << 32 | 1.
+    """
+    for reader in range(lists.shape[0]):
+        if not masked[reader]:
+            ranges = int64_at(notes[reader] + NOTE_HEADER_BYTES, layout_range.shape[0])
+            for expert in range(layout_range.shape[0]):
+                begin = layout_range[expert, reader] >> COUNT_BITS
+                count = layout_range[expert, reader] & COUNT_MASK
+                ranges[expert] = layout_range[expert, reader]
+                place = lists[reader] + expert * list_stride
+                copy_bytes(place, src_info[expert].ctypes.data + 4 * begin, 4 * count)
+
+
+@inlined
+def _add_raw_row(sums, start, count, payload, weight):
+    halves = uint16_at(payload + 2 * start, count)
+    for index in range(count):
+        sums[index] += float_of_bf16(halves[index]) * weight
+
+
+@inlined
+def _add_logfmt_row(sums, start, count, message, block_at, weight, values):
+    """Add the blocks of [start, start + count); `block_at` is where the first of them lies, the result where
+    the next one does."""
+    for offset in range(0, count, CHANNELS_PER_BLOCK):
+        is_encoded = is_logfmt_block_encoded(message, (start + offset) // CHANNELS_PER_BLOCK)
+        decode_logfmt_block(block_at, is_encoded, values)
+        block_at += LOGFMT_BLOCK_BYTES if is_encoded else LOGFMT_RAW_BLOCK_BYTES
+        for index in range(CHANNELS_PER_BLOCK):
+            sums[offset + index] += values[index] * weight
+    return block_at
+
+
+@kernel(
+    "int64(int64, int64, int64[:,::1], float32[:,::1], int64[:,::1], int64[::1], int64, int64[::1], int64,"
+    " int64, boolean[::1], int64, int64, int64)"
+)
+def sum_tokens(
+    first_token,
+    end_token,
+    topk_idx,
+    topk_weights,
+    ranges,
+    lists,
+    list_stride,
+    messages,
+    message_bytes,
+    rows_per_expert,
+    masked,
+    use_logfmt,
+    out,
+    hidden,
+):
+    """Add up each token's rows where they lie: out = 0 + row * weight + ..., in top-k order, in float32.
+
+    ranges[r, e] says which rows of expert e of rank r are this rank's, lists[r] is the address of the list of
+    their tokens for expert 0, messages[r] that of the first row's message. With 1 expert per rank, topk_idx
+    [[1, 0]], weights [[0.5, 2]] and a row of 4s at rank 1, of 1s at rank 0, out is a row of 4s: 4 * 0.5 +
+    1 * 2. Experts that are none or masked are skipped. Returns -1, or token * top-k + slot where rank r
+    returned no row for a token that should have been there.
+    """
+    num_ranks, local_experts = ranges.shape
+    num_topk = topk_idx.shape[1]
+    taken = np.zeros((num_ranks, local_experts), np.int64)
+    rows = np.empty(num_topk, np.int64)
+    blocks = np.empty(num_topk, np.int64)
+    weights = np.empty(num_topk, np.float32)
+    sums = np.empty(BLOCK, np.float32)
+    values = np.empty(CHANNELS_PER_BLOCK, np.float32)
+    for token in range(first_token, end_token):
+        num_rows = 0
+        for slot in range(num_topk):
+            expert = topk_idx[token, slot]
+            if not 0 <= expert < num_ranks * local_experts:
+                continue
+            rank = expert // local_experts
+            if masked[rank]:
+                continue
+            local = expert - rank * local_experts
+            count = ranges[rank, local] & COUNT_MASK
+            tokens = int32_at(lists[rank] + local * list_stride, count)
+            place = taken[rank, local]
+            while place < count and tokens[place] < token:
+                place += 1
+            if place == count or tokens[place] != token:
+                return token * num_topk + slot
+            # Not beyond it: the token may have chosen this expert twice.
+            taken[rank, local] = place
+            row = local * rows_per_expert + (ranges[rank, local] >> COUNT_BITS) + place
+            rows[num_rows] = messages[rank] + row * message_bytes
+            blocks[num_rows] = rows[num_rows] + LOGFMT_MASK_BYTES
+            weights[num_rows] = topk_weights[token, slot]
+            num_rows += 1
+        for start in range(0, hidden, BLOCK):
+            width = min(BLOCK, hidden - start)
+            for index in range(width):
+                sums[index] = np.float32(0.0)
+            for row in range(num_rows):
+                if use_logfmt:
+                    blocks[row] = _add_logfmt_row(
+                        sums, start, width, rows[row], blocks[row], weights[row], values
+                    )
+                else:
+                    _add_raw_row(sums, start, width, rows[row] + LOW_LATENCY_HEADER_BYTES, weights[row])
+            store_block(out + 2 * token * hidden, start, sums, width, BF16)
+    return -1
+
+
+@kernel("int64(int64, int64, int64, int64[::1], boolean[::1])")
+def adopt_masks(words, writer_stride, call_bits, generations, masked):
+    """Take over what peers say of each rank: the number of ranks whose generation has changed.
+
+    Word r of writer w holds a generation, above `call_bits` bits of something else: odd means that w masked
+    r, even that w is ready to take r back. With generations [0, 2] and the words [0, 3] and [0, 2] (of two
+    writers), rank 1 is masked in generation 3. A word of 4 says that it was masked in 3, too: who takes
+    it back waits for all.
+    """
+    fence()
+    num_ranks = generations.shape[0]
+    changed = 0
+    for rank in range(num_ranks):
+        newest = 0
+        for writer in range(num_ranks):
+            newest = max(newest, load_acquire(words + writer * writer_stride + 8 * rank) >> call_bits)
+        newest -= 1 - (newest & 1)
+        if newest > generations[rank]:
+            generations[rank] = newest
+            masked[rank] = True
+            changed += 1
+    return changed

@@ -1,0 +1,206 @@
+"""How the cases of `anyep bench` are timed, and what is recorded of them.
+
+All ranks run a case at the same time. The clock starts when the last rank enters the barrier before the case
+and stops when the last rank is done, over all ranks: with more ranks than cores, one rank's own clock would
+show anything. The cases are interleaved, so that a slow moment of the machine hits them alike.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from anyep.cli.ranks import Rank, run_ranks
+from anyep.machine import num_cores
+
+WARM_UP: Final = 3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured."""
+
+    mode: str
+    ranks: int
+    tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    repeats: int
+    seed: int
+
+    def description(self) -> str:
+        return (
+            f"{self.mode} mode, {self.ranks} ranks on {num_cores()} cores, {self.tokens} tokens per rank,"
+            f" hidden {self.hidden} bf16, top-{self.topk} of {self.experts} experts;"
+            f" medians of {self.repeats} interleaved repeats"
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed, the bytes of rows that it brings to this rank, and the cases that it is compared with.
+
+    Its bound is a plain copy, or several, and its rival what a user would call otherwise; both are paths.
+    """
+
+    name: str
+    path: str
+    tokens: int
+    num_bytes: int
+    work: Callable[[], Any]
+    bound: tuple[str, ...] = ()
+    rival: str = ""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One case on one rank: (start, end) in ns per repeat, and the bytes of rows that it received."""
+
+    case: str
+    path: str
+    tokens: int
+    num_bytes: int
+    bound: tuple[str, ...]
+    rival: str
+    spans: list[tuple[int, int]]
+
+
+def measure(setup: Setup, show_progress: bool) -> list[dict[str, Any]]:
+    """Run every case and return the records, in the order of the table."""
+
+    def on_report(rank: int, done: Any) -> None:
+        if show_progress and rank == 0:
+            tokens, repeat, repeats = done
+            text = f"\r{tokens} tokens: repeat {repeat} of {repeats}   "
+            print(text, end="", file=sys.stderr, flush=True)
+
+    by_rank: list[list[Timing]] = run_ranks(setup.ranks, _measure_on_rank, setup, on_report=on_report)
+    if show_progress:
+        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+    return _records(setup, by_rank)
+
+
+def _records(setup: Setup, by_rank: list[list[Timing]]) -> list[dict[str, Any]]:
+    durations: dict[tuple[str, str, int], list[float]] = {}
+    for timings in zip(*by_rank, strict=True):
+        durations[timings[0].case, timings[0].path, timings[0].tokens] = [
+            (max(end for _, end in spans) - max(start for start, _ in spans)) / 1e9
+            for spans in zip(*(timing.spans for timing in timings), strict=True)
+        ]
+    medians = {key: statistics.median(seconds) for key, seconds in durations.items()}
+    records = []
+    for timings in zip(*by_rank, strict=True):
+        case, path, tokens = timings[0].case, timings[0].path, timings[0].tokens
+        if not timings[0].bound and not timings[0].rival and timings[0].num_bytes:
+            continue  # a copy, or what others do: there to be compared with
+        seconds = medians[case, path, tokens]
+        received = statistics.mean(timing.num_bytes for timing in timings)
+        bound = sum(medians["copy", copy, tokens] for copy in timings[0].bound)
+        rival = medians.get((case, timings[0].rival, tokens))
+        records.append(
+            {
+                "case": case,
+                "path": path,
+                "ranks": setup.ranks,
+                "tokens": tokens,
+                "hidden": setup.hidden,
+                "bytes": round(received),
+                "median_s": seconds,
+                "p99_s": _percentile(durations[case, path, tokens], 0.99),
+                "gbps": received / seconds / 1e9,
+                "of_copy": bound / seconds if bound and received else None,
+                "vs": {"gloo": rival / seconds} if rival else {},
+            }
+        )
+    return records
+
+
+def _percentile(values: list[float], share: float) -> float:
+    """The value that so many of all are not above.
+
+    >>> _percentile([3.0, 1.0, 2.0], 0.99), _percentile([3.0, 1.0, 2.0], 0.5)
+    (3.0, 2.0)
+    """
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+class Barrier:
+    """A barrier in shared memory: the ranks leave it within microseconds of each other."""
+
+    def __init__(self, rank: Rank) -> None:
+        import numpy as np
+        import torch.distributed as dist
+
+        from anyep.backends import cpu
+
+        self._cpu = cpu
+        own = cpu.OwnBlock("barrier", 128 * (rank.num_ranks + 1))
+        addresses: list[Any] = [None] * rank.num_ranks
+        dist.all_gather_object(addresses, own.share())
+        blocks = [
+            own if peer == rank.rank else cpu.open_block(address, peer)
+            for peer, address in enumerate(addresses)
+        ]
+        self._blocks = blocks
+        self._theirs = np.array([block.address + 128 * rank.rank for block in blocks], np.int64)
+        self._mine = np.array([own.address + 128 * peer for peer in range(rank.num_ranks)], np.int64)
+        self._alarms = np.array([block.address + 128 * rank.num_ranks for block in blocks], np.int64)
+        self._own_alarm = int(self._alarms[rank.rank])
+        self._missing = np.ones(rank.num_ranks, np.bool_)
+        self._untimed = np.zeros(0, np.int64)
+        self._count = 0
+
+    def wait(self) -> None:
+        self._count += 1
+        self._cpu.announce(self._theirs, self._alarms, 0, self._count)
+        self._missing[:] = True
+        arguments = (self._mine, self._count, self._missing, 0, self._own_alarm, 0, self._untimed, 0)
+        while self._cpu.await_counters(*arguments):
+            pass
+
+
+def _measure_on_rank(rank: Rank, setup: Setup) -> list[Timing]:
+    if setup.mode == "normal":
+        from anyep.cli.bench_normal import cases_of
+    else:
+        from anyep.cli.bench_low_latency import cases_of
+    barrier = Barrier(rank)
+    timings = []
+    for tokens in dict.fromkeys((setup.tokens, 1)):
+        # One token is about the latency of a loop: each turn of a case is a run of calls.
+        timings += _time_cases(rank, setup, barrier, cases_of(rank, setup, tokens), 1 if tokens > 1 else 10)
+    return timings
+
+
+def _time_cases(
+    rank: Rank, setup: Setup, barrier: Barrier, cases: list[Case], run_length: int
+) -> list[Timing]:
+    spans: list[list[tuple[int, int]]] = [[] for _ in cases]
+    order = list(range(len(cases)))
+    # All ranks shuffle alike: no case always follows the same one.
+    shuffle = random.Random(setup.seed).shuffle
+    for repeat in range(setup.repeats + WARM_UP):
+        rank.report((cases[0].tokens, max(0, repeat - WARM_UP + 1), setup.repeats))
+        shuffle(order)
+        for index in order:
+            work = cases[index].work
+            for _ in range(run_length):
+                barrier.wait()
+                start = time.monotonic_ns()
+                barrier.wait()
+                result = work()
+                end = time.monotonic_ns()
+                del result
+                if repeat >= WARM_UP:
+                    spans[index].append((start, end))
+    return [
+        Timing(case.name, case.path, case.tokens, case.num_bytes, case.bound, case.rival, spans[index])
+        for index, case in enumerate(cases)
+    ]

@@ -1,0 +1,664 @@
+"""Low-latency mode of the ranks that share memory: fixed places, no exchange before the rows.
+
+A call is sent and received. To send is to put rows into this rank's own send set, to leave every reader lists
+of tokens, and to close with a note. To receive is to wait for everyone's note, to take the rows from where
+they lie, and to tell their senders (`packed`). Calls alternate between two sets: before a set is written
+again, every reader has told that it is done with the call before the last one. So two calls may be sent and
+not yet received. Low-latency calls have numbers of their own, and no letters.
+
+Where ranks may be masked, a wait that would end in an error goes on without the ranks that it is about.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from anyep import formats
+from anyep.errors import AnyEPError, InvalidCall
+from anyep.events import EventHandle
+from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
+from anyep.modes import notes
+from anyep.modes.conversation import NOT_TIMED, Array, Call, Conversation, Topic
+from anyep.modes.letters import Kind
+from anyep.modes.masks import Masks
+from anyep.modes.notes import Format
+from anyep.modes.status import Phase
+from anyep.modes.windows import WarmMemory
+from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
+
+WORTH_SPLITTING_BYTES = 1 << 20
+WORTH_STREAMING_BYTES = 1 << 22
+NO_STATS = np.zeros(0, np.int32)
+REFUSAL_TEXTS = 2
+"""The texts before them are those of normal-mode calls."""
+Hook = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a dispatch sends, and the statistics that it keeps."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    sizes: LowLatencySizes
+    travel: Format
+    expert_stats: torch.Tensor | None
+    wait_stats: torch.Tensor | None
+
+    @property
+    def num_scale_words(self) -> int:
+        """Words of 4 bytes that travel with each row."""
+        if self.travel is Format.BF16:
+            return 0
+        num_scales = self.sizes.hidden // formats.CHANNELS_PER_BLOCK
+        return num_scales // 4 if self.travel is Format.FP8_UE8M0 else num_scales
+
+
+class Received(NamedTuple):
+    """What a dispatch brings: rows by expert, and where they came from."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    counts: Array
+    src_info: torch.Tensor
+    layout_range: Array
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a combine adds up, where it writes the sums, and the statistics that it keeps."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    src_info: torch.Tensor
+    layout_range: torch.Tensor
+    num_rows: int
+    sizes: LowLatencySizes
+    use_logfmt: bool
+    zero_copy: bool
+    out: torch.Tensor | None
+    wait_stats: torch.Tensor | None
+
+
+class Sent(NamedTuple):
+    """How a call goes on: by itself (`event`), when its hook is called, or not at all: it is over."""
+
+    event: EventHandle | None
+    hook: Hook | None
+
+
+class LowLatency:
+    """Low-latency mode of one rank. It does not check what the user passed; `Buffer` does."""
+
+    def __init__(
+        self,
+        backend: Any,
+        conversation: Conversation,
+        control: ControlRegion,
+        heaps: list[Any],
+        start: int,
+        num_bytes: int,
+        stream: Any,
+        team: Any,
+        memory: WarmMemory,
+        can_shrink: bool,
+    ) -> None:
+        self.masks = Masks(backend, conversation, control)
+        self._can_shrink = can_shrink
+        self._backend = backend
+        self._conversation = conversation
+        self._stream = stream
+        self._team = team
+        self._memory = memory
+        self._rank = conversation.rank
+        self._num_ranks = conversation.num_ranks
+        self._heap = heaps[conversation.rank]
+        self._heap_addresses = np.array([heap.address for heap in heaps], np.int64)
+        self._start = start
+        self._num_bytes = num_bytes
+        note, packed = control.block("low-latency note"), control.block("low-latency packed")
+        sets = range(NUM_SLOT_SETS)
+        self._notes_at_peers = [conversation.peer_counters(note, slot_set) for slot_set in sets]
+        self._own_notes = [conversation.own_counters(note, slot_set) for slot_set in sets]
+        self._packed_at_peers = [conversation.peer_counters(packed, slot_set) for slot_set in sets]
+        self._own_packed = [conversation.own_counters(packed, slot_set) for slot_set in sets]
+        self._missing = np.zeros(self._num_ranks, np.bool_)
+        self._headers = np.zeros((self._num_ranks, notes.NUM_WORDS), np.int64)
+
+        self._last_call = 0
+        self._all_over_until = 0
+        """Nobody is behind this call: it needs no telling."""
+        self._in_flight: list[Call | None] = [None] * NUM_SLOT_SETS
+        """The calls that were sent and whose hooks have not been called."""
+        self._num_open = 0
+        self._places: _Places | None = None
+        self._agreed = False
+        """Whether a call with these places has gone well on all ranks."""
+        self._unfilled: list[int | None] = [None] * NUM_SLOT_SETS
+        """The addresses of the layout ranges that those calls will fill."""
+        self._lent_for = 0
+        """The call that may find its rows where `next_combine_buffer` said."""
+
+    # Calls
+
+    def begin(self, kind: Kind) -> Call:
+        """Take the next call number, if a set of slots is free for it."""
+        self._conversation.check_works()
+        if self._can_shrink:
+            self.masks.look()
+        self._check_set_is_free(self._last_call + 1)
+        self._last_call += 1
+        return Call(self._last_call, kind)
+
+    def _check_set_is_free(self, number: int) -> None:
+        unreceived = self._in_flight[number % NUM_SLOT_SETS]
+        if unreceived is not None:
+            raise InvalidCall(
+                f"{unreceived} was sent and is not yet received, and its slots are needed: call its hook."
+                f" At most {NUM_SLOT_SETS} low-latency calls may be in flight"
+            )
+
+    def check_room(self, sizes: LowLatencySizes) -> None:
+        """Refuse sizes that the Buffer has no room for."""
+        if sizes.total_bytes > self._num_bytes:
+            raise InvalidCall(
+                f"num_rdma_bytes is {self._num_bytes}, too small: {sizes.num_max_tokens} tokens per rank,"
+                f" hidden {sizes.hidden} and {sizes.num_experts} experts need {sizes.total_bytes} bytes;"
+                f" Buffer.get_low_latency_rdma_size_hint tells it"
+            )
+
+    def check_sizes(self, sizes: LowLatencySizes) -> None:
+        """Refuse sizes that are not those of the slots."""
+        self.check_room(sizes)
+        if self._places is not None and sizes != self._places.slots.sizes and not self._may_change():
+            current = self._places.slots.sizes
+            raise InvalidCall(
+                f"this call is for {_sizes_text(sizes)}, but the slots are for {_sizes_text(current)}:"
+                f" call clean_low_latency_buffer on every rank before the sizes change"
+            )
+
+    def _may_change(self) -> bool:
+        return not self._agreed and self._num_open == 0
+
+    def _places_for(self, sizes: LowLatencySizes) -> _Places:
+        if self._places is None or self._places.slots.sizes != sizes:
+            slots = LowLatencySlots(self._start, sizes, self._num_ranks)
+            self._places = _Places(slots, self._heap_addresses, self._rank)
+            self._agreed = False
+        return self._places
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        """Tell the peers that this rank's call was wrong; they raise instead of waiting."""
+
+        def tell() -> None:
+            self._wait_until_writable(call)
+            slot_set = call.number % NUM_SLOT_SETS
+            self._conversation.say_refusal(REFUSAL_TEXTS + slot_set, str(error))
+            self._post(call, notes.note(call.kind))
+            self._tell_packed(call)
+            self._conversation.end(call)
+
+        self._conversation.guarded(call, tell)
+
+    # Dispatch
+
+    def dispatch(self, call: Call, tokens: Tokens, run_async: bool, by_hook: bool) -> tuple[Received, Sent]:
+        """Send tokens to the experts that they chose, and get those that chose this rank's experts."""
+        places = self._places_for(tokens.sizes)
+        received = self._new_results(places, tokens)
+        header = notes.note(call.kind, tokens.sizes, tokens.travel)
+
+        def send() -> None:
+            self._wait_until_writable(call)
+            self._conversation.enter(call, Phase.SEND)
+            self._send_tokens(call, places, tokens)
+            self._post(call, header)
+
+        def receive() -> None:
+            ranges, num_rows = self._wait_for_notes(call, places, header, tokens.wait_stats)
+            self._pack(call, places, tokens, ranges, num_rows, received)
+            self._finish(call)
+
+        sent = self._run(call, send, receive, run_async, by_hook)
+        if by_hook:
+            self._unfilled[call.number % NUM_SLOT_SETS] = received.layout_range.ctypes.data
+        return received, sent
+
+    def _new_results(self, places: _Places, tokens: Tokens) -> Received:
+        slots = places.slots
+        num_experts, num_rows = slots.num_local_experts, places.rows_per_expert
+        scales = None
+        if tokens.travel is not Format.BF16:
+            dtype = torch.int32 if tokens.travel is Format.FP8_UE8M0 else torch.float32
+            scales = self._memory.empty((num_experts, tokens.num_scale_words, num_rows), dtype).transpose(
+                1, 2
+            )
+        return Received(
+            self._memory.empty(
+                (num_experts, num_rows, slots.sizes.hidden),
+                torch.bfloat16 if scales is None else torch.float8_e4m3fn,
+            ),
+            scales,
+            np.empty(num_experts, np.int32),
+            self._memory.empty((num_experts, num_rows), torch.int32),
+            np.empty((num_experts, self._num_ranks), np.int64),
+        )
+
+    def _send_tokens(self, call: Call, places: _Places, tokens: Tokens) -> None:
+        slot_set = call.number % NUM_SLOT_SETS
+        sizes = tokens.sizes
+        topk_idx = tokens.topk_idx.numpy()
+        x, messages = tokens.x.data_ptr(), int(places.messages[slot_set][self._rank])
+        self._team.run(
+            lambda first, end: self._backend.send_tokens(
+                first,
+                end,
+                x,
+                sizes.hidden,
+                int(tokens.travel),
+                topk_idx,
+                sizes.num_experts,
+                messages,
+                places.message_bytes,
+            ),
+            topk_idx.shape[0],
+            worth_splitting=topk_idx.shape[0] * places.message_bytes >= WORTH_SPLITTING_BYTES,
+        )
+        self._backend.list_tokens(
+            topk_idx,
+            places.lists_at_peers[slot_set],
+            places.list_stride,
+            self._notes_at_peers[slot_set],
+            self.masks.masked,
+            np.empty(sizes.num_experts, np.int64),
+        )
+
+    def _pack(
+        self,
+        call: Call,
+        places: _Places,
+        tokens: Tokens,
+        ranges: Array,
+        num_rows: int,
+        received: Received,
+    ) -> None:
+        slot_set = call.number % NUM_SLOT_SETS
+        row_bytes = tokens.sizes.hidden * received.x.element_size()
+        arguments = (
+            ranges,
+            places.own_lists[slot_set],
+            places.list_stride,
+            places.messages[slot_set],
+            places.message_bytes,
+            row_bytes,
+            tokens.num_scale_words,
+            int(num_rows * row_bytes >= WORTH_STREAMING_BYTES),
+            received.x.data_ptr(),
+            received.scales.data_ptr() if received.scales is not None else 0,
+            received.src_info.numpy(),
+            received.layout_range,
+            received.counts,
+            tokens.expert_stats.numpy() if tokens.expert_stats is not None else NO_STATS,
+        )
+        self._team.run(
+            lambda first, end: self._backend.pack_tokens(first, end, *arguments),
+            places.slots.num_local_experts,
+            worth_splitting=num_rows * row_bytes >= WORTH_SPLITTING_BYTES,
+        )
+
+    # Combine
+
+    def combine(
+        self, call: Call, outputs: Outputs, run_async: bool, by_hook: bool
+    ) -> tuple[torch.Tensor, Sent]:
+        """Add up what the experts made of each of this rank's tokens, weighted, in top-k order."""
+        places = self._places_for(outputs.sizes)
+        num_tokens, hidden = outputs.topk_idx.shape[0], outputs.sizes.hidden
+        out = outputs.out
+        if out is None:
+            out = self._memory.empty((num_tokens, hidden), torch.bfloat16)
+        travel = Format.LOGFMT if outputs.use_logfmt else Format.BF16
+        header = notes.note(call.kind, outputs.sizes, travel)
+
+        def send() -> None:
+            self._wait_until_writable(call)
+            self._conversation.enter(call, Phase.SEND)
+            self._send_rows(call, places, outputs)
+            self._post(call, header)
+
+        def receive() -> None:
+            ranges, _ = self._wait_for_notes(call, places, header, outputs.wait_stats)
+            missing = self._sum(call, places, outputs, ranges, out)
+            self._finish(call)
+            if missing >= 0:
+                token, slot = divmod(missing, outputs.topk_idx.shape[1])
+                raise InvalidCall(
+                    f"topk_idx sends token {token} to expert {int(outputs.topk_idx[token, slot])}, which has"
+                    f" no row of it: pass the topk_idx of the dispatch that the handles come from"
+                )
+
+        return out, self._run(call, send, receive, run_async, by_hook)
+
+    def check_is_filled(self, layout_range: torch.Tensor) -> None:
+        """Refuse the handle of a dispatch that was sent and not yet received."""
+        if layout_range.data_ptr() in self._unfilled:
+            raise InvalidCall("the handle's dispatch is not yet received: call its hook first")
+
+    def count_rows(self, layout_range: torch.Tensor, src_info: torch.Tensor, max_tokens: int) -> int:
+        """The rows of a handle; below 0 it says what is wrong with its contents."""
+        return int(self._backend.count_rows(layout_range.numpy(), src_info.numpy(), max_tokens))
+
+    def _send_rows(self, call: Call, places: _Places, outputs: Outputs) -> None:
+        slot_set = call.number % NUM_SLOT_SETS
+        layout_range = outputs.layout_range.numpy()
+        if not outputs.zero_copy:
+            x, messages = outputs.x.data_ptr(), int(places.messages[slot_set][self._rank])
+            self._team.run(
+                lambda first, end: self._backend.stage_rows(
+                    first,
+                    end,
+                    x,
+                    outputs.sizes.hidden,
+                    layout_range,
+                    places.rows_per_expert,
+                    int(outputs.use_logfmt),
+                    messages,
+                    places.message_bytes,
+                ),
+                places.slots.num_local_experts,
+                worth_splitting=outputs.num_rows * places.message_bytes >= WORTH_SPLITTING_BYTES,
+            )
+        self._backend.list_returns(
+            outputs.src_info.numpy(),
+            layout_range,
+            places.lists_at_peers[slot_set],
+            places.list_stride,
+            self._notes_at_peers[slot_set],
+            self.masks.masked,
+        )
+
+    def _sum(self, call: Call, places: _Places, outputs: Outputs, ranges: Array, out: torch.Tensor) -> int:
+        """Add up; -1, or the first (token * top-k + slot) for which there is no row."""
+        slot_set = call.number % NUM_SLOT_SETS
+        topk_idx = outputs.topk_idx.numpy()
+        arguments = (
+            topk_idx,
+            outputs.topk_weights.numpy(),
+            ranges,
+            places.own_lists[slot_set],
+            places.list_stride,
+            places.messages[slot_set],
+            places.message_bytes,
+            places.rows_per_expert,
+            self.masks.masked,
+            int(outputs.use_logfmt),
+            out.data_ptr(),
+            outputs.sizes.hidden,
+        )
+        missing: list[int] = []
+        self._team.run(
+            lambda first, end: missing.append(self._backend.sum_tokens(first, end, *arguments)),
+            topk_idx.shape[0],
+            worth_splitting=topk_idx.size * places.message_bytes >= WORTH_SPLITTING_BYTES,
+        )
+        return next((place for place in missing if place >= 0), -1)
+
+    def next_combine_buffer(self, sizes: LowLatencySizes) -> torch.Tensor:
+        """Where the next call, a combine with `zero_copy`, looks for its rows: [experts, rows, hidden]."""
+        call = Call(self._last_call + 1, Kind.LOW_LATENCY_COMBINE)
+        self._conversation.check_works()
+        self._check_set_is_free(call.number)
+        places = self._places_for(sizes)
+
+        def wait() -> None:
+            self._wait_until_writable(call)
+            self._conversation.end(call)
+
+        self._stream.run(lambda: self._conversation.guarded(call, wait))
+        self._lent_for = call.number
+        slots = places.slots
+        num_rows = slots.num_local_experts * places.rows_per_expert
+        messages = self._heap.tensor(
+            slots.row_offset(call.number % NUM_SLOT_SETS, 0),
+            (num_rows, places.message_bytes // 2),
+            torch.bfloat16,
+        )
+        rows: torch.Tensor = messages[:, LOW_LATENCY_HEADER_BYTES // 2 :]
+        return rows.view(slots.num_local_experts, places.rows_per_expert, sizes.hidden)
+
+    def check_was_lent(self, call: Call) -> None:
+        """Refuse `zero_copy` where the rows cannot be where this call looks for them."""
+        if self._lent_for != call.number:
+            raise InvalidCall(
+                "zero_copy needs get_next_low_latency_combine_buffer before this call: the buffer it gave"
+                " is for the very next low-latency call, and none may lie between"
+            )
+
+    # Cleaning
+
+    def clean(self, call: Call, sizes: LowLatencySizes) -> None:
+        """Let all ranks change to other sizes, when nobody needs the slots of earlier calls any more."""
+        header = notes.note(call.kind, sizes)
+
+        def whole_call() -> None:
+            self._wait_until_writable(call)
+            self._post(call, header)
+            self._wait_for_notes(call, None, header, None)
+            self._finish(call)
+            self._places = None
+
+        self._stream.run(lambda: self._conversation.guarded(call, whole_call))
+        self._places_for(sizes)
+        self._agreed = True
+
+    def check_nothing_in_flight(self) -> None:
+        for unreceived in self._in_flight:
+            if unreceived is not None:
+                raise InvalidCall(f"{unreceived} was sent and is not yet received: call its hook first")
+
+    # Masks
+
+    def unmask(self, ranks: Sequence[int]) -> None:
+        """Take ranks back, together with all ranks that are not masked and with those themselves."""
+        # A masked rank will not receive what it has in flight.
+        if not self.masks.masked[self._rank]:
+            self.check_nothing_in_flight()
+        call = Call(self._last_call, Kind.UNMASK)
+
+        def whole_round() -> None:
+            last_call = self.masks.unmask(call, ranks, self._last_call)
+            self._last_call = self._all_over_until = last_call
+
+        self._stream.run(lambda: self._conversation.guarded(call, whole_round))
+        self._in_flight = [None] * NUM_SLOT_SETS
+        self._unfilled = [None] * NUM_SLOT_SETS
+
+    # Steps of a call
+
+    def _run(
+        self,
+        call: Call,
+        send: Callable[[], None],
+        receive: Callable[[], None],
+        run_async: bool,
+        by_hook: bool,
+    ) -> Sent:
+        conversation = self._conversation
+        self._num_open += 1
+
+        def end_after(*parts: Callable[[], None]) -> None:
+            try:
+                for part in parts:
+                    conversation.guarded(call, part)
+            finally:
+                self._num_open -= 1
+
+        if run_async:
+            return Sent(self._stream.submit(lambda: end_after(send, receive)), None)
+        if not by_hook:
+            self._stream.run(lambda: end_after(send, receive))
+            return Sent(None, None)
+        try:
+            self._stream.run(lambda: conversation.guarded(call, send))
+        except BaseException:
+            self._num_open -= 1
+            raise
+        self._in_flight[call.number % NUM_SLOT_SETS] = call
+        return Sent(None, _Hook(self, call, lambda: end_after(receive)))
+
+    def receive_now(self, call: Call, receive: Callable[[], None]) -> None:
+        """What a hook does."""
+        slot_set = call.number % NUM_SLOT_SETS
+        if self._in_flight[slot_set] == call:
+            self._in_flight[slot_set] = None
+            self._unfilled[slot_set] = None
+        self._stream.run(receive)
+
+    def _wait_until_writable(self, call: Call) -> None:
+        """Wait until nobody needs what this rank's call before the last one wrote."""
+        if self._can_shrink:
+            self.masks.look()
+        previous = call.number - NUM_SLOT_SETS
+        if previous > self._all_over_until:
+            self._conversation.enter(call, Phase.ACKNOWLEDGE)
+            slot_set = call.number % NUM_SLOT_SETS
+            what = f"receipt of call {previous} (by its hook, if it has one)"
+            self._wait(call, self._own_packed[slot_set], previous, Topic.PACKED + slot_set, what)
+
+    def _post(self, call: Call, header: Array) -> None:
+        header[notes.Field.CALL] = call.number
+        slot_set = call.number % NUM_SLOT_SETS
+        self._backend.post_notes(
+            self._notes_at_peers[slot_set],
+            self.masks.masked,
+            self._conversation.alarms,
+            Topic.NOTE + slot_set,
+            header,
+        )
+
+    def _wait_for_notes(
+        self, call: Call, places: _Places | None, header: Array, wait_stats: torch.Tensor | None
+    ) -> tuple[Array, int]:
+        """Wait for everyone's note; the ranges in them, by (rank, local expert), and the rows in all of them.
+
+        If the ranks do not agree, it raises what they disagree about.
+        """
+        conversation = self._conversation
+        slot_set = call.number % NUM_SLOT_SETS
+        conversation.enter(call, Phase.RECEIVE)
+        self._wait(call, self._own_notes[slot_set], call.number, Topic.NOTE + slot_set, "note", wait_stats)
+        num_experts = places.slots.num_local_experts if places is not None else 0
+        ranges = np.empty((self._num_ranks, num_experts), np.int64)
+        num_rows = self._backend.read_notes(
+            self._own_notes[slot_set],
+            self.masks.masked,
+            header,
+            *notes.AGREEING_WORDS,
+            self._headers,
+            ranges,
+        )
+        if num_rows < 0:
+            error = conversation.disagreement(
+                call,
+                self._headers,
+                REFUSAL_TEXTS + slot_set,
+                notes.SIGNATURE_WORDS,
+                notes.word_for_people,
+            )
+            self._tell_packed(call)
+            raise error
+        return ranges, num_rows
+
+    def _tell_packed(self, call: Call) -> None:
+        """Tell everyone that this rank needs nothing more of what he wrote for this call."""
+        slot_set = call.number % NUM_SLOT_SETS
+        self._conversation.announce(self._packed_at_peers[slot_set], Topic.PACKED + slot_set, call.number)
+
+    def _finish(self, call: Call) -> None:
+        if self._can_shrink:
+            # Who masked this rank may have written over the rows while they were read.
+            self.masks.look()
+        self._tell_packed(call)
+        self._agreed = True
+        self._conversation.end(call)
+
+    def _wait(
+        self,
+        call: Call,
+        counters: Array,
+        expected: int,
+        topic: int,
+        what: str,
+        stats: torch.Tensor | None = None,
+    ) -> None:
+        """Wait until every rank that is not masked has released `expected` in its counter here."""
+        missing, conversation, masked = self._missing, self._conversation, self.masks.masked
+        np.logical_not(masked, out=missing)
+        waited = stats.numpy() if stats is not None else NOT_TIMED
+        started = time.monotonic_ns() if stats is not None else 0
+
+        def step(num_spins: int) -> int:
+            if self._can_shrink:
+                self.masks.look()
+                missing[masked] = False
+            return conversation.await_counters(counters, expected, missing, num_spins, topic, waited, started)
+
+        def give_up(peers: Sequence[int], error: AnyEPError) -> None:
+            self.masks.mask(peers, str(error))
+
+        if step(conversation.num_spins):
+            conversation.wait_until(
+                call,
+                step,
+                lambda: conversation.stall(counters, missing, what, expected),
+                give_up=give_up if self._can_shrink else None,
+            )
+
+
+class _Hook:
+    """Receives a call that was sent; a second time it does nothing."""
+
+    def __init__(self, mode: LowLatency, call: Call, receive: Callable[[], None]) -> None:
+        self._mode = mode
+        self._call = call
+        self._receive: Callable[[], None] | None = receive
+
+    def __call__(self) -> None:
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            self._mode.receive_now(self._call, receive)
+
+
+class _Places:
+    """The addresses of a layout of slots, by set and then by rank."""
+
+    def __init__(self, slots: LowLatencySlots, heap_addresses: Array, rank: int) -> None:
+        self.slots = slots
+        self.message_bytes = slots.message_bytes
+        self.rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
+        self.list_stride = self.rows_per_expert * slots.message_bytes
+        """From one expert's list to the next one's."""
+        self.messages: list[Array] = []
+        """Of each rank's first message."""
+        self.lists_at_peers: list[Array] = []
+        """Of the list that this rank writes at each peer for the first expert."""
+        self.own_lists: list[Array] = []
+        """Of the list that each peer writes here for the first expert."""
+        for slot_set in range(NUM_SLOT_SETS):
+            by_source = [slots.slot_offset(slot_set, 0, source, 0) for source in range(slots.num_ranks)]
+            self.messages.append(heap_addresses + slots.row_offset(slot_set, 0))
+            self.lists_at_peers.append(heap_addresses + by_source[rank])
+            self.own_lists.append(heap_addresses[rank] + np.array(by_source, np.int64))
+
+
+def _sizes_text(sizes: LowLatencySizes) -> str:
+    return (
+        f"{sizes.num_max_tokens} tokens per rank at most, hidden {sizes.hidden}, {sizes.num_experts} experts"
+    )
