@@ -108,7 +108,15 @@ class Conversation:
         self._missing = np.ones(self.num_ranks, np.bool_)
         self._no_counts = (np.zeros(self.num_ranks, np.int32), np.zeros((self.num_ranks, 1), np.int32))
         self.headers = np.zeros((self.num_ranks, NUM_WORDS), np.int64)
-        self._pidfds = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids) if rank != self.rank}
+        self._pidfds: dict[int, int] = {}
+        self._dead: set[int] = set()
+        for rank, pid in enumerate(pids):
+            if rank != self.rank:
+                try:
+                    self._pidfds[os.pidfd_open(pid)] = rank
+                except ProcessLookupError:
+                    # It has come and gone since the ranks met.
+                    self._dead.add(rank)
         self._poller = select.poll()
         for descriptor in self._pidfds:
             self._poller.register(descriptor, select.POLLIN)
@@ -364,8 +372,13 @@ class Conversation:
 
     def gone(self) -> set[int]:
         """Peers that will send nothing more."""
-        dead = {self._pidfds[descriptor] for descriptor, _ in self._poller.poll(0)}
-        return dead | {status.rank for status in self._statuses if status.state is not State.ALIVE}
+        ended = {status.rank for status in self._statuses if status.state is not State.ALIVE}
+        return ended | self._find_dead()
+
+    def _find_dead(self) -> set[int]:
+        """Peers whose processes have ended."""
+        self._dead |= {self._pidfds[descriptor] for descriptor, _ in self._poller.poll(0)}
+        return self._dead
 
     def _lost(self, call: Call, peer: int, stall: Stall) -> PeerLost:
         status = self._statuses[peer]
@@ -395,7 +408,7 @@ class Conversation:
 
     def status(self) -> list[RankStatus]:
         """What every rank is doing, without waiting for any."""
-        dead = {self._pidfds[descriptor] for descriptor, _ in self._poller.poll(0)}
+        dead = self._find_dead()
         return [status.read(status.rank not in dead) for status in self._statuses]
 
     def close(self) -> None:

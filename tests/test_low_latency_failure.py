@@ -1,0 +1,402 @@
+"""Low-latency calls while ranks die, sleep or are masked: the others hear of it, or go on without them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from anyep import PeerLost
+from anyep.buffer import Buffer
+from anyep.modes.status import Phase
+from tests import low_latency_oracle, oracle
+from tests.low_latency_cases import RDMA_BYTES, Case, check_case, inputs_of
+from tests.world import RankContext, RankDied, World
+
+NUM_RANKS = 4
+PAIRS = 6
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a rank, in which of its calls (odd: dispatch, even: combine), in which phase."""
+
+    rank: int
+    call: int
+    phase: str
+    what: str = "kill"
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What a rank saw: its mask at the end, how long its calls took, and what was raised."""
+
+    mask: list[int]
+    seconds: list[float]
+    raised: str = ""
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Ranks of its own: what happens to them is nobody else's business."""
+    with World(NUM_RANKS) as fresh:
+        yield fresh
+
+
+def new_buffer(context: RankContext, enable_shrink: bool, timeout_s: float = 100) -> Buffer:
+    os.environ["ANYEP_TIMEOUT_S"] = str(timeout_s)
+    return Buffer(
+        context.group, 0, RDMA_BYTES, low_latency_mode=True, enable_shrink=enable_shrink, device="cpu"
+    )
+
+
+def strike_at(buffer: Buffer, rank: int, faults: tuple[Fault, ...], nap_s: float = 2.0) -> None:
+    """Let the faults of this rank happen."""
+    mine = {(fault.call, fault.phase): fault.what for fault in faults if fault.rank == rank}
+
+    def strike(call: Any, phase: Phase) -> None:
+        what = mine.pop((call.number, phase.name.lower()), "")
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "sleep":
+            time.sleep(nap_s)
+
+    assert buffer.runtime is not None
+    buffer.runtime.conversation.between_steps = strike
+
+
+def masked_by(buffer: Buffer) -> list[int]:
+    mask = torch.full((buffer.group_size,), 7, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(mask)
+    return mask.tolist()
+
+
+# Without masks
+
+
+def call_until_it_fails(context: RankContext, faults: tuple[Fault, ...], timeout_s: float) -> tuple[str, str]:
+    buffer = new_buffer(context, False, timeout_s)
+    strike_at(buffer, context.rank, faults)
+    messages = []
+    for _ in range(2):
+        try:
+            for seed in range(PAIRS):
+                case = Case(tokens=(4,) * context.num_ranks, hidden=64, seed=seed)
+                check_case(context.rank, case, buffer)
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages[0], messages[1]
+
+
+KILLS = [
+    Fault(0, 1, "send"),
+    Fault(1, 1, "receive"),
+    Fault(2, 2, "send"),
+    Fault(3, 4, "receive"),
+    Fault(1, 3, "acknowledge"),
+    Fault(0, 6, "acknowledge"),
+]
+
+
+@pytest.mark.parametrize("fault", KILLS, ids=str)
+def test_a_killed_rank(world: World, fault: Fault) -> None:
+    pids = world.pids
+    outcomes = world.gather(call_until_it_fails, (fault,), 100, timeout=30)
+    assert isinstance(outcomes[fault.rank], RankDied)
+    for rank, outcome in enumerate(outcomes):
+        if rank != fault.rank:
+            message, later = outcome
+            assert message.startswith("PeerLost: ")
+            assert f"rank {fault.rank} (pid {pids[fault.rank]}) died while rank" in message
+            assert later.startswith("BufferBroken: ")
+
+
+def test_a_slow_rank(world: World) -> None:
+    outcomes = world.gather(call_until_it_fails, (Fault(1, 3, "send", "sleep"),), 0.6, timeout=30)
+    late = [message for message, _ in outcomes if message.startswith("WaitTimeout")]
+    assert late
+    for message in late:
+        pattern = (
+            r"WaitTimeout: rank \d waited 0.6 s for the note of rank 1.* in low-latency dispatch \(call 3\),"
+            r" phase receive: counter 1 seen, 3 expected\. What rank 1 said last: rank 1 \(pid \d+\) is in"
+            r" low-latency dispatch \(call 3\), phase send, for .* s.*ANYEP_TIMEOUT_S"
+        )
+        assert re.match(pattern, message), message
+
+
+def forget_a_hook(context: RankContext) -> str:
+    buffer = new_buffer(context, False, 0.5)
+    case = Case(tokens=(4,) * context.num_ranks, hidden=64)
+    given = inputs_of(case)[context.rank]
+
+    def dispatch() -> Any:
+        return buffer.low_latency_dispatch(
+            given.x, given.topk_idx, case.max_tokens, case.num_experts, return_recv_hook=True, use_fp8=False
+        )[-1]
+
+    hooks = [dispatch(), dispatch()]
+    if context.rank == 1:
+        time.sleep(1.5)
+        return "slept"
+    for hook in hooks:
+        hook()
+    try:
+        dispatch()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_a_rank_that_does_not_call_its_hook(world: World) -> None:
+    outcomes = world.run(forget_a_hook)
+    blamed = [outcome for outcome in outcomes if "for the receipt of call 1 (by its hook" in outcome]
+    assert blamed
+    assert all("of rank 1" in outcome for outcome in blamed)
+
+
+# With masks
+
+
+def echo(buffer: Buffer, case: Case, rank: int, may_be_absent: frozenset[int]) -> frozenset[int]:
+    """Dispatch and combine with experts that return what they get; nothing may come from absent ranks.
+
+    Each of `may_be_absent` may be there or not, in each of the two calls; returns who was not there.
+    """
+    inputs = inputs_of(case)
+    given = inputs[rank]
+    received, counts, handle, _, _ = buffer.low_latency_dispatch(
+        given.x, given.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+    )
+    absent = set()
+    for source in may_be_absent:
+        if not any(int(handle[1][local, source]) & 0xFFFFFFFF for local in range(case.local_experts)):
+            absent.add(source)
+    for local in range(case.local_experts):
+        expected = low_latency_oracle.rows_of_expert(
+            inputs, rank * case.local_experts + local, frozenset(absent)
+        )
+        assert int(counts[local]) == len(expected.x)
+        assert oracle.same_bits(received[local, : len(expected.x)], expected.x)
+    combined, _, _ = buffer.low_latency_combine(received, given.topk_idx, given.topk_weights, handle)
+    sources = [low_latency_oracle.rows_of_expert(inputs, expert) for expert in range(case.num_experts)]
+    rows = [source.x for source in sources]
+    for missing in subsets(may_be_absent):
+        experts = frozenset(e for e in range(case.num_experts) if e // case.local_experts in missing)
+        if oracle.same_bits(combined, low_latency_oracle.combine(given, rank, rows, sources, experts)):
+            return frozenset(absent) | missing
+    raise AssertionError("the sums are right for no set of absent ranks")
+
+
+def subsets(ranks: frozenset[int]) -> list[frozenset[int]]:
+    result = [frozenset[int]()]
+    for rank in sorted(ranks):
+        result += [known | {rank} for known in result]
+    return result
+
+
+def go_on(context: RankContext, faults: tuple[Fault, ...], timeout_s: float) -> Survival:
+    """Pairs of calls; after a fault has been noticed, whoever it struck must be absent for good."""
+    buffer = new_buffer(context, True, timeout_s)
+    strike_at(buffer, context.rank, faults, nap_s=3 * timeout_s)
+    struck = frozenset(fault.rank for fault in faults)
+    known = frozenset[int]()
+    seconds = []
+    for seed in range(PAIRS):
+        case = Case(
+            tokens=(5,) * context.num_ranks,
+            hidden=64,
+            # Every rank has rows for every expert, so that absence shows.
+            num_topk=2 * context.num_ranks,
+            local_experts=2,
+            seed=seed,
+        )
+        before = frozenset(rank for rank, is_masked in enumerate(masked_by(buffer)) if is_masked)
+        assert known <= before
+        known = before
+        started = time.monotonic()
+        try:
+            absent = echo(buffer, case, context.rank, struck)
+        except PeerLost as error:
+            return Survival(masked_by(buffer), seconds, str(error))
+        seconds.append(time.monotonic() - started)
+        assert known <= absent
+        assert absent <= struck
+    return Survival(masked_by(buffer), seconds)
+
+
+PLANS = [
+    *((fault,) for fault in KILLS),
+    (Fault(0, 3, "send"), Fault(2, 3, "send")),
+    (Fault(1, 2, "receive"), Fault(3, 5, "send")),
+    (Fault(0, 2, "send"), Fault(1, 4, "receive"), Fault(3, 7, "acknowledge")),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_the_others_go_on_without_killed_ranks(world: World, plan: tuple[Fault, ...]) -> None:
+    outcomes = world.gather(go_on, plan, 20, timeout=40)
+    dead = {fault.rank for fault in plan}
+    expected = [int(rank in dead) for rank in range(NUM_RANKS)]
+    for rank, outcome in enumerate(outcomes):
+        if rank in dead:
+            assert isinstance(outcome, RankDied)
+        else:
+            assert isinstance(outcome, Survival), outcome
+            assert outcome.mask == expected
+            assert not outcome.raised
+            # Noticed, not timed out; and at full speed afterwards.
+            assert max(outcome.seconds) < 5
+            assert outcome.seconds[-1] < 0.5
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        (Fault(2, 3, "send", "sleep"),),
+        (Fault(1, 4, "receive", "sleep"),),
+        (Fault(0, 5, "acknowledge", "sleep"),),
+        (Fault(1, 2, "send", "sleep"), Fault(3, 2, "send")),
+    ],
+    ids=str,
+)
+def test_the_others_go_on_without_a_slow_rank(world: World, plan: tuple[Fault, ...]) -> None:
+    outcomes = world.gather(go_on, plan, 0.7, timeout=40)
+    struck = {fault.rank: fault.what for fault in plan}
+    expected = [int(rank in struck) for rank in range(NUM_RANKS)]
+    for rank, outcome in enumerate(outcomes):
+        if struck.get(rank) == "kill":
+            assert isinstance(outcome, RankDied)
+            continue
+        assert isinstance(outcome, Survival), outcome
+        assert outcome.mask == expected
+        if rank in struck:
+            assert f"the other ranks go on without rank {rank}" in outcome.raised
+            assert f"low_latency_update_mask_buffer({rank}, mask=False)" in outcome.raised
+        else:
+            assert not outcome.raised
+            assert 0.5 < max(outcome.seconds) < 2
+            assert outcome.seconds[-1] < 0.5
+
+
+def come_back(context: RankContext, by_cleaning: bool) -> list[list[int]]:
+    """Rank 2 sleeps and is masked, the others go on; then all take it back. Twice."""
+    buffer = new_buffer(context, True, 0.5)
+    case = Case(tokens=(5, 0, 7, 3), hidden=128, travel="fp8")
+    masks = []
+    for turn in range(2):
+        check_case(context.rank, case, buffer)
+        if context.rank == 2:
+            time.sleep(1.5)
+            with pytest.raises(PeerLost, match="go on without rank 2"):
+                check_case(context.rank, case, buffer)
+        else:
+            for _ in range(turn + 2):
+                check_case(context.rank, case, buffer, frozenset([2]))
+        masks.append(masked_by(buffer))
+        torch.distributed.barrier(context.group)
+        if by_cleaning:
+            buffer.low_latency_clean_mask_buffer()
+        else:
+            buffer.low_latency_update_mask_buffer(2)
+        masks.append(masked_by(buffer))
+        for seed in range(4):
+            check_case(context.rank, Case((5, 0, 7, 3), hidden=128, travel="fp8", seed=seed), buffer)
+    return masks
+
+
+@pytest.mark.parametrize("by_cleaning", [False, True])
+def test_a_rank_comes_back(world: World, by_cleaning: bool) -> None:
+    for masks in world.run(come_back, by_cleaning):
+        assert masks == [[0, 0, 1, 0], [0, 0, 0, 0]] * 2
+
+
+def mask_by_hand(context: RankContext) -> str:
+    buffer = new_buffer(context, True)
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    torch.distributed.barrier(context.group)
+    if context.rank == 0:
+        buffer.low_latency_update_mask_buffer(3, mask=True)
+        buffer.low_latency_update_mask_buffer(3, mask=True)
+    torch.distributed.barrier(context.group)
+    assert masked_by(buffer) == [0, 0, 0, 1]
+    if context.rank == 3:
+        try:
+            check_case(context.rank, case, buffer)
+        except PeerLost as error:
+            message = str(error)
+    else:
+        check_case(context.rank, case, buffer, frozenset([3]))
+        message = ""
+    torch.distributed.barrier(context.group)
+    buffer.low_latency_clean_mask_buffer()
+    buffer.low_latency_clean_mask_buffer()
+    check_case(context.rank, case, buffer)
+    return message
+
+
+def test_masks_set_by_hand(world: World) -> None:
+    outcomes = world.run(mask_by_hand)
+    assert outcomes[:3] == ["", "", ""]
+    assert "go on without rank 3" in outcomes[3]
+
+
+def one_dead_one_back(context: RankContext) -> list[int]:
+    """Rank 1 is killed and rank 2 masked; cleaning brings rank 2 back, and rank 1 stays masked."""
+    buffer = new_buffer(context, True, 20)
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    torch.distributed.barrier(context.group)
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if context.rank == 0:
+        buffer.low_latency_update_mask_buffer(2, mask=True)
+    while not masked_by(buffer)[2]:
+        time.sleep(0.01)
+    if context.rank != 2:
+        # Rank 1 is found dead in this call; rank 2 takes no part in it.
+        echo(buffer, case, context.rank, frozenset([1, 2]))
+    while not masked_by(buffer)[1]:
+        time.sleep(0.01)
+    buffer.low_latency_clean_mask_buffer()
+    check_case(context.rank, case, buffer, frozenset([1]))
+    return masked_by(buffer)
+
+
+def test_a_dead_rank_stays_masked(world: World) -> None:
+    outcomes = world.gather(one_dead_one_back)
+    assert isinstance(outcomes[1], RankDied)
+    for rank in (0, 2, 3):
+        assert outcomes[rank] == [0, 1, 0, 0]
+
+
+def die_while_coming_back(context: RankContext) -> list[int]:
+    buffer = new_buffer(context, True, 20)
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    torch.distributed.barrier(context.group)
+    if context.rank == 0:
+        buffer.low_latency_update_mask_buffer(2, mask=True)
+    while not masked_by(buffer)[2]:
+        time.sleep(0.01)
+    torch.distributed.barrier(context.group)
+    if context.rank == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    buffer.low_latency_update_mask_buffer(2)
+    check_case(context.rank, case, buffer, frozenset([2]))
+    return masked_by(buffer)
+
+
+def test_a_rank_that_dies_instead_of_coming_back(world: World) -> None:
+    outcomes = world.gather(die_while_coming_back)
+    assert isinstance(outcomes[2], RankDied)
+    for rank in (0, 1, 3):
+        assert outcomes[rank] == [0, 0, 1, 0]
