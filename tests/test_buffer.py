@@ -550,7 +550,7 @@ def test_a_cache_that_cannot_be_written() -> None:
     code = (
         "from anyep.backends import cpu; import numpy as np\n"
         "words = np.zeros(2, np.int64); at = words.ctypes.data + 8 * np.arange(2)\n"
-        "cpu.announce(at[:1], at[1:], 5); assert words[0] == 5\n"
+        "cpu.announce(at[:1], at[1:], 0, 5); assert words[0] == 5\n"
     )
     environment = os.environ | {"NUMBA_CACHE_DIR": "/dev/null/nowhere"}
     finished = subprocess.run(

@@ -128,6 +128,30 @@ def test_bench(tmp_path: Path) -> None:
     assert "vs Gloo" in finished.stdout
 
 
+def test_bench_of_low_latency(tmp_path: Path) -> None:
+    file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    sizes = ("--ranks", "2", "--tokens", "4", "--hidden", "256", "--experts", "4", "--topk", "2")
+    options = ("--repeats", "2", "--json", str(file), "--plot", str(plot))
+    finished = anyep("bench", "--mode", "low-latency", *sizes, *options)
+    assert finished.returncode == 0, finished.stderr
+    records = json.loads(file.read_text())
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    keys = {"case", "path", "ranks", "tokens", "hidden", "bytes", "median_s", "gbps", "of_copy", "vs"}
+    assert all(set(record) == keys for record in records)
+    found = {(record["case"], record["path"], record["tokens"]): record for record in records}
+    for tokens in (4, 1):
+        for key in (("dispatch", "bf16"), ("dispatch", "fp8"), ("combine", "bf16"), ("pair", "bf16")):
+            record = found[(*key, tokens)]
+            assert record["median_s"] > 0
+            assert record["of_copy"] > 0
+            assert record["vs"]["gloo"] > 0
+        assert (
+            found["dispatch", "fp8", tokens]["bytes"] * 512
+            == found["dispatch", "bf16", tokens]["bytes"] * 264
+        )
+    assert "low-latency mode, 2 ranks" in finished.stdout
+
+
 def test_bench_prints_json() -> None:
     sizes = (
         "--ranks",
@@ -158,7 +182,11 @@ def test_bench_prints_json() -> None:
         (("demo", "--hidden", "3"), "a row of 12 bytes is no multiple of 16 bytes"),
         (("demo", "--path", "road"), "path is 'road': choose one of auto, window, ring"),
         (("demo", "--tokens", "-1"), "tokens is -1"),
-        (("bench", "--mode", "fast"), "mode is 'fast': choose normal"),
+        (("bench", "--mode", "fast"), "mode is 'fast': choose normal or low-latency"),
+        (
+            ("bench", "--mode", "low-latency", "--hidden", "64"),
+            "hidden is 64: for FP8 it must be a multiple of",
+        ),
         (("bench", "--ranks", "3"), "64 experts cannot be shared by 3 ranks"),
         (("bench", "--repeats", "0"), "repeats is 0"),
         (("bench", "--hidden", "4"), "a row of 8 bytes is no multiple of 16 bytes"),

@@ -111,11 +111,12 @@ ANYEP_RUN = ("-m", "anyep", "run", "-n")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/low-latency.md"])
 @pytest.mark.parametrize(("launcher", "num_ranks"), [(ANYEP_RUN, 1), (ANYEP_RUN, 4), (TORCHRUN, 2)])
-def test_the_example_of_the_readme_runs(tmp_path: Path, launcher: tuple[str, ...], num_ranks: int) -> None:
+def test_examples_run(tmp_path: Path, launcher: tuple[str, ...], num_ranks: int, page: str) -> None:
     repository = Path(anyep.__file__).parent.parent
     script = tmp_path / "example.py"
-    script.write_text((repository / "README.md").read_text().split("```python\n")[1].split("```")[0])
+    script.write_text((repository / page).read_text().split("```python\n")[1].split("```")[0])
     finished = subprocess.run(
         [sys.executable, *launcher, str(num_ranks), str(script)],
         capture_output=True,

@@ -85,7 +85,7 @@ def _print_table(setup: Any, records: list[dict[str, Any]]) -> None:
     console = console_for_results()
     console.print(setup.description())
     table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("case", "path", "tokens", "median", "p99", "GB/s per rank", "of copy", "vs Gloo"):
+    for heading in ("case", "path", "tokens", "median", "GB/s per rank", "of copy", "vs Gloo"):
         table.add_column(heading, justify="left" if heading in ("case", "path") else "right")
     for record in records:
         gloo = record["vs"].get("gloo")
@@ -94,7 +94,6 @@ def _print_table(setup: Any, records: list[dict[str, Any]]) -> None:
             record["path"],
             str(record["tokens"]),
             _time_text(record["median_s"]),
-            _time_text(record["p99_s"]),
             f"{record['gbps']:.2f}" if record["gbps"] else "",
             f"{record['of_copy']:.2f}" if record["of_copy"] else "",
             f"{gloo:.1f}x" if gloo else "",

@@ -7,7 +7,6 @@ show anything. The cases are interleaved, so that a slow moment of the machine h
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import sys
@@ -88,13 +87,13 @@ def measure(setup: Setup, show_progress: bool) -> list[dict[str, Any]]:
 
 
 def _records(setup: Setup, by_rank: list[list[Timing]]) -> list[dict[str, Any]]:
-    durations: dict[tuple[str, str, int], list[float]] = {}
+    medians: dict[tuple[str, str, int], float] = {}
     for timings in zip(*by_rank, strict=True):
-        durations[timings[0].case, timings[0].path, timings[0].tokens] = [
+        durations = [
             (max(end for _, end in spans) - max(start for start, _ in spans)) / 1e9
             for spans in zip(*(timing.spans for timing in timings), strict=True)
         ]
-    medians = {key: statistics.median(seconds) for key, seconds in durations.items()}
+        medians[timings[0].case, timings[0].path, timings[0].tokens] = statistics.median(durations)
     records = []
     for timings in zip(*by_rank, strict=True):
         case, path, tokens = timings[0].case, timings[0].path, timings[0].tokens
@@ -113,22 +112,12 @@ def _records(setup: Setup, by_rank: list[list[Timing]]) -> list[dict[str, Any]]:
                 "hidden": setup.hidden,
                 "bytes": round(received),
                 "median_s": seconds,
-                "p99_s": _percentile(durations[case, path, tokens], 0.99),
                 "gbps": received / seconds / 1e9,
                 "of_copy": bound / seconds if bound and received else None,
                 "vs": {"gloo": rival / seconds} if rival else {},
             }
         )
     return records
-
-
-def _percentile(values: list[float], share: float) -> float:
-    """The value that so many of all are not above.
-
-    >>> _percentile([3.0, 1.0, 2.0], 0.99), _percentile([3.0, 1.0, 2.0], 0.5)
-    (3.0, 2.0)
-    """
-    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 class Barrier:

@@ -1,4 +1,4 @@
-"""What `anyep demo` runs and what its ranks report; apart from the layer itself, which needs torch."""
+"""What `anyep demo` runs and what its ranks report; apart from the layers themselves, which need torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from anyep.sizes import align
+
+# Normal mode: a layer is trained.
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,74 @@ def train_on_rank(rank: Any, job: Job) -> list[StepReport]:
     from anyep.cli.demo_layer import train
 
     return train(rank, job)
+
+
+# Low-latency mode: a layer decodes.
+
+COMMUNICATION: Final = ("dispatch send", "dispatch receive", "combine send", "combine receive")
+PHASES: Final = ("gate", *COMMUNICATION[:2], "experts", *COMMUNICATION[2:])
+"""What a micro-batch goes through, in this order."""
+
+
+@dataclass(frozen=True)
+class DecodeJob:
+    """What the demo runs in low-latency mode."""
+
+    ranks: int
+    tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    steps: int
+    seed: int
+
+    @property
+    def num_max_tokens(self) -> int:
+        """Tokens of the larger micro-batch of a rank."""
+        return (self.tokens + 1) // 2
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much results differ from the right ones, relative to the largest entry; and how many entries do."""
+
+    largest: float = 0.0
+    num_different: int = 0
+    num_entries: int = 0
+
+    def __add__(self, other: Difference) -> Difference:
+        return Difference(
+            max(self.largest, other.largest),
+            self.num_different + other.num_different,
+            self.num_entries + other.num_entries,
+        )
+
+
+@dataclass(frozen=True)
+class DecodeProgress:
+    """How far a rank is."""
+
+    step: int
+    difference: Difference
+
+
+@dataclass
+class DecodeReport:
+    """What one rank saw: seconds of every step, and of every phase of every micro-batch."""
+
+    step_seconds: list[float] = field(default_factory=list)
+    phase_seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    difference: Difference = field(default_factory=Difference)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.phase_seconds[phase].append(time.perf_counter() - started)
+
+
+def decode_on_rank(rank: Any, job: DecodeJob) -> DecodeReport:
+    """Run the demo in low-latency mode on a rank; only ranks import its layer."""
+    from anyep.cli.demo_decode import decode
+
+    return decode(rank, job)

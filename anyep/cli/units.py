@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Bytes and times as people write and read them."""
 
 from __future__ import annotations
 
@@ -48,3 +48,12 @@ def format_bytes(num_bytes: int) -> str:
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
     return f"{num_bytes} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A short time, in milliseconds or microseconds.
+
+    >>> format_seconds(0.01234), format_seconds(0.00034)
+    ('12.34 ms', '340 us')
+    """
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

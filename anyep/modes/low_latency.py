@@ -360,6 +360,7 @@ class LowLatency:
         layout_range = outputs.layout_range.numpy()
         if not outputs.zero_copy:
             x, messages = outputs.x.data_ptr(), int(places.messages[slot_set][self._rank])
+            streaming = int(outputs.num_rows * places.message_bytes >= WORTH_STREAMING_BYTES)
             self._team.run(
                 lambda first, end: self._backend.stage_rows(
                     first,
@@ -369,6 +370,7 @@ class LowLatency:
                     layout_range,
                     places.rows_per_expert,
                     int(outputs.use_logfmt),
+                    streaming,
                     messages,
                     places.message_bytes,
                 ),

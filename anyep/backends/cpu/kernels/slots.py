@@ -225,9 +225,18 @@ def count_rows(layout_range, src_info, max_tokens):
     return num_rows
 
 
-@kernel("void(int64, int64, int64, int64, int64[:,::1], int64, int64, int64, int64)")
+@kernel("void(int64, int64, int64, int64, int64[:,::1], int64, int64, int64, int64, int64)")
 def stage_rows(
-    first_expert, end_expert, x, hidden, layout_range, rows_per_expert, use_logfmt, messages, message_bytes
+    first_expert,
+    end_expert,
+    x,
+    hidden,
+    layout_range,
+    rows_per_expert,
+    use_logfmt,
+    streaming,
+    messages,
+    message_bytes,
 ):
     """Put the rows of each local expert into the messages of the same index, as they are or in LogFMT.
 
@@ -242,7 +251,9 @@ def stage_rows(
             if use_logfmt:
                 encode_logfmt(x + row * 2 * hidden, message, hidden)
             else:
-                copy_bytes(message + LOW_LATENCY_HEADER_BYTES, x + row * 2 * hidden, 2 * hidden)
+                payload = message + LOW_LATENCY_HEADER_BYTES
+                copy_row(payload, x + row * 2 * hidden, 2 * hidden, streaming)
+    drain_stores()
 
 
 @kernel("void(int32[:,::1], int64[:,::1], int64[::1], int64, int64[::1], boolean[::1])")

@@ -1,0 +1,81 @@
+"""What `anyep demo --mode low-latency` is checked against: its layer in one process, as plain as possible.
+
+It rounds where the real layer rounds: tokens to FP8 on their way to the experts, the experts' outputs to bf16
+on their way back, and the sum to bf16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from anyep.cli.demo_job import DecodeJob, Difference
+from anyep.cli.demo_layer import misrouting, weights_of
+
+FP8_MAX = 448.0
+FP8_CHANNELS = 128
+
+
+def _normal(seed: int, rows: int, columns: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scale: float = rows**-0.5
+    return torch.randn(rows, columns, generator=generator) * scale
+
+
+def gate_of(job: DecodeJob) -> torch.Tensor:
+    return _normal(job.seed, job.hidden, job.experts)
+
+
+class Experts:
+    """Some of the experts' networks. Each has a seed of its own, so that a rank need not make them all."""
+
+    def __init__(self, job: DecodeJob, indices: range) -> None:
+        seeds = {index: (job.seed + 1) * 1_000_003 + 2 * index for index in indices}
+        self.indices = indices
+        self._up = {index: _normal(seed, job.hidden, job.hidden) for index, seed in seeds.items()}
+        self._down = {index: _normal(seed + 1, job.hidden, job.hidden) for index, seed in seeds.items()}
+
+    def apply(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        return functional.silu(rows @ self._up[index]) @ self._down[index]
+
+
+def through_fp8(x: torch.Tensor) -> torch.Tensor:
+    """What is left of rows that travel as FP8, with a scale per 128 channels."""
+    blocks = x.float().view(len(x), -1, FP8_CHANNELS)
+    amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    data = (blocks * (torch.full_like(amax, FP8_MAX) / amax)).clamp(-FP8_MAX, FP8_MAX)
+    scales = amax * torch.tensor(1 / FP8_MAX, dtype=torch.float32)
+    return (data.to(torch.float8_e4m3fn).float() * scales).view(x.shape)
+
+
+def layer_in_one_process(
+    x: torch.Tensor, choices: torch.Tensor, gate: torch.Tensor, experts: Experts
+) -> tuple[torch.Tensor, float]:
+    """The reference: every token through each of its experts; also how wrong the choice of experts is."""
+    scores = x.float() @ gate
+    weights = weights_of(scores, choices)
+    rows = through_fp8(x)
+    outputs = torch.zeros(*choices.shape, x.shape[1])
+    for expert in experts.indices:
+        chosen, slot = torch.nonzero(choices == expert, as_tuple=True)
+        outputs[chosen, slot] = experts.apply(expert, rows[chosen]).bfloat16().float()
+    combined = torch.zeros(x.shape)
+    for place in range(choices.shape[1]):
+        combined = combined + weights[:, place, None] * outputs[:, place]
+    return combined.bfloat16(), misrouting(scores, choices)
+
+
+def compare(ours: torch.Tensor, right: torch.Tensor) -> Difference:
+    """How far bf16 results are from the right ones.
+
+    >>> right = torch.tensor([[4.0, 2.0], [1.0, 0.5]]).bfloat16()
+    >>> compare(right, right)
+    Difference(largest=0.0, num_different=0, num_entries=4)
+    >>> compare(right + torch.tensor([[0.0, 0.0], [0.5, 0.0]]), right)
+    Difference(largest=0.125, num_different=1, num_entries=4)
+    """
+    distance = (ours.float() - right.float()).abs()
+    largest = float(distance.max() / right.float().abs().max().clamp(min=1e-12))
+    if largest != largest:
+        largest = float("inf")
+    return Difference(largest, int((distance != 0).sum()), right.numel())

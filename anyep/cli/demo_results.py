@@ -1,0 +1,83 @@
+"""What `anyep demo` shows of a training run: who sent how much to whom, times, losses and the verdict."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, Final
+
+from anyep.cli.demo_job import Job
+
+TOLERANCE: Final = 1e-4
+"""Largest difference from the reference, relative; both add up float32, in different orders."""
+SHADES: Final = (" ", "░", "▒", "▓", "█")
+
+
+def record_of(job: Job, by_rank: list[list[Any]]) -> dict[str, Any]:
+    last = [reports[-1] for reports in by_rank]
+    difference = max(report.largest_difference for reports in by_rank for report in reports)
+    received = [report.received for report in last]
+    phases = {}
+    for phase in last[0].seconds:
+        # The first step warms everything up.
+        times = [report.seconds[phase] for reports in by_rank for report in reports[1:] or reports]
+        seconds = statistics.median(times)
+        moved = statistics.mean(received) * job.row_bytes if phase not in ("layout", "experts") else 0
+        phases[phase] = {"median_s": seconds, "gbps": moved / seconds / 1e9 if moved else None}
+    return {
+        "mode": "normal",
+        "ranks": job.ranks,
+        "tokens": job.tokens,
+        "hidden": job.hidden,
+        "experts": job.experts,
+        "topk": job.topk,
+        "steps": job.steps,
+        "path": job.path,
+        "ok": difference <= TOLERANCE,
+        "largest_difference": difference,
+        "tolerance": TOLERANCE,
+        "losses": [report.loss for report in by_rank[0]],
+        "sent": [report.sent for report in last],
+        "received": received,
+        "phases": phases,
+    }
+
+
+def print_record(record: dict[str, Any]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from anyep.cli.console import console_for_results
+
+    console = console_for_results()
+    console.print(
+        f"[bold]{record['ranks']} ranks[/bold], {record['tokens']} tokens per rank,"
+        f" hidden {record['hidden']}, top-{record['topk']} of {record['experts']} experts,"
+        f" {record['steps']} steps, path {record['path']}"
+    )
+    most = max([count for row in record["sent"] for count in row] + [1])
+    table = Table(
+        box=box.SIMPLE_HEAD, title="tokens from rank (row) to rank (column), last step", title_justify="left"
+    )
+    table.add_column("")
+    for rank in range(record["ranks"]):
+        table.add_column(str(rank), justify="right")
+    table.add_column("sent", justify="right")
+    for rank, row in enumerate(record["sent"]):
+        cells = [f"{SHADES[min(4, count * 5 // (most + 1))]} {count}" for count in row]
+        table.add_row(str(rank), *cells, str(sum(row)))
+    table.add_row("received", *(str(count) for count in record["received"]), "", style="dim")
+    console.print(table)
+    table = Table(box=box.SIMPLE_HEAD, title="median over ranks and steps", title_justify="left")
+    for heading in ("phase", "time", "GB/s per rank"):
+        table.add_column(heading, justify="left" if heading == "phase" else "right")
+    for phase, numbers in record["phases"].items():
+        rate = f"{numbers['gbps']:.2f}" if numbers["gbps"] else ""
+        table.add_row(phase, f"{numbers['median_s'] * 1e3:.2f} ms", rate)
+    console.print(table)
+    losses = " -> ".join(f"{loss:.4f}" for loss in record["losses"])
+    console.print(f"loss {losses}")
+    verdict = "[green]matches[/green]" if record["ok"] else "[bold red]differs from[/bold red]"
+    console.print(
+        f"{verdict} the single-process reference: largest relative difference of an output or gradient"
+        f" {record['largest_difference']:.1e} (at most {record['tolerance']:.0e} is allowed)"
+    )
