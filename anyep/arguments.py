@@ -40,6 +40,8 @@ def check_tensor(
             f"{name} is on {tensor.device}, but this Buffer works on the CPU:"
             f" move the tensor, or make the Buffer with device='{tensor.device.type}' instead of device='cpu'"
         )
+    if tensor.layout is not torch.strided:
+        raise InvalidCall(f"{name} is sparse: pass {name}.to_dense()")
     if dtypes is not None and tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise InvalidCall(f"{name} is {str(tensor.dtype).removeprefix('torch.')}: it must be {names}")

@@ -510,7 +510,7 @@ class Buffer:
                 combine_wait_recv_cost_stats,
             )
             if zero_copy:
-                mode.check_was_lent(call)
+                mode.check_was_lent(call, outputs.sizes)
             return outputs
 
         outputs = self._refusing(call, check, mode.refuse)
@@ -599,6 +599,7 @@ class Buffer:
         finally:
             conversation.close()
             self._last_handle = None
+            self._low_latency = None
             del self._connection, self._conversation
 
     def __enter__(self) -> Buffer:

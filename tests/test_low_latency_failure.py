@@ -7,7 +7,8 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -400,3 +401,77 @@ def test_a_rank_that_dies_instead_of_coming_back(world: World) -> None:
     assert isinstance(outcomes[2], RankDied)
     for rank in (0, 1, 3):
         assert outcomes[rank] == [0, 0, 1, 0]
+
+
+def send(buffer: Buffer, case: Case, rank: int) -> tuple[Any, Any]:
+    """A dispatch by hook; its rows and its hook."""
+    given = inputs_of(case)[rank]
+    received, *_, hook = buffer.low_latency_dispatch(
+        given.x, given.topk_idx, case.max_tokens, case.num_experts, use_fp8=False, return_recv_hook=True
+    )
+    return received, hook
+
+
+def unmask_nobody(context: RankContext) -> bool:
+    """All but rank 0 have received and clean their masks, of which there are none; rank 0 receives late."""
+    buffer = new_buffer(context, True, 20)
+    case = Case(tokens=(6,) * context.num_ranks, hidden=64, routing="one rank", local_experts=1, num_topk=1)
+    batches = [replace(case, seed=seed) for seed in (1, 2, 3)]
+    sent = [send(buffer, batch, context.rank) for batch in batches[:2]]
+    if context.rank:
+        for _, hook in sent:
+            hook()
+        buffer.low_latency_clean_mask_buffer()
+        send(buffer, batches[2], context.rank)[1]()
+        return True
+    time.sleep(0.4)
+    sent[0][1]()
+    expected = low_latency_oracle.rows_of_expert(inputs_of(batches[0]), 0).x
+    right = oracle.same_bits(sent[0][0][0, : len(expected)], expected)
+    sent[1][1]()
+    send(buffer, batches[2], context.rank)[1]()
+    return right
+
+
+def test_unmasking_nobody_changes_nothing(world: World) -> None:
+    assert world.run(unmask_nobody) == [True] * NUM_RANKS
+
+
+def masked_with_a_call_in_flight(context: RankContext) -> str:
+    """Rank 2 has sent and not received when it is masked, and does not know; then it is taken back."""
+    buffer = new_buffer(context, True)
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    _, hook = send(buffer, case, context.rank)
+    if context.rank != 2:
+        hook()
+    torch.distributed.barrier(context.group)
+    if context.rank == 0:
+        buffer.low_latency_update_mask_buffer(2, mask=True)
+    torch.distributed.barrier(context.group)
+    buffer.low_latency_clean_mask_buffer()
+    message = ""
+    for seed in range(2):
+        check_case(context.rank, Case((5,) * context.num_ranks, hidden=64, seed=seed), buffer)
+        if context.rank == 2 and not message:
+            try:
+                hook()
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+    return message
+
+
+def test_a_rank_with_a_call_in_flight_comes_back(world: World) -> None:
+    outcomes = world.run(masked_with_a_call_in_flight)
+    assert outcomes[2].startswith("InvalidCall: low-latency dispatch (call 3) was given up when the other")
+
+
+def what_is_left_mapped(context: RankContext) -> int:
+    buffer = new_buffer(context, True)
+    check_case(context.rank, Case(tokens=(5,) * context.num_ranks, hidden=64), buffer)
+    buffer.destroy()
+    return Path("/proc/self/maps").read_text().count("anyep-heap")
+
+
+def test_destroy_gives_the_memory_back(world: World) -> None:
+    assert world.run(what_is_left_mapped) == [0] * NUM_RANKS

@@ -143,7 +143,7 @@ class LowLatency:
         """Whether a call with these places has gone well on all ranks."""
         self._unfilled: list[int | None] = [None] * NUM_SLOT_SETS
         """The addresses of the layout ranges that those calls will fill."""
-        self._lent_for = 0
+        self._lent_for: tuple[int, LowLatencySizes] | None = None
         """The call that may find its rows where `next_combine_buffer` said."""
 
     # Calls
@@ -424,7 +424,7 @@ class LowLatency:
             self._conversation.end(call)
 
         self._stream.run(lambda: self._conversation.guarded(call, wait))
-        self._lent_for = call.number
+        self._lent_for = (call.number, sizes)
         slots = places.slots
         num_rows = slots.num_local_experts * places.rows_per_expert
         messages = self._heap.tensor(
@@ -435,9 +435,9 @@ class LowLatency:
         rows: torch.Tensor = messages[:, LOW_LATENCY_HEADER_BYTES // 2 :]
         return rows.view(slots.num_local_experts, places.rows_per_expert, sizes.hidden)
 
-    def check_was_lent(self, call: Call) -> None:
+    def check_was_lent(self, call: Call, sizes: LowLatencySizes) -> None:
         """Refuse `zero_copy` where the rows cannot be where this call looks for them."""
-        if self._lent_for != call.number:
+        if self._lent_for != (call.number, sizes):
             raise InvalidCall(
                 "zero_copy needs get_next_low_latency_combine_buffer before this call: the buffer it gave"
                 " is for the very next low-latency call, and none may lie between"
@@ -469,16 +469,22 @@ class LowLatency:
 
     def unmask(self, ranks: Sequence[int]) -> None:
         """Take ranks back, together with all ranks that are not masked and with those themselves."""
-        # A masked rank will not receive what it has in flight.
-        if not self.masks.masked[self._rank]:
-            self.check_nothing_in_flight()
+        self.masks.adopt()
+        if self.masks.masked[self._rank]:
+            self._forget_what_is_in_flight()
+        self.check_nothing_in_flight()
         call = Call(self._last_call, Kind.UNMASK)
 
         def whole_round() -> None:
             last_call = self.masks.unmask(call, ranks, self._last_call)
-            self._last_call = self._all_over_until = last_call
+            if last_call is not None:
+                self._last_call = self._all_over_until = last_call
 
         self._stream.run(lambda: self._conversation.guarded(call, whole_round))
+
+    def _forget_what_is_in_flight(self) -> None:
+        """A masked rank does not receive any more: the others have gone on."""
+        self._num_open -= sum(call is not None for call in self._in_flight)
         self._in_flight = [None] * NUM_SLOT_SETS
         self._unfilled = [None] * NUM_SLOT_SETS
 
@@ -518,9 +524,10 @@ class LowLatency:
     def receive_now(self, call: Call, receive: Callable[[], None]) -> None:
         """What a hook does."""
         slot_set = call.number % NUM_SLOT_SETS
-        if self._in_flight[slot_set] == call:
-            self._in_flight[slot_set] = None
-            self._unfilled[slot_set] = None
+        if self._in_flight[slot_set] != call:
+            raise InvalidCall(f"{call} was given up when the other ranks went on without this one")
+        self._in_flight[slot_set] = None
+        self._unfilled[slot_set] = None
         self._stream.run(receive)
 
     def _wait_until_writable(self, call: Call) -> None:

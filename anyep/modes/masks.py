@@ -74,15 +74,15 @@ class Masks:
             f" low_latency_update_mask_buffer({self._rank}, mask=False)"
         )
 
-    def unmask(self, call: Call, ranks: Sequence[int], last_call: int) -> int:
+    def unmask(self, call: Call, ranks: Sequence[int], last_call: int) -> int | None:
         """Take these ranks back, with all of them and all others that are not masked.
 
-        Returns the number of the last call, the largest that any of them had.
+        Returns the number of the last call, the largest that any of them had; None if there was nobody to
+        take back, and so no round.
         """
-        self.adopt()
         returning = [rank for rank in ranks if self.masked[rank]]
         if not returning:
-            return last_call
+            return None
         taking_part = ~self.masked
         taking_part[returning] = True
         if not taking_part[self._rank]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from anyep.layout import NOTE_HEADER_BYTES
-from anyep.modes.letters import Kind
+from anyep.modes.status import FUNCTIONS
 from anyep.sizes import LowLatencySizes
 
 NUM_WORDS: Final = NOTE_HEADER_BYTES // 8
@@ -84,7 +84,7 @@ def word_for_people(field: int, word: int) -> str:
     ('fp8 rounded', '512')
     """
     if field == Field.KIND:
-        return Kind(word).name.lower().replace("_", " ")
+        return FUNCTIONS[word]
     if field == Field.FORMAT:
         return Format(word).name.lower().replace("_", " ")
     return str(word)
