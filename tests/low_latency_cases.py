@@ -85,13 +85,14 @@ def buffer_for(context: RankContext, enable_shrink: bool = False) -> Buffer:
     return context.keep[key]  # type: ignore[no-any-return]
 
 
-def run_case(context: RankContext, case: Case) -> None:
+def run_case(context: RankContext, case: Case, clean: bool = True) -> None:
     """Lay out the slots for the case, dispatch and combine; assert that every result has the right bits."""
     buffer = buffer_for(context)
     assert buffer.runtime is not None
     conversation = buffer.runtime.conversation
     conversation.between_steps = None
-    buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+    if clean:
+        buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
     if case.delay_seed is not None:
         conversation.between_steps = cases.delays(case.delay_seed, context.rank)
     try:

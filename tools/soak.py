@@ -1,4 +1,4 @@
-"""Repeats dispatch and combine for as long as asked, with everything that may vary varying: `make soak`.
+"""Repeats dispatch and combine, in both modes, for as long as asked; all that may vary varies: `make soak`.
 
     python tools/soak.py --minutes 10 [--seed 1] [--ranks 2,3,4,8]
 
@@ -14,6 +14,7 @@ import argparse
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from anyep import Config
+from tests import low_latency_cases
 from tests.cases import ROUTINGS, ROW_DTYPES, Case, buffer_for, check_case, delays, inputs_of
 from tests.world import RankContext, get_world
 
@@ -52,6 +54,34 @@ def random_case(chance: random.Random, num_ranks: int) -> Case:
         delay_seed=chance.choice([None, None, None, chance.randint(0, 10**6)]),
         seed=chance.randint(0, 10**6),
     )
+
+
+def random_low_latency_case(chance: random.Random, num_ranks: int) -> low_latency_cases.Case:
+    most = chance.randint(1, 40)
+    use_logfmt = chance.random() < 0.3
+    case = low_latency_cases.Case(
+        tokens=tuple(chance.choice([0, most, chance.randint(0, most)]) for _ in range(num_ranks)),
+        max_tokens=most,
+        num_topk=chance.randint(1, 8),
+        local_experts=chance.randint(1, 6),
+        routing=chance.choice(ROUTINGS),
+        travel=chance.choice(low_latency_cases.FORMATS),
+        use_logfmt=use_logfmt,
+        zero_copy=not use_logfmt and chance.random() < 0.4,
+        in_place=chance.random() < 0.5,
+        how=chance.choice(["in line", "async", "hook"]),
+        combines=chance.randint(1, 3),
+        delay_seed=chance.choice([None, None, None, chance.randint(0, 10**6)]),
+        seed=chance.randint(0, 10**6),
+    )
+    return replace(case, hidden=case.hidden_multiple * chance.randint(1, 2))
+
+
+def run_low_latency_round(context: RankContext, cases: list[low_latency_cases.Case]) -> None:
+    """Each case several times in a row, so that calls follow each other closely."""
+    for case in cases:
+        for again in range(4):
+            low_latency_cases.run_case(context, replace(case, seed=case.seed + again), clean=again == 0)
 
 
 def run_round(context: RankContext, cases: list[Case], seed: int) -> None:
@@ -100,12 +130,14 @@ def main() -> None:
         # Long enough with one number of ranks for windows to be held over many calls.
         num_ranks = counts[num_rounds // 10 % len(counts)]
         cases = [random_case(chance, num_ranks) for _ in range(CASES_PER_ROUND)]
+        others = [random_low_latency_case(chance, num_ranks) for _ in range(CASES_PER_ROUND // 2)]
         try:
             get_world(num_ranks).run(run_round, cases, round_seed, timeout=300)
+            get_world(num_ranks).run(run_low_latency_round, others, timeout=300)
         except BaseException:
             print(f"soak: FAILED in round {num_rounds}, seed {round_seed}, {num_ranks} ranks", flush=True)
             raise
-        num_cases += len(cases)
+        num_cases += len(cases) + 4 * len(others)
         num_rounds += 1
         if num_rounds % 10 == 0:
             elapsed = time.monotonic() - started
