@@ -544,7 +544,10 @@ class Buffer:
         mode.clean(call, self._refusing(call, check, mode.refuse))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Go on without a rank (`mask=True`), or take it back: then all ranks call it, that one included."""
+        """Go on without a rank (`mask=True`), or take it back: then all ranks call it, that one included.
+
+        Ranks that are masked and not taken back stay away from it.
+        """
         mode = self._check_shrinking()
         rank = whole_number("rank_to_mask", rank_to_mask, minimum=0)
         if rank >= self.group_size:
@@ -566,8 +569,7 @@ class Buffer:
         """Take back every rank that is masked and lives; all ranks call it. Dead ranks stay masked."""
         mode = self._check_shrinking()
         self._conversation.check_works()
-        gone = self._conversation.gone()
-        mode.unmask([rank for rank in range(self.group_size) if rank not in gone])
+        mode.unmask(range(self.group_size))
 
     def _check_low_latency(self) -> LowLatency:
         self._check_usable()

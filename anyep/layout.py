@@ -40,6 +40,7 @@ NUM_SLOT_SETS: Final = 2
 STATUS_BYTES: Final = 8192
 LETTER_HEADER_BYTES: Final = 256
 NOTE_HEADER_BYTES: Final = 64
+OFFER_HEADER_BYTES: Final = 64
 COUNTER_BYTES: Final = 8
 """Every live flag, head, tail, prefix and signal is 64-bit and only grows."""
 
@@ -176,10 +177,10 @@ class LowLatencySlots:
     """Fixed places for messages, in two sets that alternate: send 0, send 1, receive 0, receive 1, signals.
 
     A send set holds messages by row: the tokens of a dispatch, or what the experts made of theirs, in the
-    order of x. Who can read this memory takes them from there, and the sender leaves him a list of tokens
-    where his slots for that sender begin. A receive set has a slot per (local expert, source rank, token).
-    With 2 local experts, 2 ranks and at most 4 tokens, the message of (expert 1, source 0, token 3) is slot
-    (1*2 + 0)*4 + 3 = 11 of its set.
+    order of x. Who can read this memory takes them from there, and finds the list of his tokens there too,
+    where this rank's slots for messages from him begin. A receive set has a slot per (local expert, source
+    rank, token). With 2 local experts, 2 ranks and at most 4 tokens, the message of (expert 1, source 0,
+    token 3) is slot (1*2 + 0)*4 + 3 = 11 of its set.
     """
 
     start: int
@@ -312,6 +313,7 @@ class ControlRegion:
             ("low-latency note", self.note_bytes, self.num_ranks, NUM_SLOT_SETS),
             ("low-latency packed", COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
             ("mask", self.num_ranks * COUNTER_BYTES, self.num_ranks, 1),
+            ("offer", OFFER_HEADER_BYTES + self.num_ranks * COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
         )
         blocks = []
         offset = 0

@@ -429,6 +429,7 @@ def unmask_nobody(context: RankContext) -> bool:
     expected = low_latency_oracle.rows_of_expert(inputs_of(batches[0]), 0).x
     right = oracle.same_bits(sent[0][0][0, : len(expected)], expected)
     sent[1][1]()
+    buffer.low_latency_clean_mask_buffer()
     send(buffer, batches[2], context.rank)[1]()
     return right
 
@@ -475,3 +476,85 @@ def what_is_left_mapped(context: RankContext) -> int:
 
 def test_destroy_gives_the_memory_back(world: World) -> None:
     assert world.run(what_is_left_mapped) == [0] * NUM_RANKS
+
+
+def leave_a_round_early(context: RankContext) -> str:
+    """Rank 0 wants rank 2 back, which dies; rank 1 has still to receive what rank 0 sent before."""
+    buffer = new_buffer(context, True, 1)
+    case = Case(tokens=(3,) * context.num_ranks, hidden=64, routing="one rank", local_experts=1, num_topk=1)
+    if context.rank == 0:
+        buffer.low_latency_update_mask_buffer(2, mask=True)
+    while not masked_by(buffer)[2]:
+        time.sleep(0.01)
+    torch.distributed.barrier(context.group)
+    if context.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    batches = [replace(case, seed=seed) for seed in range(4)]
+    sent = [send(buffer, batch, context.rank) for batch in batches[:2]]
+    try:
+        if context.rank == 1:
+            for _, hook in sent:
+                hook()
+            buffer.low_latency_update_mask_buffer(2)
+            for batch in batches[2:]:
+                send(buffer, batch, context.rank)
+            time.sleep(1)
+            return "sent"
+        time.sleep(2.5)
+        sent[0][1]()
+    except PeerLost as error:
+        return str(error)
+    expected = low_latency_oracle.rows_of_expert(inputs_of(batches[0]), context.rank, frozenset([2])).x
+    return "right" if oracle.same_bits(sent[0][0][0, : len(expected)], expected) else "wrong rows"
+
+
+def test_a_round_waits_for_all(world: World) -> None:
+    for outcome in world.gather(leave_a_round_early):
+        assert isinstance(outcome, RankDied) or outcome in ("sent", "right") or "go on without" in outcome
+
+
+def wake_up_after_a_cleaning(context: RankContext) -> str:
+    """Rank 2 sleeps in the middle of sending; the others mask it and lay out their slots anew."""
+    buffer = new_buffer(context, True, 0.5)
+    strike_at(buffer, context.rank, (Fault(2, 1, "send", "sleep"),), nap_s=2)
+    small = Case(tokens=(4,) * context.num_ranks, max_tokens=4, hidden=128, local_experts=1, num_topk=4)
+    large = replace(small, hidden=2048)
+    try:
+        echo(buffer, small, context.rank, frozenset([2]))
+    except PeerLost as error:
+        return str(error)
+    buffer.clean_low_latency_buffer(4, 2048, large.num_experts)
+    received, hook = send(buffer, large, context.rank)
+    time.sleep(2.5)
+    hook()
+    expected = low_latency_oracle.rows_of_expert(inputs_of(large), context.rank, frozenset([2])).x
+    return "right" if oracle.same_bits(received[0, : len(expected)], expected) else "wrong rows"
+
+
+def test_a_masked_rank_can_do_no_harm(world: World) -> None:
+    outcomes = world.run(wake_up_after_a_cleaning)
+    assert "go on without rank 2" in outcomes.pop(2)
+    assert outcomes == ["right"] * 3
+
+
+def miss_a_cleaning(context: RankContext) -> None:
+    """Rank 3 is masked while the others change their sizes, and takes them over when it comes back."""
+    buffer = new_buffer(context, True)
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64)
+    other = Case(tokens=(3,) * context.num_ranks, max_tokens=3, hidden=128, local_experts=3)
+    check_case(context.rank, case, buffer)
+    torch.distributed.barrier(context.group)
+    if context.rank == 0:
+        buffer.low_latency_update_mask_buffer(3, mask=True)
+    torch.distributed.barrier(context.group)
+    if context.rank != 3:
+        buffer.clean_low_latency_buffer(other.max_tokens, other.hidden, other.num_experts)
+        check_case(context.rank, other, buffer, frozenset([3]))
+    torch.distributed.barrier(context.group)
+    buffer.low_latency_update_mask_buffer(3)
+    for seed in range(3):
+        check_case(context.rank, replace(other, seed=seed), buffer)
+
+
+def test_a_rank_that_missed_a_cleaning(world: World) -> None:
+    world.run(miss_a_cleaning)

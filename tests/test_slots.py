@@ -10,7 +10,6 @@ import torch
 
 from anyep.backends.cpu.kernels import slots
 from anyep.layout import NOTE_HEADER_BYTES
-from anyep.modes.masks import CALL_BITS
 from anyep.modes.notes import Format
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 from tests import low_latency_oracle, oracle
@@ -356,14 +355,14 @@ def test_scales_go_to_columns(travel: int, streaming: bool) -> None:
     messages = torch.cat([bytes_of(data), bytes_of(scales)], 1)
     tokens = {(0, 0): [2], (0, 1): [0, 3], (1, 1): [1]}
     packed = Packed(
-        [[1, 2], [0, 1]], tokens, [messages[:4], messages[4:]], num_words, streaming, rows_per_expert=5
+        [[1, 2], [0, 1]], tokens, [messages[:4], messages[4:]], num_words, streaming, rows_per_expert=8
     )
     words = bytes_of(scales).view(torch.int32)
     # The first expert's row is token 2 of sender 0; sender 1's token 1 is row 4 + 1 of x.
     for expert, rows in enumerate([[2], [0, 3, 5]]):
         assert torch.equal(packed.x[expert, : len(rows)], bytes_of(data)[rows])
         for word in range(num_words):
-            column = packed.scales.view(-1)[(expert * num_words + word) * 5 :][:5]
+            column = packed.scales.view(-1)[(expert * num_words + word) * 8 :][:8]
             assert column[: len(rows)].tolist() == words[rows, word].tolist()
             assert is_untouched(column[len(rows) :])
 
@@ -654,60 +653,3 @@ def test_a_sum_begins_with_plus_zero(logfmt: bool) -> None:
 
 
 # Masks
-
-
-def adopt(words: Any, generations: Array, masked: Array) -> int:
-    """Words of each writer, in two halves: the generation, and the call below it."""
-    memory = np.zeros((len(words), 16), np.int64)
-    for writer, of_ranks in enumerate(words):
-        for rank, (generation, call) in enumerate(of_ranks):
-            memory[writer, rank] = generation << CALL_BITS | call
-    stride = memory.strides[0]
-    return int(slots.adopt_masks(memory.ctypes.data, stride, CALL_BITS, generations, masked))
-
-
-def test_adopt_masks() -> None:
-    for newest in (3, 4):
-        generations, masked = int64([0, 2]), flags([0, 0])
-        words = [[(0, 0), (newest, 0)], [(0, 0), (2, 0)]]
-        assert adopt(words, generations, masked) == 1
-        assert generations.tolist() == [0, 3]
-        assert masked.tolist() == [False, True]
-        # The same words again are nothing new.
-        assert adopt(words, generations, masked) == 0
-        assert generations.tolist() == [0, 3]
-
-
-@pytest.mark.parametrize(
-    ("of_writers", "generation", "was_masked", "expected"),
-    [
-        ([0, 0], 0, False, (0, False)),  # nobody has said anything
-        ([0, 1], 0, False, (1, True)),  # the first time
-        ([1, 1], 1, True, (1, True)),  # known
-        ([2, 1], 1, True, (1, True)),  # one writer is ready to take it back, that is not enough
-        ([2, 2], 1, True, (1, True)),  # nor are all: who takes part in the round finds that himself
-        ([2, 1], 2, False, (2, False)),  # old words after it was taken back
-        ([2, 2], 2, False, (2, False)),
-        ([2, 3], 2, False, (3, True)),  # masked again
-        ([2, 6], 2, False, (5, True)),  # masked, taken back, and masked again meanwhile
-        ([5, 2], 1, True, (5, True)),
-    ],
-)
-def test_generations(
-    of_writers: list[int], generation: int, was_masked: bool, expected: tuple[int, bool]
-) -> None:
-    generations, masked = int64([generation, 0]), flags([was_masked, 0])
-    # The call numbers below the generations do not matter, however large.
-    words = [[(word, (1 << CALL_BITS) - 1), (0, 7)] for word in of_writers]
-    changed = adopt(words, generations, masked)
-    assert changed == int(expected[0] != generation)
-    assert (int(generations[0]), bool(masked[0])) == expected
-    assert (int(generations[1]), bool(masked[1])) == (0, False)
-
-
-def test_several_ranks_are_masked_at_once() -> None:
-    generations, masked = int64([0, 1, 2]), flags([0, 1, 0])
-    nothing = [(0, 0)] * 3
-    assert adopt([[(1, 0), (3, 0), (0, 0)], nothing, [(0, 0), (0, 0), (2, 0)]], generations, masked) == 2
-    assert generations.tolist() == [1, 3, 2]
-    assert masked.tolist() == [True, True, False]

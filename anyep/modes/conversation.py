@@ -22,7 +22,7 @@ import numpy as np
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, PeerLost, WaitTimeout
 from anyep.layout import LETTER_HEADER_BYTES, ControlRegion
 from anyep.modes.letters import NUM_WORDS, SIGNATURE, SIGNATURE_WORDS, Field, signature, word_for_people
-from anyep.modes.status import FUNCTIONS, Phase, RankStatus, State, StatusBlock
+from anyep.modes.status import FUNCTIONS, Phase, RankStatus, State, StatusBlock, name_of_call
 from anyep.rendezvous import Rendezvous
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ class Topic:
     LETTER: Final = 4
     NOTE: Final = 6
     PACKED: Final = 8
+    OFFER: Final = 10
 
 
 class Call(NamedTuple):
@@ -52,7 +53,7 @@ class Call(NamedTuple):
     kind: int
 
     def __str__(self) -> str:
-        return f"{FUNCTIONS[self.kind]} (call {self.number})"
+        return f"{FUNCTIONS[self.kind]} ({name_of_call(self.number)})"
 
 
 class Stall(NamedTuple):
@@ -262,8 +263,8 @@ class Conversation:
             reason = self._statuses[refusing[0]].refusal(text)
             function = FUNCTIONS[int(headers[refusing[0], Field.KIND])]
             return Disagreement(
-                f"rank {refusing[0]} refused its {function} (call {call.number}), so rank {self.rank}"
-                f" cannot go on with its {FUNCTIONS[call.kind]}: {reason}"
+                f"rank {refusing[0]} refused its {function} ({name_of_call(call.number)}),"
+                f" so rank {self.rank} cannot go on with its {FUNCTIONS[call.kind]}: {reason}"
             )
         for field, name in signature_words.items():
             ranks_by_value: dict[str, list[int]] = {}
@@ -271,7 +272,9 @@ class Conversation:
                 ranks_by_value.setdefault(for_people(field, int(headers[rank, field])), []).append(int(rank))
             if len(ranks_by_value) > 1:
                 listing = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items())
-                return Disagreement(f"the ranks disagree in call {call.number} about {name}: {listing}")
+                return Disagreement(
+                    f"the ranks disagree in {name_of_call(call.number)} about {name}: {listing}"
+                )
         raise AssertionError("headers that differ agree in every field")
 
     # Waiting

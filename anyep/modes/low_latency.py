@@ -1,7 +1,7 @@
 """Low-latency mode of the ranks that share memory: fixed places, no exchange before the rows.
 
-A call is sent and received. To send is to put rows into this rank's own send set, to leave every reader lists
-of tokens, and to close with a note. To receive is to wait for everyone's note, to take the rows from where
+A call is sent and received. To send is to put rows and lists of tokens into this rank's own memory, and to
+close with a note to every reader. To receive is to wait for everyone's note, to take the rows from where
 they lie, and to tell their senders (`packed`). Calls alternate between two sets: before a set is written
 again, every reader has told that it is done with the call before the last one. So two calls may be sent and
 not yet received. Low-latency calls have numbers of their own, and no letters.
@@ -26,11 +26,11 @@ from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.modes import notes
 from anyep.modes.conversation import NOT_TIMED, Array, Call, Conversation, Topic
 from anyep.modes.letters import Kind
-from anyep.modes.masks import Masks
+from anyep.modes.masks import Layout, Masks
 from anyep.modes.notes import Format
-from anyep.modes.status import Phase
+from anyep.modes.status import Phase, name_of_call
 from anyep.modes.windows import WarmMemory
-from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
+from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes, low_latency_sizes
 
 WORTH_SPLITTING_BYTES = 1 << 20
 WORTH_STREAMING_BYTES = 1 << 22
@@ -141,6 +141,7 @@ class LowLatency:
         self._places: _Places | None = None
         self._agreed = False
         """Whether a call with these places has gone well on all ranks."""
+        self._num_cleanings = 0
         self._unfilled: list[int | None] = [None] * NUM_SLOT_SETS
         """The addresses of the layout ranges that those calls will fill."""
         self._lent_for: tuple[int, LowLatencySizes] | None = None
@@ -273,7 +274,7 @@ class LowLatency:
         )
         self._backend.list_tokens(
             topk_idx,
-            places.lists_at_peers[slot_set],
+            places.lists_for_peers[slot_set],
             places.list_stride,
             self._notes_at_peers[slot_set],
             self.masks.masked,
@@ -293,7 +294,7 @@ class LowLatency:
         row_bytes = tokens.sizes.hidden * received.x.element_size()
         arguments = (
             ranges,
-            places.own_lists[slot_set],
+            places.lists_of_peers[slot_set],
             places.list_stride,
             places.messages[slot_set],
             places.message_bytes,
@@ -380,7 +381,7 @@ class LowLatency:
         self._backend.list_returns(
             outputs.src_info.numpy(),
             layout_range,
-            places.lists_at_peers[slot_set],
+            places.lists_for_peers[slot_set],
             places.list_stride,
             self._notes_at_peers[slot_set],
             self.masks.masked,
@@ -394,7 +395,7 @@ class LowLatency:
             topk_idx,
             outputs.topk_weights.numpy(),
             ranges,
-            places.own_lists[slot_set],
+            places.lists_of_peers[slot_set],
             places.list_stride,
             places.messages[slot_set],
             places.message_bytes,
@@ -454,11 +455,11 @@ class LowLatency:
             self._post(call, header)
             self._wait_for_notes(call, None, header, None)
             self._finish(call)
-            self._places = None
+            self._num_cleanings += 1
+            self._places_for(sizes)
+            self._agreed = True
 
         self._stream.run(lambda: self._conversation.guarded(call, whole_call))
-        self._places_for(sizes)
-        self._agreed = True
 
     def check_nothing_in_flight(self) -> None:
         for unreceived in self._in_flight:
@@ -470,15 +471,23 @@ class LowLatency:
     def unmask(self, ranks: Sequence[int]) -> None:
         """Take ranks back, together with all ranks that are not masked and with those themselves."""
         self.masks.adopt()
-        if self.masks.masked[self._rank]:
+        if self.masks.is_masked_out:
+            if self._rank not in ranks:
+                self.masks.look()
             self._forget_what_is_in_flight()
         self.check_nothing_in_flight()
         call = Call(self._last_call, Kind.UNMASK)
+        sizes = self._places.slots.sizes if self._places is not None and self._agreed else None
 
         def whole_round() -> None:
-            last_call = self.masks.unmask(call, ranks, self._last_call)
-            if last_call is not None:
-                self._last_call = self._all_over_until = last_call
+            layout = Layout(self._num_cleanings, _as_words(sizes))
+            self._last_call, layout = self.masks.take_back(call, ranks, layout)
+            self._all_over_until = self._last_call
+            if layout.version > self._num_cleanings:
+                # This rank was away while the others laid out their slots anew.
+                self._num_cleanings = layout.version
+                self._places_for(low_latency_sizes(*layout.sizes))
+                self._agreed = True
 
         self._stream.run(lambda: self._conversation.guarded(call, whole_round))
 
@@ -538,7 +547,7 @@ class LowLatency:
         if previous > self._all_over_until:
             self._conversation.enter(call, Phase.ACKNOWLEDGE)
             slot_set = call.number % NUM_SLOT_SETS
-            what = f"receipt of call {previous} (by its hook, if it has one)"
+            what = f"receipt of {name_of_call(previous)} (by its hook, if it has one)"
             self._wait(call, self._own_packed[slot_set], previous, Topic.PACKED + slot_set, what)
 
     def _post(self, call: Call, header: Array) -> None:
@@ -656,15 +665,19 @@ class _Places:
         """From one expert's list to the next one's."""
         self.messages: list[Array] = []
         """Of each rank's first message."""
-        self.lists_at_peers: list[Array] = []
-        """Of the list that this rank writes at each peer for the first expert."""
-        self.own_lists: list[Array] = []
-        """Of the list that each peer writes here for the first expert."""
+        self.lists_for_peers: list[Array] = []
+        """Of the list that this rank keeps for each peer's first expert, in its own memory."""
+        self.lists_of_peers: list[Array] = []
+        """Of the list that each peer keeps for this rank's first expert."""
         for slot_set in range(NUM_SLOT_SETS):
-            by_source = [slots.slot_offset(slot_set, 0, source, 0) for source in range(slots.num_ranks)]
+            by_reader = [slots.slot_offset(slot_set, 0, reader, 0) for reader in range(slots.num_ranks)]
             self.messages.append(heap_addresses + slots.row_offset(slot_set, 0))
-            self.lists_at_peers.append(heap_addresses + by_source[rank])
-            self.own_lists.append(heap_addresses[rank] + np.array(by_source, np.int64))
+            self.lists_for_peers.append(heap_addresses[rank] + np.array(by_reader, np.int64))
+            self.lists_of_peers.append(heap_addresses + by_reader[rank])
+
+
+def _as_words(sizes: LowLatencySizes | None) -> tuple[int, int, int]:
+    return (sizes.num_max_tokens, sizes.hidden, sizes.num_experts) if sizes is not None else (0, 0, 0)
 
 
 def _sizes_text(sizes: LowLatencySizes) -> str:

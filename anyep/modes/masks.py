@@ -1,27 +1,42 @@
 """Which ranks low-latency calls go on without: masks, and how all ranks come to the same ones.
 
-Every rank has a generation, which only grows: odd while it is masked. Who masks a rank writes the next odd
-generation into every rank's memory, and everyone adopts the newest that he finds there. Taking a rank back
-is a round of all ranks concerned: each writes the next even generation together with the number of its last
-call, and when all have, they go on from the largest of these numbers.
+Every rank has a generation, which only grows: 2n + 1 says that it was masked after n rounds, 2n that round n
+took it back. Who masks a rank writes its generation into every rank's memory, and so does everyone who finds
+it there, before he does anything else: nobody can write over what a masked rank still reads before that rank
+can know.
+
+Taking ranks back is a round of these ranks and all that are not masked. Each makes an offer to everyone: the
+number of the round, whom to take back, the generations that it knows, and the layout of its slots. When all
+have, they go on, with call numbers of the new round. A masked rank does not know how many rounds it has
+missed, nor who was masked and what was cleaned without it: it takes all this from the offers that name it.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from anyep.errors import AnyEPError, Masked
-from anyep.layout import ControlRegion
+from anyep.errors import AnyEPError, Disagreement, Masked
+from anyep.layout import NUM_SLOT_SETS, OFFER_HEADER_BYTES, ControlRegion
 from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
-from anyep.modes.status import Phase
+from anyep.modes.status import CALLS_PER_ROUND, Phase
 
-CALL_BITS: Final = 40
-"""Of a mask word: below them the last call of a rank that is ready to take another one back."""
+NUM_HEADER_WORDS: Final = OFFER_HEADER_BYTES // 8
+SEQUENCE, VERSION, SIZES = 0, 1, slice(2, 5)
+"""Of an offer's header: twice the round's number, and the layout of the slots."""
+PAUSE_S: Final = 0.001
 log = logging.getLogger("anyep")
+
+
+class Layout(NamedTuple):
+    """The sizes that the slots are laid out for, and how often they have been cleaned."""
+
+    version: int
+    sizes: tuple[int, int, int]
 
 
 class Masks:
@@ -31,41 +46,51 @@ class Masks:
         self._backend = backend
         self._conversation = conversation
         self._rank = conversation.rank
-        block = control.block("mask")
-        self._at_peers = conversation.peer_counters(block)
-        self._own = conversation.own_counters(block)
-        self._stride = block.stride
-        self._generations = np.zeros(conversation.num_ranks, np.int64)
-        self.masked = np.zeros(conversation.num_ranks, np.bool_)
+        self._num_ranks = conversation.num_ranks
+        mask, offer = control.block("mask"), control.block("offer")
+        self._at_peers = conversation.peer_counters(mask)
+        self._own = int(conversation.own_counters(mask)[0])
+        self._stride = mask.stride
+        sets = range(NUM_SLOT_SETS)
+        self._offers_at_peers = [conversation.peer_counters(offer, turn) for turn in sets]
+        self._own_offers = [conversation.own_counters(offer, turn) for turn in sets]
+        self._generations = np.zeros(self._num_ranks, np.int64)
+        self._changed = np.zeros(self._num_ranks, np.bool_)
+        self._round = 0
+        self.masked = np.zeros(self._num_ranks, np.bool_)
 
-    def adopt(self) -> bool:
-        """Take over what peers have said; whether anything is new."""
-        found = self._backend.adopt_masks(
-            int(self._own[0]), self._stride, CALL_BITS, self._generations, self.masked
-        )
-        return bool(found)
+    @property
+    def is_masked_out(self) -> bool:
+        """Whether the others go on without this rank."""
+        return bool(self.masked[self._rank])
+
+    def adopt(self) -> None:
+        """Take over what peers have said, and pass it on."""
+        if self._backend.adopt_masks(self._own, self._stride, self._generations, self.masked, self._changed):
+            for rank in np.flatnonzero(self._changed):
+                self._tell(int(rank))
 
     def look(self) -> None:
         """Take over what peers have said, and raise if they go on without this rank."""
         self.adopt()
-        if self.masked[self._rank]:
+        if self.is_masked_out:
             raise self._masked_out()
 
     def mask(self, ranks: Sequence[int], reason: str) -> None:
         """Go on without these ranks, and tell everyone."""
-        self.adopt()
+        self.look()
         for rank in ranks:
             if not self.masked[rank]:
-                self._mask(rank, reason)
+                self._mask(rank, 2 * self._round + 1, reason)
 
-    def _mask(self, rank: int, reason: str) -> None:
-        self._generations[rank] += 1 + self._generations[rank] % 2
+    def _mask(self, rank: int, generation: int, reason: str) -> None:
+        self._generations[rank] = generation
         self.masked[rank] = True
-        self._write(rank, int(self._generations[rank]) << CALL_BITS)
+        self._tell(rank)
         log.warning("rank %d goes on without rank %d: %s", self._rank, rank, reason)
 
-    def _write(self, rank: int, value: int) -> None:
-        self._conversation.announce(self._at_peers + 8 * rank, Topic.MASK, value)
+    def _tell(self, rank: int) -> None:
+        self._conversation.announce(self._at_peers + 8 * rank, Topic.MASK, int(self._generations[rank]))
 
     def _masked_out(self) -> Masked:
         return Masked(
@@ -74,63 +99,142 @@ class Masks:
             f" low_latency_update_mask_buffer({self._rank}, mask=False)"
         )
 
-    def unmask(self, call: Call, ranks: Sequence[int], last_call: int) -> int | None:
-        """Take these ranks back, with all of them and all others that are not masked.
+    def take_back(self, call: Call, ranks: Sequence[int], layout: Layout) -> tuple[int, Layout]:
+        """Take ranks back, in a round of these and all that are not masked; some may not be masked at all.
 
-        Returns the number of the last call, the largest that any of them had; None if there was nobody to
-        take back, and so no round.
+        Returns the call number to go on from, and the layout that all go on with. Whoever does not come in
+        time is masked (again).
         """
-        returning = [rank for rank in ranks if self.masked[rank]]
-        if not returning:
-            return None
-        taking_part = ~self.masked
-        taking_part[returning] = True
-        if not taking_part[self._rank]:
-            raise self._masked_out()
+        self.adopt()
         self._conversation.enter(call, Phase.NOTIFY)
-        generations = self._generations.copy()
-        proposed = {}
-        for rank in returning:
-            proposed[rank] = int(generations[rank] + 1) << CALL_BITS
-            self._write(rank, proposed[rank] | last_call)
-        largest = last_call
-        for rank in returning:
-            largest = max(largest, self._wait_for_round(call, rank, proposed[rank], taking_part, generations))
+        rejoining = _Round(self, list(ranks), layout)
+        self._conversation.wait_until(call, rejoining.step, rejoining.stalled, give_up=rejoining.give_up)
+        result = rejoining.finish()
         self._conversation.end(call)
-        return largest
+        return result
 
-    def _wait_for_round(
-        self, call: Call, rank: int, proposed: int, taking_part: Array, generations: Array
-    ) -> int:
-        """Wait until everyone is ready to take a rank back; the largest call number that they had.
 
-        Whoever does not come is masked (again); if it is that rank, it stays away.
-        """
-        words = self._own + 8 * rank
-        missing = taking_part.copy()
+class _Round:
+    """A round that takes ranks back, from one rank's side."""
 
-        def step(num_spins: int) -> int:
-            self.adopt()
-            masked_anew = self._generations > generations
-            if masked_anew[self._rank]:
-                raise self._masked_out()
-            missing[masked_anew] = False
-            if masked_anew[rank]:
-                return 0
-            return self._conversation.await_counters(words, proposed, missing, num_spins, Topic.MASK)
+    def __init__(self, masks: Masks, ranks: list[int], layout: Layout) -> None:
+        self._masks = masks
+        self._conversation = masks._conversation
+        self._backend = masks._backend
+        self._rank = masks._rank
+        self._was_masked = masks.is_masked_out
+        self._returning = np.zeros(masks._num_ranks, np.bool_)
+        self._returning[ranks] = True
+        self._layout = layout
+        own = int(masks._generations[self._rank])
+        self._number = max(masks._round, own // 2 if self._was_masked else 0) + 1
+        self._words = np.zeros((masks._num_ranks, NUM_HEADER_WORDS + masks._num_ranks), np.int64)
+        self._missing = np.zeros(masks._num_ranks, np.bool_)
+        self._make_offer()
 
-        def stalled() -> Stall:
-            return self._conversation.stall(words, missing, f"readiness to take rank {rank} back", proposed)
+    def _make_offer(self) -> None:
+        masks = self._masks
+        header = np.zeros(NUM_HEADER_WORDS, np.int64)
+        header[SEQUENCE] = 2 * self._number
+        header[VERSION] = self._layout.version
+        header[SIZES] = self._layout.sizes
+        words = np.concatenate([header, masks._generations << 1 | self._returning])
+        turn = self._number % NUM_SLOT_SETS
+        self._backend.post_offers(
+            masks._offers_at_peers[turn], self._conversation.alarms, Topic.OFFER + turn, words
+        )
 
-        def give_up(peers: Sequence[int], error: AnyEPError) -> None:
-            for peer in peers:
-                self._mask(peer, str(error))
-
-        self._conversation.wait_until(call, step, stalled, give_up=give_up)
-        if self._generations[rank] > generations[rank]:
+    def step(self, num_spins: int) -> int:
+        """Look for offers, wait a little for those that are missing; 0 when all are there."""
+        masks = self._masks
+        masks.adopt()
+        if masks._generations[self._rank] > 2 * self._number:
+            raise masks._masked_out()
+        self._read(self._number)
+        # Waited for is who takes part and was not masked since the round began.
+        view = self._view()
+        taking_part = ((view % 2 == 0) | self._returning) & (view <= 2 * self._number)
+        self._missing[:] = taking_part & ~self._has_offer()
+        self._taking_part = taking_part
+        if self._was_masked and taking_part.sum() == 1:
+            raise masks._masked_out()
+        if not self._missing.any():
             return 0
-        generations[rank] = self._generations[rank] = proposed >> CALL_BITS
-        self.masked[rank] = False
-        values = np.empty((1, len(words)), np.int64)
-        self._backend.read_counters(words.reshape(1, -1), values)
-        return int((values[0][taking_part] & ((1 << CALL_BITS) - 1)).max())
+        if self._was_masked and self._follow_newer_offers():
+            return 1
+        turn = self._number % NUM_SLOT_SETS
+        waiting = self._missing.copy()
+        counters = masks._own_offers[turn]
+        if not self._conversation.await_counters(
+            counters, 2 * self._number, waiting, num_spins, Topic.OFFER + turn
+        ):
+            # They are there and do not name this rank: the round that does is still to come.
+            time.sleep(PAUSE_S)
+        return 1
+
+    def _follow_newer_offers(self) -> bool:
+        """A rank that was masked, and has missed rounds, joins the newest one that names it."""
+        newest = self._number
+        for turn in range(NUM_SLOT_SETS):
+            self._read(turn)
+            rounds = self._words[self._names(self._rank), SEQUENCE] // 2
+            newest = max([newest, *rounds.tolist()])
+        if newest == self._number:
+            return False
+        self._number = newest
+        self._make_offer()
+        return True
+
+    def _read(self, number: int) -> None:
+        """The offers that lie where those of this round do; of older or newer ones, if so."""
+        self._backend.read_offers(self._masks._own_offers[number % NUM_SLOT_SETS], self._words)
+
+    def _names(self, rank: int) -> Array:
+        named: Array = self._words[:, NUM_HEADER_WORDS + rank] & 1 == 1
+        return named
+
+    def _has_offer(self) -> Array:
+        """Who has made an offer for this round; to a rank that was masked, one that names it."""
+        made: Array = self._words[:, SEQUENCE] == 2 * self._number
+        if self._was_masked:
+            made &= self._names(self._rank)
+        return made
+
+    def _view(self) -> Array:
+        """The generations that count; to a rank that was masked, those who were not say them."""
+        masks = self._masks
+        view = masks._generations.copy()
+        if self._was_masked:
+            theirs = self._words[:, NUM_HEADER_WORDS:] >> 1
+            own_generation = np.diagonal(theirs)
+            for offer in theirs[self._has_offer() & (own_generation % 2 == 0)]:
+                np.maximum(view, offer, out=view)
+            view[self._rank] = masks._generations[self._rank]
+        return view
+
+    def stalled(self) -> Stall:
+        counters = self._masks._own_offers[self._number % NUM_SLOT_SETS]
+        what = f"readiness for round {self._number}, which takes ranks back,"
+        return self._conversation.stall(counters, self._missing, what, 2 * self._number)
+
+    def give_up(self, peers: Sequence[int], error: AnyEPError) -> None:
+        for peer in peers:
+            self._masks._mask(peer, 2 * self._number + 1, str(error))
+
+    def finish(self) -> tuple[int, Layout]:
+        masks = self._masks
+        there = self._taking_part
+        offers = self._words[there]
+        view = self._view()
+        masks._round = self._number
+        agree = bool((offers[:, NUM_HEADER_WORDS:] & 1 == self._returning).all())
+        if agree:
+            masks._generations[:] = np.where(
+                self._returning, np.maximum(view, 2 * self._number), np.maximum(view, masks._generations)
+            )
+            masks.masked[:] = masks._generations % 2 == 1
+        newest = offers[int(offers[:, VERSION].argmax())]
+        self._layout = Layout(int(newest[VERSION]), tuple(newest[SIZES].tolist()))
+        if not agree:
+            raise Disagreement("the ranks disagree about whom to take back: nobody was")
+        return self._number * CALLS_PER_ROUND, self._layout

@@ -21,6 +21,20 @@ assert REFUSAL_TEXTS_AT[0] >= FAILURE_TEXT_AT + TEXT_BYTES
 assert all(start + TEXT_BYTES <= end for start, end in pairwise((*REFUSAL_TEXTS_AT, STATUS_BYTES)))
 
 
+CALLS_PER_ROUND: Final = 1 << 32
+"""Low-latency calls begin anew, above all numbers before, when masked ranks were taken back."""
+
+
+def name_of_call(number: int) -> str:
+    """A call's number as messages say it.
+
+    >>> name_of_call(7), name_of_call(2 * CALLS_PER_ROUND + 7)
+    ('call 7', 'call 7 of round 2')
+    """
+    rounds, number = divmod(number, CALLS_PER_ROUND)
+    return f"call {number} of round {rounds}" if rounds else f"call {number}"
+
+
 class State(IntEnum):
     """Whether a rank goes on."""
 
@@ -86,14 +100,15 @@ class RankStatus:
             return f"rank {self.rank} (pid {self.pid}) has destroyed its Buffer"
         if self.phase == "idle":
             last = (
-                f"its last call was {self.function} (call {self.call})"
+                f"its last call was {self.function} ({name_of_call(self.call)})"
                 if self.call
                 else "it has not called yet"
             )
             return f"rank {self.rank} (pid {self.pid}) is idle for {self.seconds_in_phase:.1f} s; {last}"
         waiting = f", waiting for rank {self.waits_for}" if self.waits_for is not None else ""
         return (
-            f"rank {self.rank} (pid {self.pid}) is in {self.function} (call {self.call}), phase {self.phase},"
+            f"rank {self.rank} (pid {self.pid}) is in {self.function} ({name_of_call(self.call)}),"
+            f" phase {self.phase},"
             f" for {self.seconds_in_phase:.1f} s{waiting}"
         )
 

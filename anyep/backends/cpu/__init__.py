@@ -18,9 +18,9 @@ from anyep.backends.cpu.kernels.letters import (
     read_counts,
     read_headers,
 )
+from anyep.backends.cpu.kernels.masks import adopt_masks, post_offers, read_offers
 from anyep.backends.cpu.kernels.rings import combine_through_rings, dispatch_through_rings, read_counters
 from anyep.backends.cpu.kernels.slots import (
-    adopt_masks,
     count_rows,
     list_returns,
     list_tokens,
@@ -72,11 +72,13 @@ __all__ = [
     "place_tokens",
     "post_letters",
     "post_notes",
+    "post_offers",
     "pull_and_sum",
     "read_counters",
     "read_counts",
     "read_headers",
     "read_notes",
+    "read_offers",
     "send_to_windows",
     "send_tokens",
     "stage_rows",

@@ -1,15 +1,16 @@
 """Low latency: rows wait in fixed places of their sender's memory, and whoever wants them takes them there.
 
-A sender puts each row into a message of its own send set, leaves every reader a list of tokens for each
-expert where the reader's slots for this sender begin, and closes with a note. The reader waits for all notes
-and takes the rows: a dispatch packs them by expert, a combine adds them up by token.
+A sender puts each row into a message of its own send set, and a list of tokens for each reader and expert
+beside them, and closes with a note to each reader. The reader waits for all notes and takes the rows: a
+dispatch packs them by expert, a combine adds them up by token. Only notes are written into the memory of
+others, at places that never move: whoever was masked and does not know it yet can do no harm.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from anyep.backends.cpu.kernels.atomics import fence, load_acquire, ring_alarm, store_release
+from anyep.backends.cpu.kernels.atomics import fence, ring_alarm, store_release
 from anyep.backends.cpu.kernels.casts import (
     cast_row_to_fp8,
     decode_logfmt_block,
@@ -66,9 +67,9 @@ def send_tokens(first_token, end_token, x, hidden, travel, topk_idx, num_experts
 
 @kernel("void(int64[:,::1], int64[::1], int64, int64[::1], boolean[::1], int64[::1])")
 def list_tokens(topk_idx, lists, list_stride, notes, masked, counts):
-    """Leave each reader a list of this rank's tokens for each of its experts, and their counts in its note.
+    """Leave a list of this rank's tokens for each expert of each reader, and their counts in his note.
 
-    lists[r] is the address of reader r's list for its first expert, the next expert's is `list_stride`
+    lists[r] is the address of the list for reader r's first expert, the next expert's is `list_stride`
     further on. With 1 expert on each of 2 readers and topk_idx [[1, 0], [-1, 1]], reader 0 finds the tokens
     [0] and reader 1 finds [0, 1]; the ranges in their notes are 1 and 2, as are the counts [1, 2]. A token
     that chose an expert twice is listed once. Nothing is left for a masked reader.
@@ -172,17 +173,20 @@ def pack_tokens(
     """
     num_senders = ranges.shape[0]
     rows_per_expert = src_info.shape[1]
+    max_tokens = rows_per_expert // num_senders
     for expert in range(first_expert, end_expert):
         begin = 0
         for sender in range(num_senders):
             count = ranges[sender, expert] & COUNT_MASK
             layout_range[expert, sender] = begin << COUNT_BITS | count
-            tokens = int32_at(lists[sender] + expert * list_stride, count)
+            theirs = int32_at(lists[sender] + expert * list_stride, count)
+            tokens = src_info[expert, begin : begin + count]
             for index in range(count):
+                # Of a sender that has masked this rank, the list may be written over while it is read.
+                tokens[index] = min(max(theirs[index], np.int32(0)), np.int32(max_tokens - 1))
                 row = expert * rows_per_expert + begin + index
                 payload = messages[sender] + tokens[index] * message_bytes + LOW_LATENCY_HEADER_BYTES
                 copy_row(x + row * row_bytes, payload, row_bytes, streaming)
-                src_info[expert, begin + index] = tokens[index]
             # A word after the other: neighbours in memory are neighbouring rows of the same word.
             for word in range(num_scale_words):
                 column = (expert * num_scale_words + word) * rows_per_expert + begin
@@ -258,11 +262,11 @@ def stage_rows(
 
 @kernel("void(int32[:,::1], int64[:,::1], int64[::1], int64, int64[::1], boolean[::1])")
 def list_returns(src_info, layout_range, lists, list_stride, notes, masked):
-    """Leave each reader the list of its tokens whose rows this rank's experts return, and their ranges.
+    """Leave for each reader the list of its tokens whose rows this rank's experts return, and their ranges.
 
-    lists[r] is the address of reader r's list of expert 0's rows, the next expert's is `list_stride` further
-    on. With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] reader 0 finds the tokens [0, 3] and
-    the range 2, reader 1 finds [1] and the range 2 << 32 | 1.
+    lists[r] is the address of the list for reader r of expert 0's rows, the next expert's is `list_stride`
+    further on. With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] reader 0 finds the tokens
+    [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 | 1.
     """
     for reader in range(lists.shape[0]):
         if not masked[reader]:
@@ -368,27 +372,3 @@ def sum_tokens(
                     _add_raw_row(sums, start, width, rows[row] + LOW_LATENCY_HEADER_BYTES, weights[row])
             store_block(out + 2 * token * hidden, start, sums, width, BF16)
     return -1
-
-
-@kernel("int64(int64, int64, int64, int64[::1], boolean[::1])")
-def adopt_masks(words, writer_stride, call_bits, generations, masked):
-    """Take over what peers say of each rank: the number of ranks whose generation has changed.
-
-    Word r of writer w holds a generation, above `call_bits` bits of something else: odd means that w masked
-    r, even that w is ready to take r back. With generations [0, 2] and the words [0, 3] and [0, 2] (of two
-    writers), rank 1 is masked in generation 3. A word of 4 says that it was masked in 3, too: who takes
-    it back waits for all.
-    """
-    fence()
-    num_ranks = generations.shape[0]
-    changed = 0
-    for rank in range(num_ranks):
-        newest = 0
-        for writer in range(num_ranks):
-            newest = max(newest, load_acquire(words + writer * writer_stride + 8 * rank) >> call_bits)
-        newest -= 1 - (newest & 1)
-        if newest > generations[rank]:
-            generations[rank] = newest
-            masked[rank] = True
-            changed += 1
-    return changed

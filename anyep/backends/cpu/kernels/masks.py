@@ -1,0 +1,66 @@
+"""Masks: who goes on without whom, and the offers by which ranks are taken back."""
+
+from __future__ import annotations
+
+from anyep.backends.cpu.kernels.atomics import fence, load_acquire, ring_alarm, store_release
+from anyep.backends.cpu.kernels.compiler import kernel
+from anyep.backends.cpu.kernels.memory import int64_at
+
+
+@kernel("int64(int64, int64, int64[::1], boolean[::1], boolean[::1])")
+def adopt_masks(words, writer_stride, generations, masked, changed):
+    """Take over the newest generation of each rank that somebody wrote here; how many ranks have changed.
+
+    Word r of writer w is the generation in which w knows r to be masked. With generations [0, 2] and the
+    words [0, 3] and [0, 1] (of two writers), rank 1 is masked in generation 3, and changed is [False, True].
+    What was read before is not read again after: whoever looks at the end of a call knows whether rows may
+    have been written over.
+    """
+    fence()
+    num_ranks = generations.shape[0]
+    num_changed = 0
+    for rank in range(num_ranks):
+        newest = 0
+        for writer in range(num_ranks):
+            newest = max(newest, load_acquire(words + writer * writer_stride + 8 * rank))
+        changed[rank] = newest > generations[rank]
+        if changed[rank]:
+            generations[rank] = newest
+            masked[rank] = True
+            num_changed += 1
+    return num_changed
+
+
+@kernel("void(int64[::1], int64[::1], int64, int64[::1])")
+def post_offers(offers, alarms, topic, words):
+    """Write an offer to everyone; its first word, an even number, is one less while the rest is written.
+
+    With words [4, 7] everyone finds 4 when 7 is there.
+    """
+    for index in range(offers.shape[0]):
+        store_release(offers[index], words[0] - 1)
+    fence()
+    for index in range(offers.shape[0]):
+        place = int64_at(offers[index], words.shape[0])
+        for word in range(1, words.shape[0]):
+            place[word] = words[word]
+        store_release(offers[index], words[0])
+    fence()
+    for index in range(offers.shape[0]):
+        ring_alarm(alarms[index], topic)
+
+
+@kernel("void(int64[::1], int64[:,::1])")
+def read_offers(offers, words):
+    """Copy everyone's offer (row p comes from peer p); where one is just being written, its first word is 0.
+
+    With the offers [4, 7] and [3, 9] the rows begin with 4, 7 and with 0.
+    """
+    for peer in range(offers.shape[0]):
+        first = load_acquire(offers[peer])
+        place = int64_at(offers[peer], words.shape[1])
+        for word in range(words.shape[1]):
+            words[peer, word] = place[word]
+        fence()
+        is_whole = first % 2 == 0 and load_acquire(offers[peer]) == first
+        words[peer, 0] = first if is_whole else 0
