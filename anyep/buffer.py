@@ -14,7 +14,7 @@ import torch
 
 from anyep import arguments, low_latency_arguments, sizes
 from anyep.backends import cpu
-from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, whole_number
+from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.machine import num_cores
 from anyep.modes.connection import Wishes, connect
@@ -530,11 +530,11 @@ class Buffer:
     ) -> None:
         """Lay out the slots for calls of these sizes; every rank calls it, with nothing in flight."""
         mode = self._check_low_latency()
-        mode.check_nothing_in_flight()
         call = mode.begin(Kind.CLEAN)
 
         def check() -> LowLatencySizes:
             self._before(False)
+            mode.check_nothing_in_flight()
             checked = low_latency_arguments.check_sizes(
                 num_max_dispatch_tokens_per_rank, hidden, num_experts, self.group_size
             )
@@ -549,14 +549,23 @@ class Buffer:
         Ranks that are masked and not taken back stay away from it.
         """
         mode = self._check_shrinking()
-        rank = whole_number("rank_to_mask", rank_to_mask, minimum=0)
-        if rank >= self.group_size:
-            raise InvalidCall(f"rank_to_mask is {rank}: there are {self.group_size} ranks, counted from 0")
         self._conversation.check_works()
+        try:
+            rank = whole_number("rank_to_mask", rank_to_mask, minimum=0)
+            if rank >= self.group_size:
+                raise InvalidCall(
+                    f"rank_to_mask is {rank}: there are {self.group_size} ranks, counted from 0"
+                )
+        except InvalidCall:
+            if not mask:
+                mode.masks.refuse_round()
+            raise
         if mask:
             mode.masks.mask([rank], "it was masked by a call")
-        else:
-            mode.unmask([rank])
+            return
+        mode.unmask([rank])
+        if mode.masks.masked[rank]:
+            raise PeerLost(f"rank {rank} did not come back in time, and stays masked; the others can go on")
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each rank that is masked, and 0 for the others."""

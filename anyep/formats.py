@@ -41,6 +41,10 @@ from anyep.sizes import CHANNELS_PER_SCALE
 
 CHANNELS_PER_BLOCK: Final = CHANNELS_PER_SCALE
 
+RAW, FP8, FP8_ROUNDED, FP8_UE8M0, LOGFMT = range(5)
+"""How the values of a row travel: as they are; in FP8, with scales that are powers of two, of which only the
+exponents travel; in LogFMT."""
+
 FP8_MAX: Final = 448.0
 """The largest e4m3fn."""
 FP8_MIN_AMAX: Final = 1e-4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -292,3 +293,42 @@ def drop_a_hook(context: RankContext) -> str:
 def test_destroy_with_a_call_in_flight() -> None:
     for message in get_world(2).run(drop_a_hook):
         assert message.startswith("BufferBroken: ")
+
+
+def hook_in_a_thread(context: RankContext) -> None:
+    """The hook of one call is called in another thread while the next call is made."""
+    buffer = buffer_for(context)
+    case = Case(tokens=(6,) * context.num_ranks, hidden=64)
+    buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+    for seed in range(60):
+        first, second = replace(case, seed=seed), replace(case, seed=seed + 1000)
+        received, counts, handle, hook = dispatch_by_hook(buffer, first, context.rank)
+        thread = threading.Thread(target=hook)
+        thread.start()
+        other = dispatch_by_hook(buffer, second, context.rank)
+        thread.join()
+        other[3]()
+        check_received(context.rank, first, inputs_of(first), received, counts, handle, frozenset())
+        check_received(context.rank, second, inputs_of(second), *other[:3], frozenset())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_hooks_in_other_threads(num_ranks: int) -> None:
+    get_world(num_ranks).run(hook_in_a_thread)
+
+
+def drop_hooks(context: RankContext) -> None:
+    """Hooks that nobody can call any more do not keep slots."""
+    buffer = buffer_for(context)
+    case = Case(tokens=(6,) * context.num_ranks, hidden=64)
+    buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+    for seed in range(5):
+        dispatch_by_hook(buffer, replace(case, seed=seed), context.rank)
+    check_case(context.rank, case, buffer)
+    dispatch_by_hook(buffer, case, context.rank)
+    buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+    check_case(context.rank, case, buffer)
+
+
+def test_dropped_hooks() -> None:
+    get_world(3).run(drop_hooks)

@@ -800,8 +800,8 @@ def test_sizes_that_change_while_a_call_is_in_flight() -> None:
         assert message == (
             f"InvalidCall: this call is for 16 tokens per rank at most, hidden 128, 4 experts, {LAID_OUT}"
         )
-        assert cleaning == (
-            "InvalidCall: low-latency dispatch (call 1) was sent and is not yet received: call its hook first"
+        assert cleaning.startswith(
+            "InvalidCall: low-latency dispatch (call 1) was sent and is not yet received"
         )
 
 

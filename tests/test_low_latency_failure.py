@@ -391,7 +391,8 @@ def die_while_coming_back(context: RankContext) -> list[int]:
     if context.rank == 2:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    buffer.low_latency_update_mask_buffer(2)
+    with pytest.raises(PeerLost, match="rank 2 did not come back"):
+        buffer.low_latency_update_mask_buffer(2)
     check_case(context.rank, case, buffer, frozenset([2]))
     return masked_by(buffer)
 
@@ -495,7 +496,8 @@ def leave_a_round_early(context: RankContext) -> str:
         if context.rank == 1:
             for _, hook in sent:
                 hook()
-            buffer.low_latency_update_mask_buffer(2)
+            with pytest.raises(PeerLost, match="rank 2 did not come back"):
+                buffer.low_latency_update_mask_buffer(2)
             for batch in batches[2:]:
                 send(buffer, batch, context.rank)
             time.sleep(1)
@@ -558,3 +560,64 @@ def miss_a_cleaning(context: RankContext) -> None:
 
 def test_a_rank_that_missed_a_cleaning(world: World) -> None:
     world.run(miss_a_cleaning)
+
+
+def ask_too_early(context: RankContext) -> str:
+    """Rank 2 is masked and wants to come back before the others want it; later they do."""
+    buffer = new_buffer(context, True, 0.6)
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    torch.distributed.barrier(context.group)
+    if context.rank == 0:
+        buffer.low_latency_update_mask_buffer(2, mask=True)
+    torch.distributed.barrier(context.group)
+    message = ""
+    if context.rank == 2:
+        try:
+            buffer.low_latency_update_mask_buffer(2)
+        except PeerLost as error:
+            message = str(error)
+    else:
+        for seed in range(40):
+            check_case(context.rank, replace(case, seed=seed), buffer, frozenset([2]))
+            time.sleep(0.03)
+    torch.distributed.barrier(context.group)
+    buffer.low_latency_clean_mask_buffer()
+    for seed in range(3):
+        check_case(context.rank, replace(case, seed=seed), buffer)
+    return message
+
+
+def test_a_masked_rank_that_asks_too_early_masks_nobody(world: World) -> None:
+    outcomes = world.run(ask_too_early)
+    assert "go on without rank 2" in outcomes.pop(2)
+    assert outcomes == ["", "", ""]
+
+
+def refuse_to_take_back(context: RankContext, how: str) -> str:
+    """One rank's call to take rank 3 back is wrong: the others hear of it at once, and all go on."""
+    buffer = new_buffer(context, True, 20)
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    hook = send(buffer, case, context.rank)[1]
+    if context.rank != 1 or how == "a wrong rank":
+        hook()
+    started = time.monotonic()
+    try:
+        wrong = how == "a wrong rank" and context.rank == 1
+        buffer.low_latency_update_mask_buffer(77 if wrong else 3)
+        message = "nothing was raised"
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    assert time.monotonic() - started < 5
+    hook()
+    buffer.low_latency_update_mask_buffer(3)
+    check_case(context.rank, case, buffer)
+    return message
+
+
+@pytest.mark.parametrize("how", ["a wrong rank", "a call in flight"])
+def test_a_round_that_one_rank_refuses(world: World, how: str) -> None:
+    outcomes = world.run(refuse_to_take_back, how)
+    assert outcomes.pop(1).startswith("InvalidCall: ")
+    assert outcomes == ["Disagreement: the ranks disagree about whom to take back: nobody was"] * 3

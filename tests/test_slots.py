@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from anyep import formats
 from anyep.backends.cpu.kernels import slots
 from anyep.layout import NOTE_HEADER_BYTES
 from anyep.modes.notes import Format
@@ -89,19 +90,19 @@ def send(x: torch.Tensor, travel: int, topk_idx: Any, num_experts: int, tokens: 
 
 def test_send_tokens() -> None:
     x = some_rows(2, 128)
-    messages = send(x, slots.RAW, [[1], [-1]], 2, range(2))
+    messages = send(x, formats.RAW, [[1], [-1]], 2, range(2))
     assert is_untouched(messages[0, :LOW_LATENCY_HEADER_BYTES])
     assert torch.equal(payload_of(messages)[0], bytes_of(x)[0])
     assert is_untouched(messages[1])
 
 
-@pytest.mark.parametrize("travel", [slots.FP8, slots.FP8_ROUNDED, slots.FP8_UE8M0])
+@pytest.mark.parametrize("travel", [formats.FP8, formats.FP8_ROUNDED, formats.FP8_UE8M0])
 def test_tokens_that_are_sent_as_fp8(travel: int) -> None:
     hidden = 512
     x = some_rows(2, hidden)
     messages = send(x, travel, [[1], [-1]], 2, range(2))
-    data, scales = low_latency_oracle.fp8(x[:1], travel != slots.FP8)
-    if travel == slots.FP8_UE8M0:
+    data, scales = low_latency_oracle.fp8(x[:1], travel != formats.FP8)
+    if travel == formats.FP8_UE8M0:
         scales = low_latency_oracle.ue8m0(scales)
     sent = torch.cat([bytes_of(data), bytes_of(scales)], 1)
     assert torch.equal(payload_of(messages)[:1, : sent.shape[1]], sent)
@@ -113,7 +114,7 @@ def test_tokens_that_are_sent_as_fp8(travel: int) -> None:
 def test_only_tokens_of_the_range_that_go_anywhere_are_sent() -> None:
     x = some_rows(5, 8)
     # Token 1 goes to one expert, 2 to none (2 is not below the number of experts), 3 by its last choice.
-    messages = send(x, slots.RAW, [[0, 0], [0, -1], [-1, 2], [7, 1], [0, 1]], 2, range(1, 4))
+    messages = send(x, formats.RAW, [[0, 0], [0, -1], [-1, 2], [7, 1], [0, 1]], 2, range(1, 4))
     for token, sent in enumerate([False, True, False, True, False]):
         if sent:
             assert torch.equal(payload_of(messages)[token], bytes_of(x)[token])
@@ -122,7 +123,7 @@ def test_only_tokens_of_the_range_that_go_anywhere_are_sent() -> None:
 
 
 def test_formats_have_the_numbers_of_the_notes() -> None:
-    kernels = (slots.RAW, slots.FP8, slots.FP8_ROUNDED, slots.FP8_UE8M0, slots.LOGFMT)
+    kernels = (formats.RAW, formats.FP8, formats.FP8_ROUNDED, formats.FP8_UE8M0, formats.LOGFMT)
     notes = (Format.BF16, Format.FP8, Format.FP8_ROUNDED, Format.FP8_UE8M0, Format.LOGFMT)
     assert kernels == notes
 
@@ -343,15 +344,15 @@ def test_a_sender_that_is_masked_has_no_rows() -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("travel", [slots.FP8, slots.FP8_UE8M0])
+@pytest.mark.parametrize("travel", [formats.FP8, formats.FP8_UE8M0])
 def test_scales_go_to_columns(travel: int, streaming: bool) -> None:
     """As float32 4 words for 512 channels, as UE8M0 one word of 4 exponents."""
     x = some_rows(8, 512)
-    data, scales = low_latency_oracle.fp8(x, travel == slots.FP8_UE8M0)
-    if travel == slots.FP8_UE8M0:
+    data, scales = low_latency_oracle.fp8(x, travel == formats.FP8_UE8M0)
+    if travel == formats.FP8_UE8M0:
         scales = low_latency_oracle.ue8m0(scales)
     num_words = scales.shape[1]
-    assert num_words == (1 if travel == slots.FP8_UE8M0 else 4)
+    assert num_words == (1 if travel == formats.FP8_UE8M0 else 4)
     messages = torch.cat([bytes_of(data), bytes_of(scales)], 1)
     tokens = {(0, 0): [2], (0, 1): [0, 3], (1, 1): [1]}
     packed = Packed(

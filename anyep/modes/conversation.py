@@ -349,10 +349,11 @@ class Conversation:
             gone = self.gone().intersection(stall.peers)
             # What a peer sent before it ended may have arrived since the step: look once more.
             if gone & suspects:
-                lost = self._lost(call, min(gone & suspects), stall)
-                if give_up is None:
-                    raise lost
-                give_up(sorted(gone & suspects), lost)
+                for peer in sorted(gone & suspects):
+                    lost = self._lost(call, peer, stall)
+                    if give_up is None:
+                        raise lost
+                    give_up([peer], lost)
             suspects = gone
             if progress() != done:
                 done = progress()

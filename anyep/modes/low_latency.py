@@ -12,6 +12,7 @@ Where ranks may be masked, a wait that would end in an error goes on without the
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -129,14 +130,13 @@ class LowLatency:
         self._own_notes = [conversation.own_counters(note, slot_set) for slot_set in sets]
         self._packed_at_peers = [conversation.peer_counters(packed, slot_set) for slot_set in sets]
         self._own_packed = [conversation.own_counters(packed, slot_set) for slot_set in sets]
-        self._missing = np.zeros(self._num_ranks, np.bool_)
-        self._headers = np.zeros((self._num_ranks, notes.NUM_WORDS), np.int64)
 
         self._last_call = 0
         self._all_over_until = 0
         """Nobody is behind this call: it needs no telling."""
         self._in_flight: list[Call | None] = [None] * NUM_SLOT_SETS
         """The calls that were sent and whose hooks have not been called."""
+        self._dropped: deque[Call] = deque()
         self._num_open = 0
         self._places: _Places | None = None
         self._agreed = False
@@ -154,9 +154,25 @@ class LowLatency:
         self._conversation.check_works()
         if self._can_shrink:
             self.masks.look()
+        self._forget_dropped_hooks()
         self._check_set_is_free(self._last_call + 1)
         self._last_call += 1
         return Call(self._last_call, kind)
+
+    def _forget_dropped_hooks(self) -> None:
+        """What nobody can receive any more needs no slots; whoever waits for that is told."""
+        while self._dropped:
+            call = self._dropped.popleft()
+            slot_set = call.number % NUM_SLOT_SETS
+            if self._in_flight[slot_set] == call:
+                self._in_flight[slot_set] = None
+                self._unfilled[slot_set] = None
+                self._num_open -= 1
+                self._tell_packed(call)
+
+    def hook_was_dropped(self, call: Call) -> None:
+        """Called by the garbage collector, at any time and in any thread: appending is all that is safe."""
+        self._dropped.append(call)
 
     def _check_set_is_free(self, number: int) -> None:
         unreceived = self._in_flight[number % NUM_SLOT_SETS]
@@ -471,11 +487,16 @@ class LowLatency:
     def unmask(self, ranks: Sequence[int]) -> None:
         """Take ranks back, together with all ranks that are not masked and with those themselves."""
         self.masks.adopt()
+        self._forget_dropped_hooks()
         if self.masks.is_masked_out:
             if self._rank not in ranks:
                 self.masks.look()
             self._forget_what_is_in_flight()
-        self.check_nothing_in_flight()
+        try:
+            self.check_nothing_in_flight()
+        except InvalidCall:
+            self.masks.refuse_round()
+            raise
         call = Call(self._last_call, Kind.UNMASK)
         sizes = self._places.slots.sizes if self._places is not None and self._agreed else None
 
@@ -528,6 +549,7 @@ class LowLatency:
             self._num_open -= 1
             raise
         self._in_flight[call.number % NUM_SLOT_SETS] = call
+        conversation.end(call)
         return Sent(None, _Hook(self, call, lambda: end_after(receive)))
 
     def receive_now(self, call: Call, receive: Callable[[], None]) -> None:
@@ -574,18 +596,19 @@ class LowLatency:
         self._wait(call, self._own_notes[slot_set], call.number, Topic.NOTE + slot_set, "note", wait_stats)
         num_experts = places.slots.num_local_experts if places is not None else 0
         ranges = np.empty((self._num_ranks, num_experts), np.int64)
+        headers = np.empty((self._num_ranks, notes.NUM_WORDS), np.int64)
         num_rows = self._backend.read_notes(
             self._own_notes[slot_set],
             self.masks.masked,
             header,
             *notes.AGREEING_WORDS,
-            self._headers,
+            headers,
             ranges,
         )
         if num_rows < 0:
             error = conversation.disagreement(
                 call,
-                self._headers,
+                headers,
                 REFUSAL_TEXTS + slot_set,
                 notes.SIGNATURE_WORDS,
                 notes.word_for_people,
@@ -617,8 +640,8 @@ class LowLatency:
         stats: torch.Tensor | None = None,
     ) -> None:
         """Wait until every rank that is not masked has released `expected` in its counter here."""
-        missing, conversation, masked = self._missing, self._conversation, self.masks.masked
-        np.logical_not(masked, out=missing)
+        conversation, masked = self._conversation, self.masks.masked
+        missing = ~masked
         waited = stats.numpy() if stats is not None else NOT_TIMED
         started = time.monotonic_ns() if stats is not None else 0
 
@@ -652,6 +675,10 @@ class _Hook:
         receive, self._receive = self._receive, None
         if receive is not None:
             self._mode.receive_now(self._call, receive)
+
+    def __del__(self) -> None:
+        if self._receive is not None:
+            self._mode.hook_was_dropped(self._call)
 
 
 class _Places:

@@ -14,6 +14,7 @@ missed, nor who was masked and what was cleaned without it: it takes all this fr
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -57,6 +58,8 @@ class Masks:
         self._generations = np.zeros(self._num_ranks, np.int64)
         self._changed = np.zeros(self._num_ranks, np.bool_)
         self._round = 0
+        # The caller looks before a call, while the stream may be in the middle of another one.
+        self._lock = threading.Lock()
         self.masked = np.zeros(self._num_ranks, np.bool_)
 
     @property
@@ -66,9 +69,12 @@ class Masks:
 
     def adopt(self) -> None:
         """Take over what peers have said, and pass it on."""
-        if self._backend.adopt_masks(self._own, self._stride, self._generations, self.masked, self._changed):
-            for rank in np.flatnonzero(self._changed):
-                self._tell(int(rank))
+        with self._lock:
+            if self._backend.adopt_masks(
+                self._own, self._stride, self._generations, self.masked, self._changed
+            ):
+                for rank in np.flatnonzero(self._changed):
+                    self._tell(int(rank))
 
     def look(self) -> None:
         """Take over what peers have said, and raise if they go on without this rank."""
@@ -113,6 +119,12 @@ class Masks:
         self._conversation.end(call)
         return result
 
+    def refuse_round(self) -> None:
+        """Let the others' round end at once, with nobody taken back: this rank's call was wrong."""
+        if not self.is_masked_out:
+            _Round(self, [], Layout(0, (0, 0, 0)))
+            self._round += 1
+
 
 class _Round:
     """A round that takes ranks back, from one rank's side."""
@@ -130,6 +142,7 @@ class _Round:
         self._number = max(masks._round, own // 2 if self._was_masked else 0) + 1
         self._words = np.zeros((masks._num_ranks, NUM_HEADER_WORDS + masks._num_ranks), np.int64)
         self._missing = np.zeros(masks._num_ranks, np.bool_)
+        self._ignored = np.zeros(masks._num_ranks, np.bool_)
         self._make_offer()
 
     def _make_offer(self) -> None:
@@ -153,15 +166,21 @@ class _Round:
         self._read(self._number)
         # Waited for is who takes part and was not masked since the round began.
         view = self._view()
-        taking_part = ((view % 2 == 0) | self._returning) & (view <= 2 * self._number)
+        taking_part = ((view % 2 == 0) | self._returning) & (view <= 2 * self._number) & ~self._ignored
         self._missing[:] = taking_part & ~self._has_offer()
         self._taking_part = taking_part
-        if self._was_masked and taking_part.sum() == 1:
-            raise masks._masked_out()
-        if not self._missing.any():
+        is_alone = taking_part.sum() == 1
+        if not self._missing.any() and not (self._was_masked and is_alone):
             return 0
-        if self._was_masked and self._follow_newer_offers():
-            return 1
+        if self._was_masked:
+            if self._follow_newer_offers():
+                return 1
+            if is_alone:
+                # Nobody knows yet that this rank wants to come back.
+                self._missing[:] = ~self._ignored
+                self._missing[self._rank] = False
+                if not self._missing.any():
+                    raise masks._masked_out()
         turn = self._number % NUM_SLOT_SETS
         waiting = self._missing.copy()
         counters = masks._own_offers[turn]
@@ -218,8 +237,14 @@ class _Round:
         return self._conversation.stall(counters, self._missing, what, 2 * self._number)
 
     def give_up(self, peers: Sequence[int], error: AnyEPError) -> None:
-        for peer in peers:
-            self._masks._mask(peer, 2 * self._number + 1, str(error))
+        if not self._was_masked:
+            for peer in peers:
+                self._masks._mask(peer, 2 * self._number + 1, str(error))
+        elif set(peers) <= self._conversation.gone():
+            self._ignored[list(peers)] = True
+        else:
+            # Who is masked himself masks nobody: the others are not late, they just do not want him yet.
+            raise self._masks._masked_out()
 
     def finish(self) -> tuple[int, Layout]:
         masks = self._masks

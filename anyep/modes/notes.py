@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from anyep import formats
 from anyep.layout import NOTE_HEADER_BYTES
 from anyep.modes.status import FUNCTIONS
 from anyep.sizes import LowLatencySizes
@@ -23,13 +24,11 @@ NUM_WORDS: Final = NOTE_HEADER_BYTES // 8
 class Format(IntEnum):
     """How the values of a row travel."""
 
-    BF16 = 0
-    FP8 = 1
-    FP8_ROUNDED = 2
-    """Scales are powers of two."""
-    FP8_UE8M0 = 3
-    """And only their exponents travel."""
-    LOGFMT = 4
+    BF16 = formats.RAW
+    FP8 = formats.FP8
+    FP8_ROUNDED = formats.FP8_ROUNDED
+    FP8_UE8M0 = formats.FP8_UE8M0
+    LOGFMT = formats.LOGFMT
 
 
 class Field(IntEnum):

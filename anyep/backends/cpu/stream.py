@@ -21,6 +21,8 @@ class Stream:
     """Does work in order, in line or beside the caller."""
 
     def __init__(self) -> None:
+        # A hook may be called in any thread: pieces of work never run at the same time.
+        self._one_at_a_time = threading.RLock()
         self._work: queue.SimpleQueue[tuple[Callable[[], None], EventHandle] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._last: threading.Event | None = None
@@ -29,7 +31,8 @@ class Stream:
     def run(self, work: Callable[[], T]) -> T:
         """Do it now, when all earlier work is done."""
         self.synchronize()
-        return work()
+        with self._one_at_a_time:
+            return work()
 
     def submit(self, work: Callable[[], None]) -> EventHandle:
         """Do it in the worker; the event comes when it is done, and carries its error."""
@@ -76,7 +79,8 @@ class Stream:
             work, event = item
             error: BaseException | None = None
             try:
-                work()
+                with self._one_at_a_time:
+                    work()
             except BaseException as caught:  # it is raised where the event is waited for
                 error = caught
             if error is not None:

@@ -31,15 +31,16 @@ from anyep.backends.cpu.kernels.memory import (
 from anyep.backends.cpu.kernels.sums import BF16, BLOCK, store_block
 from anyep.formats import (
     CHANNELS_PER_BLOCK,
+    FP8,
+    FP8_UE8M0,
     LOGFMT_BLOCK_BYTES,
     LOGFMT_MASK_BYTES,
     LOGFMT_RAW_BLOCK_BYTES,
+    RAW,
 )
 from anyep.layout import NOTE_HEADER_BYTES
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES
 
-RAW, FP8, FP8_ROUNDED, FP8_UE8M0, LOGFMT = range(5)
-"""How values travel."""
 COUNT_BITS = 32
 COUNT_MASK = (1 << COUNT_BITS) - 1
 

@@ -1,0 +1,1 @@
+"""The GPU's kernels, compiled by Triton."""

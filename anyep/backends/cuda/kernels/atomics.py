@@ -1,0 +1,46 @@
+"""The verbs of memory ordering on the GPU: the only module that touches a flag.
+
+Data first, then `release_max`; `wait_for_all` before reading data. Flags are 64-bit words in memory
+that other ranks' programs see too (scope `sys`). Before each release all warps of a program meet
+(`tl.debug_barrier`), since up to Triton 3.8 the stores of other warps would not be ordered before it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def release_max(flags, value, mask):
+    """Raise flags to `value`; who acquires it sees everything that this program stored before."""
+    tl.debug_barrier()
+    tl.atomic_max(flags, value, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def load_acquire(flags, mask):
+    """What flags hold; what their writers stored before is visible from here on.
+
+    An add of 0: a plain load in a loop would be taken out of it by the compiler.
+    """
+    return tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")
+
+
+@triton.jit
+def nanoseconds():
+    """The GPU's clock."""
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def wait_for_all(flags, mask, expected, patience_ns):
+    """Spin until all flags have reached `expected`, but no longer than this; what they hold then."""
+    deadline = nanoseconds() + patience_ns
+    seen = tl.where(mask, load_acquire(flags, mask), expected)
+    while (tl.min(seen, axis=0) < expected) & (nanoseconds() < deadline):
+        seen = tl.where(mask, load_acquire(flags, mask), expected)
+    tl.debug_barrier()
+    return seen

@@ -1,0 +1,406 @@
+"""Casts of low-latency messages: bf16 to FP8 with scales, bf16 to LogFMT and back.
+
+`anyep/formats.py` says what the bits mean; they are those of the CPU's kernels. A helper works on tiles of
+blocks, [blocks, 128], and sees bf16 as its bits (uint16). Conversions are integer arithmetic: Triton's own
+are rounded differently by its interpreter. Whoever calls a helper compiles with `OPTIONS`: without them
+products and sums would be fused. Divisions are `tl.div_rn`, since `/` is only an approximation on a GPU.
+
+The functions behind the kernels launch them on tensors, in torch's current stream.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from anyep import formats
+
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+TILE_BLOCKS = 16
+"""With four warps, 16 values per thread; a part of the mask of LogFMT that lies in one of its words."""
+
+CHANNELS = tl.constexpr(formats.CHANNELS_PER_BLOCK)
+FP8_MAX = tl.constexpr(formats.FP8_MAX)
+FP8_MIN_AMAX = tl.constexpr(formats.FP8_MIN_AMAX)
+FP8_UNIT = tl.constexpr(1.0 / formats.FP8_MAX)
+BF16_INFINITY = tl.constexpr(0x7F80)
+FLOAT_INFINITY = tl.constexpr(0x7F800000)
+E4M3_LARGEST = tl.constexpr(0x7E)
+E4M3_NAN = tl.constexpr(0x7F)
+
+BF16_AMAX_LIMIT = tl.constexpr(0x3F80)
+"""The bits of LOGFMT_AMAX_LIMIT; those of infinities and NaN are larger: such blocks are not encoded."""
+NUM_STEPS = tl.constexpr(float(formats.LOGFMT_NUM_STEPS))
+MAX_OCTAVES = tl.constexpr(float(formats.LOGFMT_MAX_OCTAVES))
+MASK_BYTES = tl.constexpr(formats.LOGFMT_MASK_BYTES)
+HEADER_BYTES = tl.constexpr(formats.LOGFMT_HEADER_BYTES)
+BLOCK_BYTES = tl.constexpr(formats.LOGFMT_BLOCK_BYTES)
+RAW_BLOCK_BYTES = tl.constexpr(formats.LOGFMT_RAW_BLOCK_BYTES)
+PLANE = tl.constexpr(formats.CHANNELS_PER_BLOCK // 4)
+"""High bits of codes this far apart share a byte."""
+LOG2 = tl.constexpr(formats.LOG2_COEFFICIENTS)
+EXP2 = tl.constexpr(formats.EXP2_COEFFICIENTS)
+
+
+@triton.jit
+def bits_of_float(value):
+    """The bits (uint32) of a float32."""
+    return value.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def float_of_bits(bits):
+    """The float32 with these bits (uint32)."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bf16_bits_to_float(bits):
+    """0x3F80 is 1.0."""
+    return float_of_bits(bits.to(tl.uint32) << 16)
+
+
+@triton.jit
+def float_to_bf16_bits(value):
+    """1.0 is 0x3F80; to nearest even; every NaN is 0x7FC0."""
+    bits = bits_of_float(value)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > FLOAT_INFINITY, 0x7FC0, rounded).to(tl.uint16)
+
+
+@triton.jit
+def e4m3_of_float(value):
+    """1.0 is 0x38; to nearest even; from 448 on it is 448 (0x7E), also infinity; every NaN is 0x7F."""
+    bits = bits_of_float(value)
+    sign = (bits >> 24) & 0x80
+    unlimited = bits & 0x7FFFFFFF
+    magnitude = tl.minimum(unlimited, 0x43E00000)
+    # Normal numbers: drop 20 bits, to nearest even, and re-bias the exponent (127 - 7 = 120).
+    normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+    # Subnormal ones: adding 2**14 lets the float unit round at the last bit of e4m3, which is 2**-9.
+    subnormal = bits_of_float(float_of_bits(magnitude) + 16384.0) - 0x46800000
+    result = tl.where(magnitude < (121 << 23), subnormal, normal) | sign
+    return tl.where(unlimited > FLOAT_INFINITY, E4M3_NAN, result).to(tl.uint8)
+
+
+@triton.jit
+def fp8_block(halves, POWER_OF_TWO: tl.constexpr):
+    """Cast blocks of bf16 to e4m3 (uint8, the same shape); with them come their scales (float32, [blocks]).
+
+    A block 1.0, -3.5, 0.0, ... becomes 0x70, 0xFE, 0x00, ... and the scale 2**-7.
+    """
+    # Magnitudes of bf16 have the order of their bits.
+    magnitudes = halves & 0x7FFF
+    largest = tl.max(magnitudes.to(tl.int32), axis=1)
+    is_nan = largest > BF16_INFINITY
+    amax = tl.maximum(bf16_bits_to_float(largest), FP8_MIN_AMAX)
+    scale = amax * FP8_UNIT
+    if POWER_OF_TWO:
+        scale = float_of_bits((bits_of_float(scale) + 0x7FFFFF) & FLOAT_INFINITY)
+        # Exact, so that a product with it is the quotient.
+        factor = tl.div_rn(1.0, scale)
+    else:
+        factor = tl.div_rn(FP8_MAX, amax)
+    # Beside an infinity the factor is 0: finite values become zeros, but the infinity itself would be NaN.
+    codes = e4m3_of_float(bf16_bits_to_float(halves) * factor[:, None])
+    saturated = ((halves >> 8) & 0x80) | E4M3_LARGEST
+    codes = tl.where(magnitudes == BF16_INFINITY, saturated.to(tl.uint8), codes)
+    codes = tl.where(is_nan[:, None], E4M3_NAN, codes).to(tl.uint8)
+    scale_bits = tl.where(is_nan, 0x7FC00000, bits_of_float(scale))
+    return codes, float_of_bits(scale_bits)
+
+
+@triton.jit
+def ue8m0_of_scale(scale):
+    """The exponent (uint8) of a scale that is a power of two: of 2**-7 it is 120; of infinity and NaN 255."""
+    return ((bits_of_float(scale) >> 23) & 0xFF).to(tl.uint8)
+
+
+# Calls differ in their number of blocks, and are not to be compiled for each kind of number.
+@triton.jit(do_not_specialize=["num_blocks"])
+def cast_to_fp8_kernel(
+    x,
+    data,
+    scales,
+    num_blocks,
+    POWER_OF_TWO: tl.constexpr,
+    AS_UE8M0: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+):
+    """Cast blocks of bf16, x [num_blocks, 128], to FP8: data [num_blocks, 128], scales [num_blocks].
+
+    Rows that lie one after the other are such blocks, whatever their number. A row of 128 values 1.0, -3.5,
+    0.0, 0.0, ...: amax is 3.5, the scale 3.5 / 448 = 2**-7, and data 0x70 (128), 0xFE (-448), 0x00, ... With
+    POWER_OF_TWO a row 1.0, -3.0, 0.0, 0.0, ... has the scale 2**-7 too, not 3 / 448; its data is 0x70 (128),
+    0xFC (-384), 0x00, ... As UE8M0 that scale is the byte 120.
+    """
+    blocks = tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+    is_block = blocks < num_blocks
+    values = blocks.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    halves = tl.load(x + values, mask=is_block[:, None], other=0)
+    codes, scale = fp8_block(halves, POWER_OF_TWO)
+    tl.store(data + values, codes, mask=is_block[:, None])
+    if AS_UE8M0:
+        tl.store(scales + blocks, ue8m0_of_scale(scale), mask=is_block)
+    else:
+        tl.store(scales + blocks, scale, mask=is_block)
+
+
+def cast_to_fp8(
+    x: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, power_of_two: bool, as_ue8m0: bool
+) -> None:
+    """Cast the rows of x [rows, hidden], bf16, to FP8: data [rows, hidden], scales [rows, hidden / 128].
+
+    Data is e4m3fn; scales are float32, or bytes with as_ue8m0, which needs power_of_two. All are contiguous,
+    and begin at multiples of 16 bytes. The example is that of `cast_to_fp8_kernel`.
+    """
+    num_blocks = x.numel() // formats.CHANNELS_PER_BLOCK
+    cast_to_fp8_kernel[(triton.cdiv(num_blocks, TILE_BLOCKS),)](
+        x.view(torch.uint16),
+        data.view(torch.uint8),
+        scales,
+        num_blocks,
+        power_of_two,
+        as_ue8m0,
+        TILE_BLOCKS,
+        **OPTIONS,
+    )
+
+
+@triton.jit
+def log2_of_bf16(magnitude):
+    """The base-2 logarithm (float32) of a positive bf16, given by its bits: of 0x3F80 it is 0.0 exactly."""
+    wide = magnitude.to(tl.uint32)
+    is_subnormal = wide < 0x80
+    # A subnormal one is an integer times 2**-133; as a float32 that integer has an exponent like any other.
+    whole = bits_of_float(wide.to(tl.int32).to(tl.float32))
+    bits = tl.where(is_subnormal, whole, wide << 16)
+    exponent = (bits >> 23).to(tl.int32) - tl.where(is_subnormal, 127 + 133, 127)
+    t = float_of_bits((bits & 0x7FFFFF) | 0x3F800000) - 1.0
+    value = LOG2[6] * t + LOG2[5]
+    value = value * t + LOG2[4]
+    value = value * t + LOG2[3]
+    value = value * t + LOG2[2]
+    value = value * t + LOG2[1]
+    value = value * t + LOG2[0]
+    return exponent.to(tl.float32) + value * t
+
+
+@triton.jit
+def exp2_of_negative(power):
+    """2 to a power (float32) from -149 to 0: of -3.0 it is 0.125 exactly."""
+    # On a GPU this floor takes subnormal numbers as 0; sums of logarithms are none.
+    whole = tl.floor(power)
+    f = power - whole
+    value = EXP2[5] * f + EXP2[4]
+    value = value * f + EXP2[3]
+    value = value * f + EXP2[2]
+    value = value * f + EXP2[1]
+    value = value * f + EXP2[0]
+    # A subnormal result has no exponent of its own: the last 32 octaves are a product, which rounds it once.
+    octaves = (whole.to(tl.int32) + 32).to(tl.uint32) << 23
+    return float_of_bits(bits_of_float(value) + octaves) * (2.0**-32)
+
+
+@triton.jit
+def logfmt_range(amax, amin):
+    """log_min and log_max - log_min of blocks, from their two header fields (bf16 bits)."""
+    log_max = log2_of_bf16(amax)
+    log_min = tl.maximum(log2_of_bf16(amin), log_max - MAX_OCTAVES)
+    return log_min, log_max - log_min
+
+
+@triton.jit
+def logfmt_extremes(halves):
+    """The header fields of blocks (uint32, [blocks]): the largest magnitude, and the smallest but 0.
+
+    A block 0.5, -0.125, 0.0, ... gives 0x3F00 and 0x3E00; only one that is 0 everywhere gives 0 and 0.
+    """
+    magnitudes = (halves & 0x7FFF).to(tl.int32)
+    # Zero wraps around to the largest number, and so is no minimum.
+    smallest_less_one = tl.min((magnitudes - 1) & 0xFFFF, axis=1)
+    return tl.max(magnitudes, axis=1).to(tl.uint32), ((smallest_less_one + 1) & 0xFFFF).to(tl.uint32)
+
+
+@triton.jit
+def encode_logfmt_block(halves, amax, amin):
+    """The codes of blocks with these extreme magnitudes: low bits [blocks, 128], high ones [blocks, 32].
+
+    The block 0.5, -0.125, 0.25, 0.0, ... with 0x3F00 and 0x3E00 gives the bytes FF 01 00 00 ...
+    and 01 02 01 00 ...
+    """
+    log_min, octaves = logfmt_range(amax, amin)
+    is_range = octaves > 0.0
+    steps_per_octave = tl.where(is_range, tl.div_rn(NUM_STEPS, tl.where(is_range, octaves, 1.0)), 0.0)
+    wide = halves.to(tl.uint32)
+    magnitudes = wide & 0x7FFF
+    u = (log2_of_bf16(magnitudes) - log_min[:, None]) * steps_per_octave[:, None]
+    rounded = u + 0.5
+    # With equal magnitudes there are 0 steps per octave, and zero is not far below them any more.
+    is_zero = (magnitudes == 0) | (rounded < 0.0)
+    codes = tl.where(is_zero, 0, rounded.to(tl.int32) + 1).to(tl.uint32) | ((wide & 0x8000) >> 6)
+    tops = tl.reshape(codes >> 8, (halves.shape[0], 4, PLANE)) << (2 * tl.arange(0, 4))[None, :, None]
+    return codes.to(tl.uint8), tl.sum(tops, axis=1).to(tl.uint8)
+
+
+@triton.jit
+def decode_logfmt_block(low, high, amax, amin):
+    """The values (float32, [blocks, 128]) of blocks with these header fields; low and high bits are uint8.
+
+    Byte i of `high`, [blocks, 128], is the one that has the high bits of code i: byte i % 32 of its block.
+    """
+    log_min, octaves = logfmt_range(amax, amin)
+    step = tl.div_rn(octaves, NUM_STEPS)
+    planes = tl.arange(0, CHANNELS) // PLANE
+    tops = high.to(tl.uint32) >> (2 * planes)[None, :]
+    magnitudes = low.to(tl.uint32) | ((tops & 1) << 8)
+    steps = (magnitudes.to(tl.int32) - 1).to(tl.float32)
+    powers = exp2_of_negative(log_min[:, None] + steps * step[:, None])
+    bits = tl.where(magnitudes == 0, 0, bits_of_float(powers))
+    return float_of_bits(bits | ((tops & 2) << 30))
+
+
+@triton.jit
+def count_bits(words):
+    """How many bits of each word (uint64) are set: of 0b1011 it is 3."""
+    words = words - ((words >> 1) & 0x5555555555555555)
+    words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((words * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def is_logfmt_block_encoded(mask_low, mask_high, blocks):
+    """Bit b of a message's mask, for every b of `blocks`; the mask is two words (uint64)."""
+    words = tl.where(blocks < 64, mask_low, mask_high)
+    return ((words >> (blocks & 63).to(tl.uint64)) & 1) == 1
+
+
+@triton.jit
+def logfmt_block_offsets(mask_low, mask_high, blocks):
+    """Where blocks (numbers below 128) begin in a message, in bytes; later bits of the mask do not matter.
+
+    Each block has as many before it as its number says, encoded or not: with the mask 0b101, the blocks
+    0, 1, 2, 3 begin at 16, 180, 436 and 600.
+    """
+    below = (tl.full(blocks.shape, 1, tl.uint64) << (blocks & 63).to(tl.uint64)) - 1
+    is_low = blocks < 64
+    num_encoded_low = count_bits(tl.where(is_low, mask_low & below, mask_low))
+    num_encoded_high = count_bits(tl.where(is_low, 0, mask_high & below))
+    # As a multiple of 4, so that the compiler knows that it is one.
+    saved = (RAW_BLOCK_BYTES - BLOCK_BYTES) // 4 * (num_encoded_low + num_encoded_high)
+    return 4 * (MASK_BYTES // 4 + RAW_BLOCK_BYTES // 4 * blocks - saved)
+
+
+@triton.jit
+def store_logfmt_blocks(message, offsets, halves, amax, amin, is_encoded, is_raw):
+    """Write blocks to their places in a message (pointer to uint8), encoded ones and raw ones."""
+    low, high = encode_logfmt_block(halves, amax, amin)
+    channels = tl.arange(0, CHANNELS)[None, :]
+    header = message + offsets
+    tl.store(header.to(tl.pointer_type(tl.uint32)), amax | (amin << 16), mask=is_encoded)
+    tl.store((header + HEADER_BYTES)[:, None] + channels, low, mask=is_encoded[:, None])
+    planes = (header + HEADER_BYTES + CHANNELS)[:, None] + tl.arange(0, PLANE)[None, :]
+    tl.store(planes, high, mask=is_encoded[:, None])
+    tl.store(header.to(tl.pointer_type(tl.uint16))[:, None] + channels, halves, mask=is_raw[:, None])
+
+
+@triton.jit
+def encode_logfmt(row, message, hidden, TILE_BLOCKS: tl.constexpr):
+    """Encode a row of bf16 (pointer to uint16) into a message (pointer to uint8, aligned to 8 bytes)."""
+    num_blocks = hidden // CHANNELS
+    mask_low = tl.full((), 0, tl.uint64)
+    mask_high = tl.full((), 0, tl.uint64)
+    for first in range(0, num_blocks, TILE_BLOCKS):
+        blocks = first + tl.arange(0, TILE_BLOCKS)
+        is_block = blocks < num_blocks
+        values = blocks[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+        halves = tl.load(row + values, mask=is_block[:, None], other=0)
+        amax, amin = logfmt_extremes(halves)
+        is_encoded = is_block & (amax < BF16_AMAX_LIMIT)
+        bits = tl.sum(is_encoded.to(tl.uint64) << (blocks & 63).to(tl.uint64), axis=0)
+        mask_low |= tl.where(first < 64, bits, 0)
+        mask_high |= tl.where(first < 64, 0, bits)
+        offsets = logfmt_block_offsets(mask_low, mask_high, blocks)
+        store_logfmt_blocks(message, offsets, halves, amax, amin, is_encoded, is_block & ~is_encoded)
+    mask = message.to(tl.pointer_type(tl.uint64))
+    tl.store(mask, mask_low)
+    tl.store(mask + 1, mask_high)
+
+
+@triton.jit
+def load_logfmt_blocks(message, blocks, is_block):
+    """Decode blocks of a message (pointer to uint8), where `is_block` says so: float32, [blocks, 128]."""
+    mask = message.to(tl.pointer_type(tl.uint64))
+    mask_low, mask_high = tl.load(mask), tl.load(mask + 1)
+    is_encoded = is_block & is_logfmt_block_encoded(mask_low, mask_high, blocks)
+    is_raw = is_block & ~is_encoded
+    header = message + logfmt_block_offsets(mask_low, mask_high, blocks)
+    channels = tl.arange(0, CHANNELS)[None, :]
+    extremes = tl.load(header.to(tl.pointer_type(tl.uint32)), mask=is_encoded, other=0)
+    low = tl.load((header + HEADER_BYTES)[:, None] + channels, mask=is_encoded[:, None], other=0)
+    planes = (header + HEADER_BYTES + CHANNELS)[:, None] + channels % PLANE
+    high = tl.load(planes, mask=is_encoded[:, None], other=0)
+    halves = tl.load(header.to(tl.pointer_type(tl.uint16))[:, None] + channels, mask=is_raw[:, None], other=0)
+    decoded = decode_logfmt_block(low, high, extremes & 0xFFFF, extremes >> 16)
+    return tl.where(is_encoded[:, None], decoded, bf16_bits_to_float(halves))
+
+
+@triton.jit
+def encode_logfmt_kernel(x, messages, message_stride, hidden, TILE_BLOCKS: tl.constexpr):
+    """Encode the rows of x [rows, hidden], bf16, each into its message, `message_stride` bytes apart.
+
+    A row of two blocks, 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ..., makes 16 + 164 + 256 bytes:
+
+        01 00 00 ...        the mask: only the first block is below 1
+        00 3F 00 3E         0.5 and 0.125, so that 510 steps are 2 octaves
+        FF 01 00 00 ...     the codes 0x1FF, 0x201 (the sign is 0x200), 0x100, 0, 0, ...: their low bits,
+        01 02 01 00 ...     and their high ones
+        00 40 00 40 ...     2.0
+
+    A program makes a message, `TILE_BLOCKS` blocks at a time: a power of two up to 64.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    encode_logfmt(x + row * hidden, messages + row * message_stride, hidden, TILE_BLOCKS)
+
+
+def encode_logfmt_rows(x: torch.Tensor, messages: torch.Tensor) -> None:
+    """Encode the rows of x [rows, hidden], bf16, each into its row of messages, uint8.
+
+    A row of messages has the bytes for `hidden` values that are not encoded, and begins at a multiple of 8
+    bytes; what a message does not fill stays as it is. The example is that of `encode_logfmt_kernel`.
+    """
+    num_rows, hidden = x.shape
+    encode_logfmt_kernel[(num_rows,)](
+        x.view(torch.uint16), messages, messages.stride(0), hidden, TILE_BLOCKS, **OPTIONS
+    )
+
+
+@triton.jit
+def decode_logfmt_kernel(messages, message_stride, out, hidden, TILE_BLOCKS: tl.constexpr):
+    """Decode messages, `message_stride` bytes apart, into the rows of out [rows, hidden], float32.
+
+    The message of `encode_logfmt_kernel` becomes 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ...
+    again. With the header 00 3F 00 3F every code of its first block but 0 would mean 0.5.
+
+    A program decodes `TILE_BLOCKS` blocks of a message: the mask tells it where they begin.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+    is_block = blocks < hidden // CHANNELS
+    values = load_logfmt_blocks(messages + row * message_stride, blocks, is_block)
+    places = out + row * hidden + blocks[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    tl.store(places, values, mask=is_block[:, None])
+
+
+def decode_logfmt_rows(messages: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode each row of messages, uint8, into its row of out [rows, hidden], float32.
+
+    A row of messages begins at a multiple of 8 bytes. The example is that of `decode_logfmt_kernel`.
+    """
+    num_rows, hidden = out.shape
+    num_blocks = hidden // formats.CHANNELS_PER_BLOCK
+    decode_logfmt_kernel[(num_rows, triton.cdiv(num_blocks, TILE_BLOCKS))](
+        messages, messages.stride(0), out, hidden, TILE_BLOCKS, **OPTIONS
+    )

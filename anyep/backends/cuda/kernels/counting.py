@@ -1,0 +1,79 @@
+"""Layout: who gets how many tokens, and where each token's row will lie."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count_layout(
+    topk_idx,
+    tokens_per_rank,
+    tokens_per_expert,
+    in_rank,
+    num_tokens,
+    num_topk,
+    num_experts,
+    experts_per_rank,
+    NUM_RANKS: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Count tokens per rank (a token once per rank) and per expert (every slot), and mark token-in-rank.
+
+    With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks: tokens_per_rank [1, 1],
+    tokens_per_expert [1, 1, 0, 1], in_rank [[1, 0], [0, 1]]. The counts are added to what is there: zeros.
+    One program takes `TILE_TOKENS` tokens; the blocks are powers of two that hold a token's slots and, with
+    one more for "no expert", all experts.
+    """
+    tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    slots = tl.arange(0, TOPK_BLOCK)
+    is_slot = (tokens < num_tokens)[:, None] & (slots < num_topk)[None, :]
+    experts = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
+    is_expert = (experts >= 0) & (experts < num_experts)
+    ranks = tl.where(is_expert, experts // experts_per_rank, -1)
+    for rank in tl.static_range(NUM_RANKS):
+        here = tl.max((ranks == rank).to(tl.int32), axis=1)
+        tl.store(in_rank + tokens * NUM_RANKS + rank, here.to(tl.int8), mask=tokens < num_tokens)
+        tl.atomic_add(tokens_per_rank + rank, tl.sum(here, axis=0), sem="relaxed")
+    # What is no expert is counted behind all experts, and left there.
+    numbers = tl.where(is_expert, experts, num_experts).to(tl.int32)
+    counts = tl.histogram(tl.reshape(numbers, (TILE_TOKENS * TOPK_BLOCK,)), EXPERT_BLOCK)
+    bins = tl.arange(0, EXPERT_BLOCK)
+    tl.atomic_add(tokens_per_expert + bins, counts, mask=(bins < num_experts) & (counts > 0), sem="relaxed")
+
+
+@triton.jit
+def place_tokens(
+    in_rank,
+    position,
+    channel_counts,
+    num_tokens,
+    num_channels,
+    tokens_per_channel,
+    NUM_RANKS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Number the rows that go to each rank, and count them by channel; one program per rank.
+
+    Channels are contiguous ranges of `tokens_per_channel` tokens. With in_rank [[1, 0], [1, 1], [0, 1]] and 2
+    channels of 2 tokens: position [[0, -1], [1, 0], [-1, 1]] and channel_counts [[2, 0], [1, 1]] (rank,
+    channel).
+    """
+    rank = tl.program_id(0)
+    before = 0
+    for channel in range(num_channels):
+        counted = 0
+        first = channel * tokens_per_channel
+        end = tl.minimum(first + tokens_per_channel, num_tokens)
+        for start in range(first, end, TILE_TOKENS):
+            tokens = start + tl.arange(0, TILE_TOKENS)
+            is_token = tokens < end
+            here = tl.load(in_rank + tokens * NUM_RANKS + rank, mask=is_token, other=0).to(tl.int32)
+            place = before + counted + tl.cumsum(here, axis=0) - here
+            tl.store(position + tokens * NUM_RANKS + rank, tl.where(here > 0, place, -1), mask=is_token)
+            counted += tl.sum(here, axis=0)
+        tl.store(channel_counts + rank * num_channels + channel, counted)
+        before += counted

@@ -1,0 +1,96 @@
+"""Notify on the device: a letter to every peer, and everyone's letter before anything else.
+
+A letter lies in the receiver's mailbox: 64-bit words, the first of them the call's number, which is stored
+last. The number lives in the heap and is advanced here, so that a captured graph can be replayed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyep.backends.cuda.kernels.atomics import release_max, wait_for_all
+
+GOOD = tl.constexpr(0)
+LATE = tl.constexpr(1)
+DIFFERENT = tl.constexpr(2)
+
+
+@triton.jit
+def exchange_letters(
+    call_number,
+    letter,
+    mailboxes,
+    own_mailboxes,
+    box_stride,
+    peer_stride,
+    bases,
+    places,
+    outcome,
+    patience_ns,
+    FIRST_AGREEING: tl.constexpr,
+    END_AGREEING: tl.constexpr,
+    OFFSET_WORD: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+):
+    """Post this call's letter to every peer, wait for theirs, and find where each one's rows lie.
+
+    One program. `mailboxes[r]` is the address of this rank's first mailbox at peer r, `own_mailboxes` that of
+    peer 0's first mailbox here; calls alternate between two, `box_stride` bytes apart. With call_number 4,
+    letter [-, 0, 7, 256] (word 3 is the offset) and bases [4096, 8192], where peer 1's letter is
+    [5, 0, 7, 512]: call_number becomes 5, places [4352, 8704], and the outcome is 0. If word 2 there is 8,
+    and words [1, 3) must agree, it is 2 in its low bits and 1, the peer, above; after `patience_ns` without
+    a letter it is 1. An offset below 0 is no place: 0.
+    """
+    call = tl.load(call_number) + 1
+    tl.store(call_number, call)
+    box = call % 2
+    index = tl.arange(0, NUM_WORDS)
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    mine = tl.load(letter + index)
+    there = (tl.load(mailboxes + ranks, mask=is_rank) + box * box_stride).to(tl.pointer_type(tl.int64))
+    is_word = is_rank[:, None] & (index > 0)[None, :]
+    tl.store(
+        there[:, None] + index[None, :], tl.broadcast_to(mine[None, :], (RANK_BLOCK, NUM_WORDS)), mask=is_word
+    )
+    release_max(there, call, is_rank)
+    here = (own_mailboxes + box * box_stride + ranks * peer_stride).to(tl.pointer_type(tl.int64))
+    seen = wait_for_all(here, is_rank, call, patience_ns)
+    theirs = tl.load(here[:, None] + index[None, :], mask=is_rank[:, None], other=0, volatile=True)
+    offsets = tl.sum(tl.where((index == OFFSET_WORD)[None, :], theirs, 0), axis=1)
+    bases_there = tl.load(bases + ranks, mask=is_rank, other=0)
+    tl.store(places + ranks, tl.where(offsets >= 0, bases_there + offsets, 0), mask=is_rank)
+    is_agreeing = (index >= FIRST_AGREEING) & (index < END_AGREEING)
+    differ = tl.max((is_agreeing[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
+    bad = tl.where(seen < call, LATE, tl.where(differ > 0, DIFFERENT, GOOD))
+    tl.store(outcome, first_bad(bad, ranks, is_rank, RANK_BLOCK))
+
+
+@triton.jit
+def first_bad(bad, ranks, is_rank, RANK_BLOCK: tl.constexpr):
+    """What went wrong at the first rank where something did, and four times that rank; 0 if nothing did."""
+    first = tl.min(tl.where(is_rank & (bad > 0), ranks, RANK_BLOCK), axis=0)
+    what = tl.sum(tl.where(ranks == first, bad, 0), axis=0)
+    return tl.where(first < RANK_BLOCK, what + 4 * first, 0).to(tl.int64)
+
+
+@triton.jit
+def await_flags(
+    flags, flag_stride, expected, outcome, patience_ns, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr
+):
+    """Wait until every peer's flag has reached the number at `expected`; else the outcome says who is late.
+
+    One program. With flags [5, 4], expected [5] and no patience left the outcome is 1 (late) + 4 * 1 (rank
+    1).
+    """
+    number = tl.load(expected)
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    here = (flags + ranks * flag_stride).to(tl.pointer_type(tl.int64))
+    seen = wait_for_all(here, is_rank, number, patience_ns)
+    late = first_bad(tl.where(seen < number, LATE, GOOD), ranks, is_rank, RANK_BLOCK)
+    before = tl.load(outcome)
+    tl.store(outcome, tl.where(before == 0, late, before))

@@ -1,0 +1,105 @@
+"""Dispatch by window: rows go straight to their final place in the receiver's memory."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyep.backends.cuda.kernels.atomics import release_max
+
+
+@triton.jit
+def send_to_windows(
+    x,
+    scales,
+    topk_idx,
+    topk_weights,
+    send_head,
+    places,
+    outcome,
+    num_tokens,
+    row_words,
+    num_scales,
+    stride_token,
+    stride_scale,
+    num_topk,
+    experts_per_rank,
+    NUM_RECEIVERS: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr,
+):
+    """Read each token's row once and write it to every receiver with a window.
+
+    `places[r]` holds the addresses of receiver r's x, source indices, top-k ids, top-k weights and scales, or
+    zeros where r has no window. With send_head [[0, 2], [-1, 3]] row 0 of x goes to row 0 at receiver 0 and
+    to row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source indices there are 0, 0 and 1. An
+    expert id is written as the receiver's local one; where the expert is not there, -1 and weight 0. Nothing
+    is sent if the outcome of what came before is not 0.
+
+    x is seen as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
+    `TILE_WORDS` columns: each thread then moves 16 bytes at a time. What goes beside the rows is sent in
+    chunks of `CHUNK_TOKENS` tokens. `SCALE_BLOCK` and `TOPK_BLOCK` are powers
+    of two that hold a token's scales and slots; 0 where there are none.
+    """
+    num_tiles = tl.where(tl.load(outcome) == 0, tl.cdiv(num_tokens, TILE_TOKENS), 0)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        tokens = tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+        is_token = tokens < num_tokens
+        for start in range(0, row_words, TILE_WORDS):
+            words = start + tl.arange(0, TILE_WORDS)
+            is_word = words < row_words
+            source = x + tokens.to(tl.int64)[:, None] * row_words + words[None, :]
+            values = tl.load(source, mask=is_token[:, None] & is_word[None, :])
+            for receiver in tl.static_range(NUM_RECEIVERS):
+                rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
+                place = tl.load(places + 5 * receiver)
+                # A pointer out of a table is not known to be aligned; ours are.
+                window = tl.multiple_of(place.to(tl.pointer_type(tl.int32)), 16)
+                target = window + rows.to(tl.int64)[:, None] * row_words + words[None, :]
+                tl.store(target, values, mask=((rows >= 0) & (place != 0))[:, None] & is_word[None, :])
+    # What goes beside the rows is little: a chunk of many tokens takes no longer than one of a few.
+    num_chunks = tl.where(tl.load(outcome) == 0, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
+    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
+        is_token = tokens < num_tokens
+        for receiver in tl.static_range(NUM_RECEIVERS):
+            rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
+            is_sent = (rows >= 0) & (tl.load(places + 5 * receiver) != 0)
+            rows = rows.to(tl.int64)
+            sources = tl.load(places + 5 * receiver + 1).to(tl.pointer_type(tl.int32))
+            tl.store(sources + rows, tokens, mask=is_sent)
+            if TOPK_BLOCK:
+                slots = tl.arange(0, TOPK_BLOCK)
+                is_slot = is_sent[:, None] & (slots < num_topk)[None, :]
+                index = tokens[:, None] * num_topk + slots[None, :]
+                local = tl.load(topk_idx + index, mask=is_slot, other=-1) - receiver * experts_per_rank
+                is_here = (local >= 0) & (local < experts_per_rank)
+                weights = tl.load(topk_weights + index, mask=is_slot & is_here, other=0.0)
+                to = rows[:, None] * num_topk + slots[None, :]
+                ids_there = tl.load(places + 5 * receiver + 2).to(tl.pointer_type(tl.int64))
+                weights_there = tl.load(places + 5 * receiver + 3).to(tl.pointer_type(tl.float32))
+                tl.store(ids_there + to, tl.where(is_here, local, -1), mask=is_slot)
+                tl.store(weights_there + to, weights, mask=is_slot)
+            if SCALE_BLOCK:
+                columns = tl.arange(0, SCALE_BLOCK)
+                is_scale = is_sent[:, None] & (columns < num_scales)[None, :]
+                at = tokens.to(tl.int64)[:, None] * stride_token + columns[None, :] * stride_scale
+                scales_there = tl.load(places + 5 * receiver + 4).to(tl.pointer_type(tl.int32))
+                to = rows[:, None] * num_scales + columns[None, :]
+                tl.store(scales_there + to, tl.load(scales + at, mask=is_scale), mask=is_scale)
+
+
+@triton.jit
+def announce(flags, number, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """Raise this rank's flag at every peer to the number: what kernels before this one stored is there.
+
+    One program. `flags[r]` is the address of this rank's flag at peer r. With the flags of two peers at 4 and
+    number [5] both become 5.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    there = tl.load(flags + ranks, mask=is_rank).to(tl.pointer_type(tl.int64))
+    release_max(there, tl.load(number), is_rank)
