@@ -5,10 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anyep.backends.cuda.kernels.casts import bf16_bits_to_float, float_to_bf16_bits
+
 
 @triton.jit
 def bf16_of_float(value, IN_HARDWARE: tl.constexpr):
-    """The bits of the nearest bf16, ties to even: 1.0 is 0x3F80; every NaN is 0x7FC0.
+    """The bits of the nearest bf16, ties to even; every NaN is 0x7FC0.
 
     The hardware has an instruction for it, which makes another NaN; Triton's interpreter would cut bits off
     instead, so there it is integer arithmetic.
@@ -16,15 +18,7 @@ def bf16_of_float(value, IN_HARDWARE: tl.constexpr):
     if IN_HARDWARE:
         rounded = value.to(tl.bfloat16).to(tl.uint16, bitcast=True)
         return tl.where(value == value, rounded, 0x7FC0).to(tl.uint16)
-    bits = value.to(tl.uint32, bitcast=True)
-    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, nearest).to(tl.uint16)
-
-
-@triton.jit
-def float_of_bf16(bits):
-    """0x3F80 is 1.0."""
-    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return float_to_bf16_bits(value)
 
 
 @triton.jit
@@ -59,6 +53,6 @@ def pull_and_sum(
                 source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
                 # Adding +0.0 changes nothing: a sum that began with +0.0 is never -0.0.
                 values = tl.load(source, mask=(rows >= 0)[:, None] & is_column[None, :], other=0)
-                sums += float_of_bf16(values)
+                sums += bf16_bits_to_float(values)
             target = out + tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
             tl.store(target, bf16_of_float(sums, IN_HARDWARE), mask=is_token[:, None] & is_column[None, :])

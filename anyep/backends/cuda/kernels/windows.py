@@ -40,7 +40,7 @@ def send_to_windows(
     is sent if the outcome of what came before is not 0.
 
     x is seen as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
-    `TILE_WORDS` columns: each thread then moves 16 bytes at a time. What goes beside the rows is sent in
+    `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Scales and top-k are sent in
     chunks of `CHUNK_TOKENS` tokens. `SCALE_BLOCK` and `TOPK_BLOCK` are powers
     of two that hold a token's scales and slots; 0 where there are none.
     """
@@ -59,9 +59,15 @@ def send_to_windows(
                 # A pointer out of a table is not known to be aligned; ours are.
                 window = tl.multiple_of(place.to(tl.pointer_type(tl.int32)), 16)
                 target = window + rows.to(tl.int64)[:, None] * row_words + words[None, :]
-                tl.store(target, values, mask=((rows >= 0) & (place != 0))[:, None] & is_word[None, :])
-    # What goes beside the rows is little: a chunk of many tokens takes no longer than one of a few.
+                is_sent = (rows >= 0) & (place != 0)
+                tl.store(target, values, mask=is_sent[:, None] & is_word[None, :])
+                if start == 0:
+                    sources = tl.load(places + 5 * receiver + 1).to(tl.pointer_type(tl.int32))
+                    tl.store(sources + rows, tokens, mask=is_sent)
+    # Scales and top-k are little: a chunk of many tokens takes no longer than one of a few.
     num_chunks = tl.where(tl.load(outcome) == 0, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
+    if TOPK_BLOCK + SCALE_BLOCK == 0:
+        num_chunks *= 0
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         is_token = tokens < num_tokens
@@ -69,8 +75,6 @@ def send_to_windows(
             rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
             is_sent = (rows >= 0) & (tl.load(places + 5 * receiver) != 0)
             rows = rows.to(tl.int64)
-            sources = tl.load(places + 5 * receiver + 1).to(tl.pointer_type(tl.int32))
-            tl.store(sources + rows, tokens, mask=is_sent)
             if TOPK_BLOCK:
                 slots = tl.arange(0, TOPK_BLOCK)
                 is_slot = is_sent[:, None] & (slots < num_topk)[None, :]
