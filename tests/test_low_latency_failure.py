@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import os
+import random
 import re
 import signal
 import time
@@ -621,3 +625,51 @@ def test_a_round_that_one_rank_refuses(world: World, how: str) -> None:
     outcomes = world.run(refuse_to_take_back, how)
     assert outcomes.pop(1).startswith("InvalidCall: ")
     assert outcomes == ["Disagreement: the ranks disagree about whom to take back: nobody was"] * 3
+
+
+def live_with_naps(context: RankContext, seed: int, turns: int) -> list[list[int]]:
+    """In each turn some ranks sleep somewhere, longer than they are waited for or not; then all come back.
+
+    Who was masked in each turn, as this rank saw it in the end.
+    """
+    common, own = random.Random(seed), random.Random(seed * 10 + context.rank)
+    buffer = new_buffer(context, True, 0.8)
+    assert buffer.runtime is not None
+    conversation = buffer.runtime.conversation
+    num_ranks = context.num_ranks
+    masks = []
+    for _ in range(turns):
+        sleepers = {rank: common.randint(1, 30) for rank in common.sample(range(num_ranks), 2)}
+        nap_s = common.choice([0.4, 2.0])
+        steps = itertools.count(1)
+
+        def sleep(call: Any, phase: Phase, at: int | None, nap_s: float, steps: Iterator[int]) -> None:
+            if next(steps) == at:
+                time.sleep(nap_s)
+            elif own.random() < 0.15:
+                time.sleep(own.random() * 0.004)
+
+        conversation.between_steps = functools.partial(
+            sleep, at=sleepers.get(context.rank), nap_s=nap_s, steps=steps
+        )
+        others = frozenset(range(num_ranks)) - {context.rank}
+        with contextlib.suppress(PeerLost):
+            for pair in range(8):
+                case = Case((4,) * num_ranks, hidden=64, num_topk=2 * num_ranks, seed=seed + pair)
+                before = frozenset(rank for rank, is_masked in enumerate(masked_by(buffer)) if is_masked)
+                assert before <= echo(buffer, case, context.rank, others)
+        conversation.between_steps = None
+        torch.distributed.barrier(context.group)
+        masks.append(masked_by(buffer))
+        buffer.low_latency_clean_mask_buffer()
+        assert not any(masked_by(buffer))
+        for again in range(3):
+            check_case(context.rank, Case(tokens=tuple(range(num_ranks)), hidden=64, seed=again), buffer)
+    return masks
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_naps_at_random(world: World, seed: int) -> None:
+    by_rank = world.run(live_with_naps, seed, 3)
+    for masks in by_rank:
+        assert masks == by_rank[0]
