@@ -44,34 +44,34 @@ class Masks:
     """One rank's view of who is masked."""
 
     def __init__(self, backend: Any, conversation: Conversation, control: ControlRegion) -> None:
-        self._backend = backend
-        self._conversation = conversation
-        self._rank = conversation.rank
-        self._num_ranks = conversation.num_ranks
+        self.backend = backend
+        self.conversation = conversation
+        self.rank = conversation.rank
+        self.num_ranks = conversation.num_ranks
         mask, offer = control.block("mask"), control.block("offer")
         self._at_peers = conversation.peer_counters(mask)
         self._own = int(conversation.own_counters(mask)[0])
         self._stride = mask.stride
         sets = range(NUM_SLOT_SETS)
-        self._offers_at_peers = [conversation.peer_counters(offer, turn) for turn in sets]
-        self._own_offers = [conversation.own_counters(offer, turn) for turn in sets]
-        self._generations = np.zeros(self._num_ranks, np.int64)
-        self._changed = np.zeros(self._num_ranks, np.bool_)
-        self._round = 0
+        self.offers_at_peers = [conversation.peer_counters(offer, turn) for turn in sets]
+        self.own_offers = [conversation.own_counters(offer, turn) for turn in sets]
+        self.generations = np.zeros(self.num_ranks, np.int64)
+        self._changed = np.zeros(self.num_ranks, np.bool_)
+        self.round = 0
         # The caller looks before a call, while the stream may be in the middle of another one.
         self._lock = threading.Lock()
-        self.masked = np.zeros(self._num_ranks, np.bool_)
+        self.masked = np.zeros(self.num_ranks, np.bool_)
 
     @property
     def is_masked_out(self) -> bool:
         """Whether the others go on without this rank."""
-        return bool(self.masked[self._rank])
+        return bool(self.masked[self.rank])
 
     def adopt(self) -> None:
         """Take over what peers have said, and pass it on."""
         with self._lock:
-            if self._backend.adopt_masks(
-                self._own, self._stride, self._generations, self.masked, self._changed
+            if self.backend.adopt_masks(
+                self._own, self._stride, self.generations, self.masked, self._changed
             ):
                 for rank in np.flatnonzero(self._changed):
                     self._tell(int(rank))
@@ -80,29 +80,31 @@ class Masks:
         """Take over what peers have said, and raise if they go on without this rank."""
         self.adopt()
         if self.is_masked_out:
-            raise self._masked_out()
+            raise self.masked_out()
 
     def mask(self, ranks: Sequence[int], reason: str) -> None:
         """Go on without these ranks, and tell everyone."""
         self.look()
         for rank in ranks:
             if not self.masked[rank]:
-                self._mask(rank, 2 * self._round + 1, reason)
+                self.mask_in(rank, 2 * self.round + 1, reason)
 
-    def _mask(self, rank: int, generation: int, reason: str) -> None:
-        self._generations[rank] = generation
+    def mask_in(self, rank: int, generation: int, reason: str) -> None:
+        """Mask a rank in a generation of its own, and tell everyone."""
+        self.generations[rank] = generation
         self.masked[rank] = True
         self._tell(rank)
-        log.warning("rank %d goes on without rank %d: %s", self._rank, rank, reason)
+        log.warning("rank %d goes on without rank %d: %s", self.rank, rank, reason)
 
     def _tell(self, rank: int) -> None:
-        self._conversation.announce(self._at_peers + 8 * rank, Topic.MASK, int(self._generations[rank]))
+        self.conversation.announce(self._at_peers + 8 * rank, Topic.MASK, int(self.generations[rank]))
 
-    def _masked_out(self) -> Masked:
+    def masked_out(self) -> Masked:
+        """What a rank raises that the others go on without."""
         return Masked(
-            f"the other ranks go on without rank {self._rank}: it did not answer in time, or was masked by a"
+            f"the other ranks go on without rank {self.rank}: it did not answer in time, or was masked by a"
             f" call; all of them together can take it back by"
-            f" low_latency_update_mask_buffer({self._rank}, mask=False)"
+            f" low_latency_update_mask_buffer({self.rank}, mask=False)"
         )
 
     def take_back(self, call: Call, ranks: Sequence[int], layout: Layout) -> tuple[int, Layout]:
@@ -112,18 +114,18 @@ class Masks:
         time is masked (again).
         """
         self.adopt()
-        self._conversation.enter(call, Phase.NOTIFY)
+        self.conversation.enter(call, Phase.NOTIFY)
         rejoining = _Round(self, list(ranks), layout)
-        self._conversation.wait_until(call, rejoining.step, rejoining.stalled, give_up=rejoining.give_up)
+        self.conversation.wait_until(call, rejoining.step, rejoining.stalled, give_up=rejoining.give_up)
         result = rejoining.finish()
-        self._conversation.end(call)
+        self.conversation.end(call)
         return result
 
     def refuse_round(self) -> None:
         """Let the others' round end at once, with nobody taken back: this rank's call was wrong."""
         if not self.is_masked_out:
             _Round(self, [], Layout(0, (0, 0, 0)))
-            self._round += 1
+            self.round += 1
 
 
 class _Round:
@@ -131,18 +133,18 @@ class _Round:
 
     def __init__(self, masks: Masks, ranks: list[int], layout: Layout) -> None:
         self._masks = masks
-        self._conversation = masks._conversation
-        self._backend = masks._backend
-        self._rank = masks._rank
+        self._conversation = masks.conversation
+        self._backend = masks.backend
+        self._rank = masks.rank
         self._was_masked = masks.is_masked_out
-        self._returning = np.zeros(masks._num_ranks, np.bool_)
+        self._returning = np.zeros(masks.num_ranks, np.bool_)
         self._returning[ranks] = True
         self._layout = layout
-        own = int(masks._generations[self._rank])
-        self._number = max(masks._round, own // 2 if self._was_masked else 0) + 1
-        self._words = np.zeros((masks._num_ranks, NUM_HEADER_WORDS + masks._num_ranks), np.int64)
-        self._missing = np.zeros(masks._num_ranks, np.bool_)
-        self._ignored = np.zeros(masks._num_ranks, np.bool_)
+        own = int(masks.generations[self._rank])
+        self._number = max(masks.round, own // 2 if self._was_masked else 0) + 1
+        self._words = np.zeros((masks.num_ranks, NUM_HEADER_WORDS + masks.num_ranks), np.int64)
+        self._missing = np.zeros(masks.num_ranks, np.bool_)
+        self._ignored = np.zeros(masks.num_ranks, np.bool_)
         self._make_offer()
 
     def _make_offer(self) -> None:
@@ -151,18 +153,18 @@ class _Round:
         header[SEQUENCE] = 2 * self._number
         header[VERSION] = self._layout.version
         header[SIZES] = self._layout.sizes
-        words = np.concatenate([header, masks._generations << 1 | self._returning])
+        words = np.concatenate([header, masks.generations << 1 | self._returning])
         turn = self._number % NUM_SLOT_SETS
         self._backend.post_offers(
-            masks._offers_at_peers[turn], self._conversation.alarms, Topic.OFFER + turn, words
+            masks.offers_at_peers[turn], self._conversation.alarms, Topic.OFFER + turn, words
         )
 
     def step(self, num_spins: int) -> int:
         """Look for offers, wait a little for those that are missing; 0 when all are there."""
         masks = self._masks
         masks.adopt()
-        if masks._generations[self._rank] > 2 * self._number:
-            raise masks._masked_out()
+        if masks.generations[self._rank] > 2 * self._number:
+            raise masks.masked_out()
         self._read(self._number)
         # Waited for is who takes part and was not masked since the round began.
         view = self._view()
@@ -180,10 +182,10 @@ class _Round:
                 self._missing[:] = ~self._ignored
                 self._missing[self._rank] = False
                 if not self._missing.any():
-                    raise masks._masked_out()
+                    raise masks.masked_out()
         turn = self._number % NUM_SLOT_SETS
         waiting = self._missing.copy()
-        counters = masks._own_offers[turn]
+        counters = masks.own_offers[turn]
         if not self._conversation.await_counters(
             counters, 2 * self._number, waiting, num_spins, Topic.OFFER + turn
         ):
@@ -206,7 +208,7 @@ class _Round:
 
     def _read(self, number: int) -> None:
         """The offers that lie where those of this round do; of older or newer ones, if so."""
-        self._backend.read_offers(self._masks._own_offers[number % NUM_SLOT_SETS], self._words)
+        self._backend.read_offers(self._masks.own_offers[number % NUM_SLOT_SETS], self._words)
 
     def _names(self, rank: int) -> Array:
         named: Array = self._words[:, NUM_HEADER_WORDS + rank] & 1 == 1
@@ -222,42 +224,42 @@ class _Round:
     def _view(self) -> Array:
         """The generations that count; to a rank that was masked, those who were not say them."""
         masks = self._masks
-        view = masks._generations.copy()
+        view = masks.generations.copy()
         if self._was_masked:
             theirs = self._words[:, NUM_HEADER_WORDS:] >> 1
             own_generation = np.diagonal(theirs)
             for offer in theirs[self._has_offer() & (own_generation % 2 == 0)]:
                 np.maximum(view, offer, out=view)
-            view[self._rank] = masks._generations[self._rank]
+            view[self._rank] = masks.generations[self._rank]
         return view
 
     def stalled(self) -> Stall:
-        counters = self._masks._own_offers[self._number % NUM_SLOT_SETS]
+        counters = self._masks.own_offers[self._number % NUM_SLOT_SETS]
         what = f"readiness for round {self._number}, which takes ranks back,"
         return self._conversation.stall(counters, self._missing, what, 2 * self._number)
 
     def give_up(self, peers: Sequence[int], error: AnyEPError) -> None:
         if not self._was_masked:
             for peer in peers:
-                self._masks._mask(peer, 2 * self._number + 1, str(error))
+                self._masks.mask_in(peer, 2 * self._number + 1, str(error))
         elif set(peers) <= self._conversation.gone():
             self._ignored[list(peers)] = True
         else:
             # Who is masked himself masks nobody: the others are not late, they just do not want him yet.
-            raise self._masks._masked_out()
+            raise self._masks.masked_out()
 
     def finish(self) -> tuple[int, Layout]:
         masks = self._masks
         there = self._taking_part
         offers = self._words[there]
         view = self._view()
-        masks._round = self._number
+        masks.round = self._number
         agree = bool((offers[:, NUM_HEADER_WORDS:] & 1 == self._returning).all())
         if agree:
-            masks._generations[:] = np.where(
-                self._returning, np.maximum(view, 2 * self._number), np.maximum(view, masks._generations)
+            masks.generations[:] = np.where(
+                self._returning, np.maximum(view, 2 * self._number), np.maximum(view, masks.generations)
             )
-            masks.masked[:] = masks._generations % 2 == 1
+            masks.masked[:] = masks.generations % 2 == 1
         newest = offers[int(offers[:, VERSION].argmax())]
         self._layout = Layout(int(newest[VERSION]), tuple(newest[SIZES].tolist()))
         if not agree:
