@@ -54,13 +54,18 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, 
             {**BLOCKS, "FIRST_AGREEING": 1, "END_AGREEING": 11, "OFFSET_WORD": 12, "NUM_WORDS": 32},
             {"num_warps": 1},
         ),
-        "await_flags": (
-            letters.await_flags,
-            {"flags": "i64", "expected": "*i64", "outcome": "*i64", "patience_ns": "i64"},
+        "meet": (
+            letters.meet,
+            {
+                "flags_there": "*i64",
+                "flags_here": "i64",
+                "number": "*i64",
+                "outcome": "*i64",
+                "patience_ns": "i64",
+            },
             BLOCKS,
             {"num_warps": 1},
         ),
-        "announce": (windows.announce, {"flags": "*i64", "number": "*i64"}, BLOCKS, {"num_warps": 1}),
         "send_to_windows": (
             windows.send_to_windows,
             {
@@ -101,7 +106,7 @@ def test_nothing_lies_in_local_memory(ptx: dict[str, str]) -> None:
         assert ".local" not in text, name
 
 
-@pytest.mark.parametrize("name", ["exchange_letters", "announce"])
+@pytest.mark.parametrize("name", ["exchange_letters", "meet"])
 def test_a_barrier_before_each_release(ptx: dict[str, str], name: str) -> None:
     pattern = r"(atom|red)\S*(\.sys\.release|\.release\.sys)\S*\.max"
     releases = [match.start() for match in re.finditer(pattern, ptx[name])]
@@ -114,7 +119,7 @@ def test_a_barrier_before_each_release(ptx: dict[str, str], name: str) -> None:
         assert barrier > stores, f"{name}: a store after the last barrier before a release"
 
 
-@pytest.mark.parametrize("name", ["exchange_letters", "await_flags"])
+@pytest.mark.parametrize("name", ["exchange_letters", "meet"])
 def test_flags_are_acquired_in_the_loop_that_waits(ptx: dict[str, str], name: str) -> None:
     assert len(re.findall(r"\.acquire\.sys|\.sys\.acquire", ptx[name])) >= 2, (
         "once before the loop, once in it"

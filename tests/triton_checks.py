@@ -207,6 +207,7 @@ def check_sums(device: str) -> None:
             ours.view(torch.uint16),
             head.to(device),
             torch.tensor([part.data_ptr() for part in there], dtype=torch.int64, device=device),
+            1,
             num_tokens,
             hidden,
             NUM_RANKS=num_ranks,

@@ -29,7 +29,7 @@ MAILBOXES_AT, ARRIVED_AT, PULLED_AT = 4096, 1 << 16, 1 << 17
 LETTER_BYTES, FLAG_BYTES = 256, 128
 PATIENCE_NS = 5 * 10**9
 TOKENS, HIDDEN, EXPERTS, TOPK = 4096, 7168, 256, 8
-DISPATCH_TILES = {2: (16, 1024, 32), 4: (8, 512, 16), 8: (8, 512, 32)}
+DISPATCH_TILES = {2: (16, 1024, 32), 4: (8, 512, 16), 8: (16, 1024, 32)}
 COMBINE_TILES = {2: (32, 1024, 32), 4: (8, 1024, 32), 8: (16, 1024, 32)}
 
 
@@ -59,7 +59,8 @@ class Rank:
         self.bases = torch.tensor(block.addresses, device="cuda")
         self.own = block.address
         self.places = torch.zeros(num_ranks, 5, dtype=torch.int64, device="cuda")
-        self.x_places = torch.zeros(num_ranks, dtype=torch.int64, device="cuda")
+        self.mailboxes = self.bases + MAILBOXES_AT + LETTER_BYTES * rank
+        self.flags_there = {at: self.bases + at + FLAG_BYTES * rank for at in (ARRIVED_AT, PULLED_AT)}
         self.outcome = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.letter = torch.zeros(LETTER_BYTES // 8, dtype=torch.int64, device="cuda")
         self.letter[3] = CONTROL_BYTES
@@ -74,12 +75,13 @@ class Rank:
         exchange_letters[(1,)](
             self.number,
             self.letter,
-            self.bases + MAILBOXES_AT + LETTER_BYTES * self.rank,
+            self.mailboxes,
             self.own + MAILBOXES_AT,
             LETTER_BYTES * self.num_ranks,
             LETTER_BYTES,
             self.bases,
-            self.x_places,
+            self.places,
+            5,
             self.outcome,
             PATIENCE_NS,
             FIRST_AGREEING=1,
@@ -90,19 +92,22 @@ class Rank:
         )
 
     def meet(self, flags_at: int) -> None:
-        from anyep.backends.cuda.kernels.letters import await_flags
-        from anyep.backends.cuda.kernels.windows import announce
+        from anyep.backends.cuda.kernels.letters import meet
 
-        announce[(1,)](self.bases + flags_at + FLAG_BYTES * self.rank, self.number, **self.blocks)
-        await_flags[(1,)](
-            self.own + flags_at, FLAG_BYTES, self.number, self.outcome, PATIENCE_NS, **self.blocks
+        meet[(1,)](
+            self.flags_there[flags_at],
+            self.own + flags_at,
+            FLAG_BYTES,
+            self.number,
+            self.outcome,
+            PATIENCE_NS,
+            **self.blocks,
         )
 
     def dispatch(self) -> None:
         from anyep.backends.cuda.kernels.windows import send_to_windows
 
         self.letters()
-        self.places[:, 0] = self.x_places
         tile_tokens, tile_words, num_warps = DISPATCH_TILES[self.num_ranks]
         send_to_windows[(self.num_programs,)](
             self.x.view(torch.int32),
@@ -137,7 +142,8 @@ class Rank:
         pull_and_sum[(self.num_programs,)](
             self.out.view(torch.uint16),
             self.send_head,
-            self.x_places,
+            self.places,
+            5,
             TOKENS,
             HIDDEN,
             NUM_RANKS=self.num_ranks,

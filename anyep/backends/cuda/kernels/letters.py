@@ -26,6 +26,7 @@ def exchange_letters(
     peer_stride,
     bases,
     places,
+    place_stride,
     outcome,
     patience_ns,
     FIRST_AGREEING: tl.constexpr,
@@ -42,7 +43,7 @@ def exchange_letters(
     letter [-, 0, 7, 256] (word 3 is the offset) and bases [4096, 8192], where peer 1's letter is
     [5, 0, 7, 512]: call_number becomes 5, places [4352, 8704], and the outcome is 0. If word 2 there is 8,
     and words [1, 3) must agree, it is 2 in its low bits and 1, the peer, above; after `patience_ns` without
-    a letter it is 1. An offset below 0 is no place: 0.
+    a letter it is 1. An offset below 0 is no place: 0. Places are written `place_stride` words apart.
     """
     call = tl.load(call_number) + 1
     tl.store(call_number, call)
@@ -62,7 +63,7 @@ def exchange_letters(
     theirs = tl.load(here[:, None] + index[None, :], mask=is_rank[:, None], other=0, volatile=True)
     offsets = tl.sum(tl.where((index == OFFSET_WORD)[None, :], theirs, 0), axis=1)
     bases_there = tl.load(bases + ranks, mask=is_rank, other=0)
-    tl.store(places + ranks, tl.where(offsets >= 0, bases_there + offsets, 0), mask=is_rank)
+    tl.store(places + ranks * place_stride, tl.where(offsets >= 0, bases_there + offsets, 0), mask=is_rank)
     is_agreeing = (index >= FIRST_AGREEING) & (index < END_AGREEING)
     differ = tl.max((is_agreeing[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
     bad = tl.where(seen < call, LATE, tl.where(differ > 0, DIFFERENT, GOOD))
@@ -78,19 +79,30 @@ def first_bad(bad, ranks, is_rank, RANK_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def await_flags(
-    flags, flag_stride, expected, outcome, patience_ns, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr
+def meet(
+    flags_there,
+    flags_here,
+    flag_stride,
+    number,
+    outcome,
+    patience_ns,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
 ):
-    """Wait until every peer's flag has reached the number at `expected`; else the outcome says who is late.
+    """Say at every peer that this rank's part of the call is done, and wait until all have said so here.
 
-    One program. With flags [5, 4], expected [5] and no patience left the outcome is 1 (late) + 4 * 1 (rank
-    1).
+    One program; what kernels before it stored is visible to who acquires its flags. `flags_there[r]` is the
+    address of this rank's flag at peer r, `flags_here` that of peer 0's flag here. With number [5] the flags
+    there become 5; with flags [5, 4] here and no patience left the outcome is 1 (late) + 4 * 1 (rank 1). An
+    outcome that is not 0 stays as it is.
     """
-    number = tl.load(expected)
+    value = tl.load(number)
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
-    here = (flags + ranks * flag_stride).to(tl.pointer_type(tl.int64))
-    seen = wait_for_all(here, is_rank, number, patience_ns)
-    late = first_bad(tl.where(seen < number, LATE, GOOD), ranks, is_rank, RANK_BLOCK)
+    there = tl.load(flags_there + ranks, mask=is_rank).to(tl.pointer_type(tl.int64))
+    release_max(there, value, is_rank)
+    here = (flags_here + ranks * flag_stride).to(tl.pointer_type(tl.int64))
+    seen = wait_for_all(here, is_rank, value, patience_ns)
+    late = first_bad(tl.where(seen < value, LATE, GOOD), ranks, is_rank, RANK_BLOCK)
     before = tl.load(outcome)
     tl.store(outcome, tl.where(before == 0, late, before))

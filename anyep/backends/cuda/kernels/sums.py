@@ -26,6 +26,7 @@ def pull_and_sum(
     out,
     send_head,
     places,
+    place_stride,
     num_tokens,
     hidden,
     NUM_RANKS: tl.constexpr,
@@ -35,8 +36,8 @@ def pull_and_sum(
 ):
     """Read the rows of each token where they lie at the peers, and add them up, ranks ascending.
 
-    `places[r]` is the address of rank r's rows of bf16. With send_head [[0, 2], [-1, 3]] the first row of out
-    is row 0 of rank 0 plus row 2 of rank 1, and the second one is row 3 of rank 1.
+    `places[r * place_stride]` is the address of rank r's rows of bf16. With send_head [[0, 2], [-1, 3]] the
+    first row of out is row 0 of rank 0 plus row 2 of rank 1, and the second one is row 3 of rank 1.
     """
     first = tl.program_id(0)
     for tile in range(first, tl.cdiv(num_tokens, TILE_TOKENS), tl.num_programs(0)):
@@ -48,7 +49,7 @@ def pull_and_sum(
             sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
             for rank in tl.static_range(NUM_RANKS):
                 rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
-                place = tl.load(places + rank).to(tl.pointer_type(tl.uint16))
+                place = tl.load(places + rank * place_stride).to(tl.pointer_type(tl.uint16))
                 window = tl.multiple_of(place, 16)
                 source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
                 # Adding +0.0 changes nothing: a sum that began with +0.0 is never -0.0.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep.backends.cuda.kernels.atomics import release_max
-
 
 @triton.jit
 def send_to_windows(
@@ -94,16 +92,3 @@ def send_to_windows(
                 scales_there = tl.load(places + 5 * receiver + 4).to(tl.pointer_type(tl.int32))
                 to = rows[:, None] * num_scales + columns[None, :]
                 tl.store(scales_there + to, tl.load(scales + at, mask=is_scale), mask=is_scale)
-
-
-@triton.jit
-def announce(flags, number, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
-    """Raise this rank's flag at every peer to the number: what kernels before this one stored is there.
-
-    One program. `flags[r]` is the address of this rank's flag at peer r. With the flags of two peers at 4 and
-    number [5] both become 5.
-    """
-    ranks = tl.arange(0, RANK_BLOCK)
-    is_rank = ranks < NUM_RANKS
-    there = tl.load(flags + ranks, mask=is_rank).to(tl.pointer_type(tl.int64))
-    release_max(there, tl.load(number), is_rank)
