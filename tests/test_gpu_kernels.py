@@ -13,7 +13,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("check", ["check_layout", "check_windows", "check_sums"])
+@pytest.mark.parametrize(
+    "check", ["check_layout", "check_windows", "check_sums", "check_counts", "check_letters"]
+)
 def test_data_kernels(check: str) -> None:
     # Only here: without Triton, or without a GPU, the module cannot be loaded or run.
     getattr(importlib.import_module("tests.triton_checks"), check)("cuda")

@@ -17,7 +17,7 @@ BLOCKS = {"NUM_RANKS": 4, "RANK_BLOCK": 4}
 
 def test_data_kernels_in_the_interpreter() -> None:
     outcomes = outcomes_of("tests.triton_checks")
-    assert set(outcomes) == {"check_layout", "check_windows", "check_sums"}
+    assert set(outcomes) == {"check_layout", "check_windows", "check_sums", "check_counts"}
     for name, problem in outcomes.items():
         assert not problem, f"{name}: {problem}"
 
@@ -50,9 +50,33 @@ def kernels() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, 
                 "places": "*i64",
                 "outcome": "*i64",
                 "patience_ns": "i64",
+                "counts": "*i32",
+                "channel_counts": "*i32",
+                "expert_counts": "*i32",
             },
-            {**BLOCKS, "FIRST_AGREEING": 1, "END_AGREEING": 11, "OFFSET_WORD": 12, "NUM_WORDS": 32},
+            {
+                **BLOCKS,
+                "FIRST_AGREEING": 1,
+                "END_AGREEING": 11,
+                "OFFSET_WORD": 12,
+                "NUM_WORDS": 32,
+                "CHANNEL_BLOCK": 16,
+                "EXPERT_BLOCK": 32,
+            },
             {"num_warps": 1},
+        ),
+        "read_counts": (
+            letters.read_counts,
+            {
+                "letters": "i64",
+                "channel_counts": "*i32",
+                "rank_prefix": "*i32",
+                "channel_prefix": "*i32",
+                "recv_channel_prefix": "*i32",
+                "totals": "*i32",
+            },
+            {**BLOCKS, "CHANNEL_BLOCK": 16, "EXPERT_BLOCK": 32},
+            {"num_warps": 4},
         ),
         "meet": (
             letters.meet,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 
 from anyep.backends import cpu
-from anyep.backends.cuda.kernels import counting, sums, windows
+from anyep.backends.cuda.kernels import counting, letters, sums, windows
 
 
 def routing(num_tokens: int, num_topk: int, num_experts: int, seed: int) -> torch.Tensor:
@@ -219,4 +220,139 @@ def check_sums(device: str) -> None:
         assert torch.equal(ours.cpu().view(torch.int16), right.view(torch.int16))
 
 
-CHECKS = (check_layout, check_windows, check_sums)
+def check_counts(device: str) -> None:
+    """read_counts and fill_send_head: the prefix sums of a handle out of everyone's letters."""
+    for rank, num_ranks, num_channels, local_experts, num_tokens in ((1, 2, 2, 1, 5), (0, 3, 5, 4, 9)):
+        generator = np.random.default_rng(rank)
+        words = num_ranks + num_channels + local_experts
+        in_letters = generator.integers(0, 9, (num_ranks, words + 3)).astype(np.int32)
+        sent = generator.integers(0, 9, (num_ranks, num_channels)).astype(np.int32)
+        position = generator.integers(-1, 9, (num_tokens, num_ranks)).astype(np.int32)
+        matrix = np.empty((num_ranks, num_ranks), np.int32)
+        received = np.empty((num_ranks, num_channels), np.int32)
+        by_expert = np.empty(local_experts, np.int64)
+        mailboxes = in_letters.ctypes.data + in_letters.strides[0] * np.arange(num_ranks)
+        cpu.read_counts(mailboxes, 0, matrix, received, by_expert)
+        right = [
+            np.empty(shape, np.int32) for shape in (matrix.shape, sent.shape, sent.shape, position.shape)
+        ]
+        cpu.fill_handle(rank, matrix, sent, received, position, *right)
+
+        def there(values: np.ndarray[Any, Any]) -> torch.Tensor:
+            return torch.from_numpy(values).to(device)
+
+        letters_there = there(in_letters)
+        ours = [torch.full(part.shape, 7, dtype=torch.int32, device=device) for part in right]
+        totals = torch.full((1 + local_experts,), 7, dtype=torch.int32, device=device)
+        blocks = {"NUM_RANKS": num_ranks, "RANK_BLOCK": triton.next_power_of_2(max(2, num_ranks))}
+        letters.read_counts[(1,)](
+            rank,
+            letters_there.data_ptr(),
+            in_letters.strides[0],
+            there(sent),
+            num_channels,
+            local_experts,
+            *ours[:3],
+            totals,
+            CHANNEL_BLOCK=triton.next_power_of_2(num_channels),
+            EXPERT_BLOCK=triton.next_power_of_2(local_experts),
+            **blocks,
+        )
+        letters.fill_send_head[(triton.cdiv(num_tokens, 4),)](
+            rank, there(position), ours[0], ours[3], num_tokens, TILE_TOKENS=4, **blocks
+        )
+        for part, expected in zip(ours, right, strict=True):
+            assert torch.equal(part.cpu(), torch.from_numpy(expected))
+        assert totals.tolist() == [int(matrix[:, rank].sum()), *by_expert.tolist()]
+
+
+class TwoRanks:
+    """Two ranks in one process, each on a stream of its own: they exchange letters, and meet."""
+
+    words, num_channels, local_experts, letter_bytes = 32, 3, 2, 512
+
+    def __init__(self, device: str) -> None:
+        self.heaps = [torch.zeros(1 << 14, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.bases = torch.tensor([heap.data_ptr() for heap in self.heaps], device=device)
+        self.counts = torch.tensor([[3, 4], [5, 6]], dtype=torch.int32, device=device)
+        self.by_channel = torch.arange(12, dtype=torch.int32, device=device).view(2, 2, 3)
+        self.by_expert = torch.arange(8, dtype=torch.int32, device=device).view(2, 4)
+        self.streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self.places = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        self.outcomes = torch.zeros(2, 1, dtype=torch.int64, device=device)
+        self.letters = torch.zeros(2, self.words, dtype=torch.int64, device=device)
+        self.letters[:, 3] = torch.tensor([256, 512], device=device)
+
+    def call(self, last_words: tuple[int, int], patience_ns: int) -> list[int]:
+        """What went wrong, if anything, on each rank; the last word of a letter must agree."""
+        self.outcomes.zero_()
+        self.letters[:, 2] = torch.tensor(last_words, device=self.letters.device)
+        blocks: dict[str, Any] = {"NUM_RANKS": 2, "RANK_BLOCK": 2, "num_warps": 1}
+        mailboxes = [self.bases + 4096 + self.letter_bytes * rank for rank in range(2)]
+        flags = [self.bases + 8192 + 128 * rank for rank in range(2)]
+        # From here on nothing may wait: each kernel waits for the other one.
+        torch.cuda.synchronize()
+        for rank, stream in enumerate(self.streams):
+            own, number = self.heaps[rank].data_ptr(), self.heaps[rank][:8].view(torch.int64)
+            with torch.cuda.stream(stream):
+                letters.exchange_letters[(1,)](
+                    number,
+                    self.letters[rank],
+                    mailboxes[rank],
+                    own + 4096,
+                    2 * self.letter_bytes,
+                    self.letter_bytes,
+                    self.bases,
+                    self.places[rank],
+                    1,
+                    self.outcomes[rank],
+                    patience_ns,
+                    self.counts[rank],
+                    self.by_channel[rank],
+                    self.by_expert[rank],
+                    256,
+                    self.num_channels,
+                    self.local_experts,
+                    FIRST_AGREEING=1,
+                    END_AGREEING=3,
+                    OFFSET_WORD=3,
+                    NUM_WORDS=self.words,
+                    CHANNEL_BLOCK=4,
+                    EXPERT_BLOCK=2,
+                    **blocks,
+                )
+                letters.meet[(1,)](
+                    flags[rank], own + 8192, 128, number, self.outcomes[rank], patience_ns, **blocks
+                )
+        torch.cuda.synchronize()
+        found: list[int] = self.outcomes.flatten().tolist()
+        return found
+
+    def letter(self, reader: int, sender: int, number: int) -> list[int]:
+        """The counts in a letter."""
+        at = 4096 + (number % 2 * 2 + sender) * self.letter_bytes + 256
+        found: list[int] = self.heaps[reader][at : at + 4 * 7].view(torch.int32).tolist()
+        return found
+
+
+def check_letters(device: str) -> None:
+    """exchange_letters and meet; on a GPU only, as they wait for each other."""
+    patience_ns = 5 * 10**9
+    # To load a kernel may have to wait for running ones: here one without patience comes first.
+    assert TwoRanks(device).call((7, 7), -patience_ns)[0] == 1 + 4 * 1, "rank 0 did not find rank 1 late"
+    ranks = TwoRanks(device)
+    for number, last_word in enumerate((7, 7, 8, 7), 1):
+        # Each finds the other one different.
+        expected = [0, 0] if last_word == 7 else [2 + 4 * 1, 2 + 4 * 0]
+        assert ranks.call((7, last_word), patience_ns) == expected
+        assert (ranks.places - ranks.bases).tolist() == [[256, 512]] * 2
+        for reader in range(2):
+            assert int(ranks.heaps[reader][:8].view(torch.int64)) == number
+            for sender in range(2):
+                of_expert = ranks.by_expert[sender, 2 * reader : 2 * reader + 2].tolist()
+                of_channel = ranks.by_channel[sender, reader].tolist()
+                right = [*ranks.counts[sender].tolist(), *of_channel, *of_expert]
+                assert ranks.letter(reader, sender, number) == right
+
+
+CHECKS = (check_layout, check_windows, check_sums, check_counts)

@@ -84,6 +84,12 @@ class Rank:
             5,
             self.outcome,
             PATIENCE_NS,
+            self.number,  # letters without counts
+            self.number,
+            self.number,
+            0,
+            0,
+            0,
             FIRST_AGREEING=1,
             END_AGREEING=3,
             OFFSET_WORD=3,
