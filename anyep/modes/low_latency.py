@@ -557,9 +557,12 @@ class LowLatency:
         slot_set = call.number % NUM_SLOT_SETS
         if self._in_flight[slot_set] != call:
             raise InvalidCall(f"{call} was given up when the other ranks went on without this one")
-        self._in_flight[slot_set] = None
-        self._unfilled[slot_set] = None
-        self._stream.run(receive)
+        try:
+            self._stream.run(receive)
+        finally:
+            # Not before: a call in another thread that needs these slots has to wait for its turn.
+            self._in_flight[slot_set] = None
+            self._unfilled[slot_set] = None
 
     def _wait_until_writable(self, call: Call) -> None:
         """Wait until nobody needs what this rank's call before the last one wrote."""
