@@ -31,6 +31,8 @@ from anyep.sizes import Config, LowLatencySizes, TokenLayout, token_layout
 
 NUM_SPINS = 2000
 MAX_ROWS = 2**31 - 1
+RANK_PREFIX, LAYOUT_RANGE = 0, 1
+"""Parts of a normal-mode and of a low-latency handle."""
 T = TypeVar("T")
 Handle = tuple[torch.Tensor, ...]
 LowLatencyHandle = low_latency_arguments.Handle
@@ -495,8 +497,7 @@ class Buffer:
         def check() -> LowLatencyOutputs:
             self._before(async_finish)
             low_latency_arguments.check_not_both(async_finish, return_recv_hook)
-            if isinstance(handle, tuple | list) and len(handle) > 1:
-                self._wait_until_filled(handle[1])
+            self._wait_until_handle_is_filled(handle, LAYOUT_RANGE)
             outputs = low_latency_arguments.check_outputs(
                 mode,
                 self.group_size,
@@ -520,8 +521,7 @@ class Buffer:
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Where the next call, a `low_latency_combine` with `zero_copy`, expects its rows; fill it before."""
         mode = self._check_low_latency()
-        if isinstance(handle, tuple | list) and len(handle) > 1:
-            self._wait_until_filled(handle[1])
+        self._wait_until_handle_is_filled(handle, LAYOUT_RANGE)
         parts = low_latency_arguments.check_handle(mode, self.group_size, handle)
         return mode.next_combine_buffer(parts.sizes)
 
@@ -656,6 +656,11 @@ class Buffer:
             if event is not None:
                 event.current_stream_wait()
 
+    def _wait_until_handle_is_filled(self, handle: Any, part: int) -> None:
+        """Wait for the dispatch that fills a handle beside the caller; this part of it stands for all."""
+        if isinstance(handle, tuple | list) and len(handle) > part:
+            self._wait_until_filled(handle[part])
+
     def _before(self, async_finish: bool) -> None:
         """Raise what went wrong in an earlier call beside the caller that nobody has waited for."""
         assert self.runtime is not None
@@ -666,8 +671,7 @@ class Buffer:
 
     def _routing_of(self, handle: Any) -> Routing:
         """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
-        if isinstance(handle, tuple | list) and handle:
-            self._wait_until_filled(handle[0])
+        self._wait_until_handle_is_filled(handle, RANK_PREFIX)
         if self._last_handle is not None and handle is self._last_handle[0]:
             check_contents(cpu, self._last_handle[1], self.rank)
             return self._last_handle[1]

@@ -83,6 +83,15 @@ def masked_by(buffer: Buffer) -> list[int]:
     return mask.tolist()
 
 
+def mask_for_all(context: RankContext, buffer: Buffer, rank: int) -> None:
+    """One rank masks another; when this returns, all know."""
+    torch.distributed.barrier(context.group)
+    if context.rank == 0:
+        buffer.low_latency_update_mask_buffer(rank, mask=True)
+    torch.distributed.barrier(context.group)
+    assert masked_by(buffer)[rank]
+
+
 # Without masks
 
 
@@ -386,12 +395,7 @@ def die_while_coming_back(context: RankContext) -> list[int]:
     buffer = new_buffer(context, True, 20)
     case = Case(tokens=(5,) * context.num_ranks, hidden=64)
     check_case(context.rank, case, buffer)
-    torch.distributed.barrier(context.group)
-    if context.rank == 0:
-        buffer.low_latency_update_mask_buffer(2, mask=True)
-    while not masked_by(buffer)[2]:
-        time.sleep(0.01)
-    torch.distributed.barrier(context.group)
+    mask_for_all(context, buffer, 2)
     if context.rank == 2:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -451,10 +455,7 @@ def masked_with_a_call_in_flight(context: RankContext) -> str:
     _, hook = send(buffer, case, context.rank)
     if context.rank != 2:
         hook()
-    torch.distributed.barrier(context.group)
-    if context.rank == 0:
-        buffer.low_latency_update_mask_buffer(2, mask=True)
-    torch.distributed.barrier(context.group)
+    mask_for_all(context, buffer, 2)
     buffer.low_latency_clean_mask_buffer()
     message = ""
     for seed in range(2):
@@ -549,10 +550,7 @@ def miss_a_cleaning(context: RankContext) -> None:
     case = Case(tokens=(5,) * context.num_ranks, hidden=64)
     other = Case(tokens=(3,) * context.num_ranks, max_tokens=3, hidden=128, local_experts=3)
     check_case(context.rank, case, buffer)
-    torch.distributed.barrier(context.group)
-    if context.rank == 0:
-        buffer.low_latency_update_mask_buffer(3, mask=True)
-    torch.distributed.barrier(context.group)
+    mask_for_all(context, buffer, 3)
     if context.rank != 3:
         buffer.clean_low_latency_buffer(other.max_tokens, other.hidden, other.num_experts)
         check_case(context.rank, other, buffer, frozenset([3]))
@@ -571,10 +569,7 @@ def ask_too_early(context: RankContext) -> str:
     buffer = new_buffer(context, True, 0.6)
     case = Case(tokens=(5,) * context.num_ranks, hidden=64)
     check_case(context.rank, case, buffer)
-    torch.distributed.barrier(context.group)
-    if context.rank == 0:
-        buffer.low_latency_update_mask_buffer(2, mask=True)
-    torch.distributed.barrier(context.group)
+    mask_for_all(context, buffer, 2)
     message = ""
     if context.rank == 2:
         try:

@@ -81,6 +81,7 @@ def _print_table(setup: Any, records: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     from anyep.cli.console import console_for_results
+    from anyep.cli.units import format_seconds
 
     console = console_for_results()
     console.print(setup.description())
@@ -93,13 +94,9 @@ def _print_table(setup: Any, records: list[dict[str, Any]]) -> None:
             record["case"],
             record["path"],
             str(record["tokens"]),
-            _time_text(record["median_s"]),
+            format_seconds(record["median_s"]),
             f"{record['gbps']:.2f}" if record["gbps"] else "",
             f"{record['of_copy']:.2f}" if record["of_copy"] else "",
             f"{gloo:.1f}x" if gloo else "",
         )
     console.print(table)
-
-
-def _time_text(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
