@@ -29,17 +29,24 @@ def check_num_bytes(name: str, value: int) -> int:
     return value
 
 
+def check_devices(device: torch.device, **things: Any) -> None:
+    """Refuse tensors, and pairs with tensors, that are not on the Buffer's device."""
+    for name, thing in things.items():
+        for part in thing if isinstance(thing, tuple | list) else (thing,):
+            if isinstance(part, torch.Tensor) and part.device != device:
+                works = "the CPU" if device.type == "cpu" else str(device)
+                raise InvalidCall(
+                    f"{name} is on {part.device}, but this Buffer works on {works}: move the tensor, or make"
+                    f" the Buffer with device='{part.device.type}' instead of device='{device.type}'"
+                )
+
+
 def check_tensor(
     name: str, tensor: Any, dtypes: tuple[torch.dtype, ...] | None, shape: tuple[int | None, ...]
 ) -> torch.Tensor:
-    """A CPU tensor of one of these dtypes and this shape; None stands for any size."""
+    """A tensor of one of these dtypes and this shape; None stands for any size."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidCall(f"{name} is of type {type(tensor).__name__}: it must be a tensor")
-    if not tensor.is_cpu:
-        raise InvalidCall(
-            f"{name} is on {tensor.device}, but this Buffer works on the CPU:"
-            f" move the tensor, or make the Buffer with device='{tensor.device.type}' instead of device='cpu'"
-        )
     if tensor.layout is not torch.strided:
         raise InvalidCall(f"{name} is sparse: pass {name}.to_dense()")
     if dtypes is not None and tensor.dtype not in dtypes:

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
@@ -19,14 +20,14 @@ from anyep.events import EventHandle, EventOverlap
 from anyep.machine import num_cores
 from anyep.modes.connection import Wishes, connect
 from anyep.modes.conversation import Call, Conversation
-from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Outputs, Payload, Places
+from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Outputs, Payload
 from anyep.modes.letters import Kind
 from anyep.modes.low_latency import LowLatency, Tokens
 from anyep.modes.low_latency import Outputs as LowLatencyOutputs
-from anyep.modes.routing import Routing, check_contents, checked_routing
+from anyep.modes.routing import Routing
 from anyep.modes.status import RankStatus
 from anyep.modes.windows import WarmMemory
-from anyep.rendezvous import rendezvous_of
+from anyep.rendezvous import Rendezvous, rendezvous_of
 from anyep.sizes import Config, LowLatencySizes, TokenLayout, token_layout
 
 NUM_SPINS = 2000
@@ -79,7 +80,8 @@ class Buffer:
         num_window_bytes: int | None = None,
         network: str | None = None,
     ) -> None:
-        self.runtime: Intranode | None = None
+        self.runtime: Any = None
+        """The normal mode of this rank, `Intranode` or `GpuIntranode`."""
         self._low_latency: LowLatency | None = None
         self._last_handle: tuple[Handle, Routing] | None = None
         self._unfilled: dict[int, EventHandle] = {}
@@ -98,13 +100,14 @@ class Buffer:
         timeout_s: list[float] = []
 
         def checked_wishes() -> Wishes:
-            _check_device(device)
+            self._device = _checked_device(device)
             timeout_s.append(_timeout_seconds())
             if network is not None:
                 raise NotSupported(
                     f"network is {network!r}: AnyEP works within one node so far; leave it out"
                 )
             return Wishes(
+                self._device.type,
                 arguments.check_num_bytes("num_nvl_bytes", num_nvl_bytes),
                 arguments.check_num_bytes("num_rdma_bytes", num_rdma_bytes),
                 bool(low_latency_mode),
@@ -126,31 +129,51 @@ class Buffer:
             # With a core for every rank it pays to look again at once; else whoever is waited for must run.
             NUM_SPINS if self.group_size <= num_cores() else 0,
         )
+        if self._device.type == "cuda":
+            self._start_on_gpu(rendezvous)
+        else:
+            self._start_on_cpu()
+
+    def _start_on_cpu(self) -> None:
+        connection, conversation = self._connection, self._conversation
         workers = (
             cpu.Stream(),
             cpu.Team(max(1, num_cores() // self.group_size)),
-            WarmMemory(cpu.PrivateBlock(self._connection.memory_share_bytes)),
+            WarmMemory(cpu.PrivateBlock(connection.memory_share_bytes)),
         )
+        self._heap = connection.heaps[self.rank]
         self.runtime = Intranode(
             cpu,
-            self._conversation,
-            self._connection.control,
-            self._connection.heaps,
-            self._connection.windows,
-            num_nvl_bytes,
+            conversation,
+            connection.control,
+            connection.heaps,
+            connection.windows,
+            self.num_nvl_bytes,
             *workers,
         )
-        if low_latency_mode:
+        if self.low_latency_mode:
             self._low_latency = LowLatency(
                 cpu,
-                self._conversation,
-                self._connection.control,
-                self._connection.heaps,
-                self._connection.control.num_bytes + num_nvl_bytes,
-                num_rdma_bytes,
+                conversation,
+                connection.control,
+                connection.heaps,
+                connection.control.num_bytes + self.num_nvl_bytes,
+                self.num_rdma_bytes,
                 *workers,
-                bool(enable_shrink),
+                bool(self.enable_shrink),
             )
+
+    def _start_on_gpu(self, rendezvous: Rendezvous) -> None:
+        # Here, as machines without a GPU need no Triton.
+        from anyep.backends.cuda.gpu import Gpu
+        from anyep.modes.gpu_connection import GpuConnection
+        from anyep.modes.gpu_intranode import GpuIntranode
+
+        gpu_connection = GpuConnection(
+            Gpu(), self.group, rendezvous, self._connection, self._conversation, self._connection.wishes
+        )
+        self._heap = gpu_connection.heap
+        self.runtime = GpuIntranode(gpu_connection, self.num_nvl_bytes)
 
     # Sizes and settings
 
@@ -189,8 +212,10 @@ class Buffer:
         return EventOverlap(EventHandle())
 
     def get_comm_stream(self) -> Any:
-        """A stream to hold; on the CPU communication has a thread of its own, and this one does nothing."""
-        return torch.cpu.current_stream()
+        """The stream of communication; on the CPU that has a thread of its own, and this one does nothing."""
+        if self._device.type == "cpu":
+            return torch.cpu.current_stream()
+        return self._check_usable().communication_stream
 
     def get_local_buffer_tensor(
         self,
@@ -220,7 +245,7 @@ class Buffer:
             raise InvalidCall(
                 f"size {list(shape)} takes {wanted} bytes, but only {num_bytes - offset} are there"
             )
-        tensor: torch.Tensor = self._connection.heaps[self.rank].tensor(start + offset, shape, dtype)
+        tensor: torch.Tensor = self._heap.tensor(start + offset, shape, dtype)
         return tensor
 
     def status(self) -> list[RankStatus]:
@@ -241,30 +266,15 @@ class Buffer:
         """Count tokens per rank and per expert, and mark which token goes to which rank. No peer is asked."""
         runtime = self._check_usable()
         previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
+        arguments.check_devices(self._device, topk_idx=topk_idx)
         topk_idx = arguments.check_topk_idx(topk_idx, None)
         num_experts = arguments.check_num_experts(num_experts, self.group_size)
         self._conversation.check_works()
-        num_ranks = self.group_size
-        tokens_per_rank = torch.empty(num_ranks, dtype=torch.int32, device="cpu")
-        tokens_per_expert = torch.empty(num_experts, dtype=torch.int32, device="cpu")
-        in_rank = torch.empty((topk_idx.shape[0], num_ranks), dtype=torch.bool, device="cpu")
-
-        def count() -> None:
-            _wait_for(previous)
-            cpu.count_layout(
-                topk_idx.numpy(),
-                num_experts // num_ranks,
-                tokens_per_rank.numpy(),
-                tokens_per_expert.numpy(),
-                in_rank.numpy(),
-            )
-
-        event = None
-        if async_finish:
-            event = runtime.stream.submit(count)
+        tokens_per_rank, tokens_per_expert, in_rank, event = runtime.layout(
+            topk_idx, num_experts, previous, async_finish
+        )
+        if event is not None:
             self._fills_later(tokens_per_rank, event)
-        else:
-            count()
         return tokens_per_rank, None, tokens_per_expert, in_rank, EventOverlap(event)
 
     def dispatch(
@@ -305,13 +315,23 @@ class Buffer:
         call = self._conversation.begin(Kind.DISPATCH)
 
         def check() -> tuple[Any, ...]:
-            self._before(async_finish)
-            # The routing is read here, so it must be there.
-            _wait_for(arguments.check_events(previous_event, async_finish, allocate_on_comm_stream))
+            runtime.before(async_finish)
+            previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
+            runtime.wait_until_readable(previous)
+            arguments.check_devices(
+                self._device,
+                x=x,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                num_tokens_per_rank=num_tokens_per_rank,
+                is_token_in_rank=is_token_in_rank,
+                num_tokens_per_expert=num_tokens_per_expert,
+            )
             payload = arguments.check_payload(x, topk_idx, topk_weights)
-            chosen = arguments.check_config(config, self.get_dispatch_config(self.group_size), None)
+            default = runtime.default_config(self.get_dispatch_config(self.group_size))
+            chosen = arguments.check_config(config, default, None)
             self._check_rings(runtime, chosen, payload.token)
-            places, per_expert = self._check_routing(
+            counts = self._check_routing(
                 runtime, payload, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, chosen
             )
             worst = whole_number("num_worst_tokens", num_worst_tokens, 0)
@@ -320,10 +340,9 @@ class Buffer:
             if worst and payload.topk_idx is None:
                 raise InvalidCall("num_worst_tokens needs topk_idx: that is how padding rows are told apart")
             alignment = whole_number("expert_alignment", expert_alignment, 1)
-            return payload, places, per_expert, chosen, worst, alignment
+            return payload, counts, chosen, worst, alignment, previous
 
-        payload, places, per_expert, chosen, worst, alignment = self._refusing(call, check)
-        received = runtime.dispatch(call, payload, places, per_expert, chosen, worst, alignment, async_finish)
+        received = runtime.dispatch(call, *self._refusing(call, check), async_finish)
         rows = received.x if received.scales is None else (received.x, received.scales)
         new_handle = received.routing.tensors()
         self._last_handle = (new_handle, received.routing)
@@ -340,7 +359,7 @@ class Buffer:
 
     def _cached_dispatch(
         self,
-        runtime: Intranode,
+        runtime: Any,
         x: Rows,
         handle: Handle,
         topk_idx: torch.Tensor | None,
@@ -353,19 +372,20 @@ class Buffer:
         call = self._conversation.begin(Kind.CACHED_DISPATCH)
 
         def check() -> tuple[Payload, Routing, Config, EventOverlap | None]:
-            self._before(async_finish)
+            runtime.before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
+            arguments.check_devices(self._device, x=x)
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidCall(
                     "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
                 )
             payload = arguments.check_payload(x, None, None)
-            parts = self._routing_of(handle)
+            parts = self._routing_of(runtime, handle)
             if payload.num_tokens != parts.num_tokens:
                 raise InvalidCall(
                     f"x has {payload.num_tokens} rows, but the handle was made for {parts.num_tokens}"
                 )
-            default = self.get_dispatch_config(self.group_size)
+            default = runtime.default_config(self.get_dispatch_config(self.group_size))
             chosen = arguments.check_config(config, default, parts.num_channels)
             self._check_rings(runtime, chosen, payload.token)
             return payload, parts, chosen, previous
@@ -391,10 +411,11 @@ class Buffer:
         call = self._conversation.begin(Kind.COMBINE)
 
         def check() -> tuple[Outputs, EventOverlap | None]:
-            self._before(async_finish)
+            runtime.before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
+            arguments.check_devices(self._device, x=x, topk_weights=topk_weights, bias=bias)
             rows = arguments.check_x("x", x, arguments.FLOAT_DTYPES)
-            parts = self._routing_of(handle)
+            parts = self._routing_of(runtime, handle)
             if rows.shape[0] != parts.num_recv_rows:
                 raise InvalidCall(
                     f"x has {rows.shape[0]} rows, but the handle's dispatch gave {parts.num_recv_rows}"
@@ -410,7 +431,7 @@ class Buffer:
                     )
                 weights = weights.contiguous()
             biases = arguments.check_biases(bias, (parts.num_tokens, rows.shape[1]), rows.dtype)
-            default = self.get_combine_config(self.group_size)
+            default = runtime.default_config(self.get_combine_config(self.group_size))
             chosen = arguments.check_config(config, default, parts.num_channels)
             num_topk = weights.shape[1] if weights is not None else 0
             token = token_layout(rows.shape[1] * rows.element_size(), 0, num_topk)
@@ -446,7 +467,7 @@ class Buffer:
         call = mode.begin(Kind.LOW_LATENCY_DISPATCH)
 
         def check() -> Tokens:
-            self._before(async_finish)
+            self._check_usable().before(async_finish)
             low_latency_arguments.check_not_both(async_finish, return_recv_hook)
             return low_latency_arguments.check_tokens(
                 mode,
@@ -495,7 +516,7 @@ class Buffer:
         call = mode.begin(Kind.LOW_LATENCY_COMBINE)
 
         def check() -> LowLatencyOutputs:
-            self._before(async_finish)
+            self._check_usable().before(async_finish)
             low_latency_arguments.check_not_both(async_finish, return_recv_hook)
             self._wait_until_handle_is_filled(handle, LAYOUT_RANGE)
             outputs = low_latency_arguments.check_outputs(
@@ -533,7 +554,7 @@ class Buffer:
         call = mode.begin(Kind.CLEAN)
 
         def check() -> LowLatencySizes:
-            self._before(False)
+            self._check_usable().before(False)
             mode.check_nothing_in_flight()
             checked = low_latency_arguments.check_sizes(
                 num_max_dispatch_tokens_per_rank, hidden, num_experts, self.group_size
@@ -611,7 +632,7 @@ class Buffer:
             conversation.close()
             self._last_handle = None
             self._low_latency = None
-            del self._connection, self._conversation
+            del self._connection, self._conversation, self._heap
 
     def __enter__(self) -> Buffer:
         return self
@@ -621,7 +642,7 @@ class Buffer:
     ) -> None:
         if kind is not None and self.runtime is not None:
             # Something went wrong: do not wait for calls whose peers may never come.
-            self._conversation.stop()
+            self.runtime.stop()
         self.destroy()
 
     def __del__(self) -> None:
@@ -636,17 +657,20 @@ class Buffer:
                 "a Buffer made with explicitly_destroy=True was dropped without destroy()", stacklevel=1
             )
         runtime = self.runtime
-        if runtime is None or runtime.stream.is_idle:
+        if runtime is None or runtime.is_idle:
             self.destroy()
         else:
             # Whoever dropped it may be the one that its last calls wait for.
             self.runtime = None
-            runtime.stream.close_after(self._conversation.close)
+            runtime.close_after(self._conversation.close)
 
     # Helpers
 
     def _fills_later(self, tensor: torch.Tensor, event: EventHandle) -> None:
         """Remember that a result is not there yet: a later call that reads it in line must wait for it."""
+        if event.finished is None:
+            # On a GPU it is a kernel that reads it, in its turn.
+            return
         self._unfilled = {at: other for at, other in self._unfilled.items() if not other.is_finished}
         self._unfilled[tensor.data_ptr()] = event
 
@@ -661,23 +685,12 @@ class Buffer:
         if isinstance(handle, tuple | list) and len(handle) > part:
             self._wait_until_filled(handle[part])
 
-    def _before(self, async_finish: bool) -> None:
-        """Raise what went wrong in an earlier call beside the caller that nobody has waited for."""
-        assert self.runtime is not None
-        stream = self.runtime.stream
-        if not async_finish:
-            stream.synchronize()
-        stream.raise_unheard()
-
-    def _routing_of(self, handle: Any) -> Routing:
-        """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
+    def _routing_of(self, runtime: Any, handle: Any) -> Any:
+        """What a handle says."""
         self._wait_until_handle_is_filled(handle, RANK_PREFIX)
-        if self._last_handle is not None and handle is self._last_handle[0]:
-            check_contents(cpu, self._last_handle[1], self.rank)
-            return self._last_handle[1]
-        return checked_routing(cpu, handle, self.rank, self.group_size)
+        return runtime.routing_of(handle, self._last_handle)
 
-    def _check_usable(self) -> Intranode:
+    def _check_usable(self) -> Any:
         if self.runtime is None:
             raise BufferBroken("this Buffer was destroyed: make a new one")
         if self._generation is not _generation:
@@ -698,7 +711,7 @@ class Buffer:
             )
             assert self.runtime is not None
             try:
-                self.runtime.stream.run(lambda: (refuse or self._conversation.refuse)(call, reason))
+                (refuse or self.runtime.refuse)(call, reason)
             except BaseException as worse:
                 self._conversation.fail(call, worse)
                 raise
@@ -707,7 +720,8 @@ class Buffer:
             self._conversation.fail(call, error)
             raise
 
-    def _check_rings(self, runtime: Intranode, config: Config, token: TokenLayout) -> None:
+    def _check_rings(self, runtime: Any, config: Config, token: TokenLayout) -> None:
+        runtime.check_config(config)
         area = runtime.ring_area(config, token)
         if area.num_rows < MIN_RING_ROWS:
             per_ring = area.token_bytes * MIN_RING_ROWS + area.control_bytes
@@ -721,13 +735,13 @@ class Buffer:
 
     def _check_routing(
         self,
-        runtime: Intranode,
+        runtime: Any,
         payload: Payload,
         num_tokens_per_rank: Any,
         is_token_in_rank: Any,
         num_tokens_per_expert: Any,
         config: Config,
-    ) -> tuple[Places, Any]:
+    ) -> Any:
         for name, value in (
             ("num_tokens_per_rank", num_tokens_per_rank),
             ("is_token_in_rank", is_token_in_rank),
@@ -746,45 +760,30 @@ class Buffer:
         )
         per_rank, in_rank, per_expert = per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
         arguments.check_num_experts(per_expert.shape[0], ranks)
-        places, wrong = runtime.place(in_rank, per_rank, config.num_channels)
-        if wrong >= 0:
-            raise InvalidCall(
-                f"num_tokens_per_rank says {int(per_rank[wrong])} for rank {wrong}, but is_token_in_rank"
-                f" marks {places.by_rank[wrong]}: pass both from one get_dispatch_layout"
-            )
-        counts = per_expert.numpy()
-        if payload.topk_idx is not None:
-            wrong = cpu.first_contradiction(payload.ids, counts, places.in_rank)
-            if wrong >= 0:
-                raise InvalidCall(
-                    f"num_tokens_per_expert says {int(per_expert[wrong])} for expert {wrong}, but topk_idx"
-                    f" has another number: pass both from one get_dispatch_layout"
-                )
-            if wrong < -1:
-                token, rank = divmod(-2 - wrong, ranks)
-                raise InvalidCall(
-                    f"topk_idx and is_token_in_rank disagree whether token {token} goes to rank {rank}:"
-                    f" pass both from one get_dispatch_layout"
-                )
-        return places, counts
+        return runtime.counts_of(payload, in_rank, per_rank, per_expert, config.num_channels)
 
 
-def _wait_for(event: EventOverlap | None) -> None:
-    if event is not None:
-        event.current_stream_wait()
-
-
-def _check_device(device: str | torch.device | None) -> None:
-    if device is None:
-        if torch.cuda.is_available():
-            raise NotSupported("AnyEP works on the CPU so far: pass device='cpu' and CPU tensors")
-        return
+def _checked_device(device: str | torch.device | None) -> torch.device:
+    """Where a Buffer works: by default on the current GPU, if there is one."""
     try:
-        kind = torch.device(device).type
+        wanted = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except (RuntimeError, TypeError):
-        raise InvalidCall(f"device is {device!r}: pass device='cpu'") from None
-    if kind != "cpu":
-        raise NotSupported(f"device is {str(device)!r}: AnyEP works on the CPU so far, pass device='cpu'")
+        raise InvalidCall(f"device is {device!r}: pass device='cpu' or device='cuda'") from None
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    if wanted.type != "cuda":
+        raise NotSupported(f"device is {str(device)!r}: AnyEP works on 'cpu' and 'cuda'")
+    if not torch.cuda.is_available():
+        raise NotSupported("device is 'cuda', but torch finds no GPU here: pass device='cpu'")
+    if find_spec("triton") is None:
+        raise NotSupported("kernels for GPUs are compiled by Triton, which is missing: pip install triton")
+    current = torch.cuda.current_device()
+    if wanted.index not in (None, current):
+        raise InvalidCall(
+            f"device is {str(wanted)!r}, but the current device is {current}:"
+            f" call torch.cuda.set_device({wanted.index}) first"
+        )
+    return torch.device("cuda", current)
 
 
 def _timeout_seconds() -> float:

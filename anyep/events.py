@@ -1,8 +1,8 @@
 """Moments of a stream: `EventHandle` is one, `EventOverlap` is what calls return.
 
-A call that finished in line has nothing to wait for: its `EventOverlap.event` is None. One that goes
-on beside the caller (`async_finish`) has an event; `current_stream_wait` waits for it and raises what
-went wrong in it.
+A call that finished in line has nothing to wait for: its `EventOverlap.event` is None. One that goes on
+beside the caller (`async_finish`) has an event. On the CPU `current_stream_wait` waits for it and raises what
+went wrong in it; on a GPU it lets the current CUDA stream wait, and the host goes on.
 """
 
 from __future__ import annotations
@@ -11,22 +11,44 @@ import threading
 from types import TracebackType
 from typing import Any
 
+import torch
+
 
 class EventHandle:
-    """A moment. Made by a caller it means "now": on the CPU all that the caller did has happened already."""
+    """A moment. Made by a caller it means "now": on a GPU, when the current stream has come to here; on the
+    CPU all that the caller did has happened already."""
 
     def __init__(self) -> None:
         self.finished: threading.Event | None = None
         """Set when the moment has come; None where it came before anyone could wait."""
         self.was_waited_for = False
+        self.moment: Any = None
+        """A CUDA event, if CUDA is in use."""
         self._error: BaseException | None = None
+        if torch.cuda.is_initialized():
+            self._record(torch.cuda.current_stream())
 
     @classmethod
     def pending(cls) -> EventHandle:
         """A moment that `finish` is going to bring."""
-        event = cls()
+        event = cls.__new__(cls)
         event.finished = threading.Event()
+        event.was_waited_for = False
+        event.moment = None
+        event._error = None
         return event
+
+    @classmethod
+    def on(cls, stream: Any) -> EventHandle:
+        """The moment when a CUDA stream has come to here."""
+        event = cls.pending()
+        event.finished = None
+        event._record(stream)
+        return event
+
+    def _record(self, stream: Any) -> None:
+        self.moment = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.moment.record(stream)
 
     def finish(self, error: BaseException | None = None) -> None:
         assert self.finished is not None
@@ -39,6 +61,8 @@ class EventHandle:
 
     def current_stream_wait(self) -> None:
         """Return when the moment has come; raise the error of the work that it ends."""
+        if self.moment is not None:
+            torch.cuda.current_stream().wait_event(self.moment)
         if self.finished is not None:
             self.finished.wait()
         self.was_waited_for = True

@@ -313,6 +313,7 @@ class ControlRegion:
             ("low-latency note", self.note_bytes, self.num_ranks, NUM_SLOT_SETS),
             ("low-latency packed", COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
             ("mask", self.num_ranks * COUNTER_BYTES, self.num_ranks, 1),
+            ("given up", COUNTER_BYTES, self.num_ranks, 1),
             ("offer", OFFER_HEADER_BYTES + self.num_ranks * COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
         )
         blocks = []

@@ -1,33 +1,68 @@
-"""`anyep bench`: how fast AnyEP is here, beside a plain copy of the same bytes and Gloo, in one run."""
+"""`anyep bench`: how fast AnyEP is here, beside a plain copy of the same bytes, and Gloo or NCCL."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
+from anyep.cli.bench_measure import Report, Setup, measure
+from anyep.cli.bench_table import print_report
 from anyep.cli.checks import check_experts, check_folder
+from anyep.cli.gpus import check_device, placed
 from anyep.errors import InvalidCall, whole_number
-from anyep.sizes import CHANNELS_PER_SCALE, check_row_bytes
+from anyep.sizes import CHANNELS_PER_SCALE, Config, check_row_bytes
 
-MODES: Final = {"normal": 512, "low-latency": 128}
-"""And their usual numbers of tokens."""
+MODES: Final = ("normal", "low-latency")
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What the options are where they are not given."""
+
+    ranks: int
+    tokens: int
+    experts: int
+
+
+USUAL: Final = {
+    ("cpu", "normal"): Defaults(8, 512, 64),
+    ("cpu", "low-latency"): Defaults(8, 128, 64),
+    ("cuda", "normal"): Defaults(2, 4096, 256),
+    ("cuda", "low-latency"): Defaults(8, 128, 256),
+}
 
 
 def bench(
     mode: Annotated[str, typer.Option(help="What to measure: normal or low-latency.")] = "normal",
-    ranks: Annotated[int, typer.Option(help="Number of ranks, as processes on this machine.")] = 8,
+    device: Annotated[
+        str, typer.Option(help="Where ranks compute and communicate: cpu or cuda; they may share a GPU.")
+    ] = "cpu",
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Number of ranks, as processes on this machine; 8, on cuda in normal mode 2."),
+    ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens per rank; 512 in normal mode, 128 in low-latency mode.")
+        int | None,
+        typer.Option(help="Tokens per rank; 512 in normal mode, on cuda 4096; 128 in low-latency mode."),
     ] = None,
     hidden: Annotated[int, typer.Option(help="Hidden size, in bf16 values.")] = 7168,
-    experts: Annotated[int, typer.Option(help="Experts of all ranks together.")] = 64,
+    experts: Annotated[
+        int | None, typer.Option(help="Experts of all ranks together; 64, on cuda 256.")
+    ] = None,
     topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
     repeats: Annotated[int, typer.Option(help="Repeats of each case; medians are shown.")] = 15,
     seed: Annotated[int, typer.Option(help="Seed of the data and the routing.")] = 0,
+    sms: Annotated[
+        int | None, typer.Option(help="SMs per rank, on cuda in normal mode; an even number.")
+    ] = None,
+    sweep_sms: Annotated[
+        bool, typer.Option("--sweep-sms", help="Also tell the rates with 4 to 32 SMs per rank, on cuda.")
+    ] = False,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the records to this file; - for stdout.")
     ] = None,
@@ -35,11 +70,14 @@ def bench(
         Path | None, typer.Option("--plot", help="Draw the result to this .png or .svg file.")
     ] = None,
 ) -> None:
-    """Measure dispatch and combine beside a plain copy of the same bytes and beside Gloo."""
+    """Measure dispatch and combine beside a plain copy of the same bytes, and beside Gloo or NCCL."""
     if mode not in MODES:
         raise InvalidCall(f"mode is {mode!r}: choose {' or '.join(MODES)}")
-    if tokens is None:
-        tokens = MODES[mode]
+    check_device(device)
+    usual = USUAL[device, mode]
+    ranks = usual.ranks if ranks is None else ranks
+    tokens = usual.tokens if tokens is None else tokens
+    experts = usual.experts if experts is None else experts
     for name, value in (
         ("ranks", ranks),
         ("tokens", tokens),
@@ -52,6 +90,10 @@ def bench(
     if mode == "low-latency" and hidden % CHANNELS_PER_SCALE:
         raise InvalidCall(f"hidden is {hidden}: for FP8 it must be a multiple of {CHANNELS_PER_SCALE}")
     check_experts(experts, ranks, topk)
+    if (sms is not None or sweep_sms) and (device, mode) != ("cuda", "normal"):
+        raise InvalidCall("sms are for --device cuda in normal mode: leave --sms and --sweep-sms out")
+    if sms is not None:
+        Config(num_sms=sms)
     if json_file not in (None, "-"):
         check_folder("the records", Path(str(json_file)))
     if plot_file is not None:
@@ -60,43 +102,27 @@ def bench(
                 f"a plot cannot be written to {str(plot_file)!r}: its name must end in .png or .svg"
             )
         check_folder("the plot", plot_file)
-    from anyep.cli.bench_measure import Setup, measure
-
-    setup = Setup(mode, ranks, tokens, hidden, experts, topk, repeats, seed)
-    records = measure(setup, show_progress=sys.stderr.isatty())
+    report = _measure(
+        Setup(mode, ranks, tokens, hidden, experts, topk, repeats, seed, device, sms, sweep_sms)
+    )
+    records = json.dumps([asdict(record) for record in report.records], indent=2)
     if json_file == "-":
-        print(json.dumps(records, indent=2))
+        print(records)
     else:
         if json_file is not None:
-            Path(json_file).write_text(json.dumps(records, indent=2) + "\n")
-        _print_table(setup, records)
+            Path(json_file).write_text(records + "\n")
+        print_report(report)
     if plot_file is not None:
         from anyep.cli.bench_plot import draw
 
-        draw(records, plot_file)
+        draw(report, plot_file)
 
 
-def _print_table(setup: Any, records: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.table import Table
+def _measure(setup: Setup) -> Report:
+    show_progress = sys.stderr.isatty()
+    if setup.device == "cpu":
+        return measure(setup, show_progress)
+    with placed(setup.device, setup.ranks) as placement:
+        from anyep.cli import bench_cuda
 
-    from anyep.cli.console import console_for_results
-    from anyep.cli.units import format_seconds
-
-    console = console_for_results()
-    console.print(setup.description())
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("case", "path", "tokens", "median", "GB/s per rank", "of copy", "vs Gloo"):
-        table.add_column(heading, justify="left" if heading in ("case", "path") else "right")
-    for record in records:
-        gloo = record["vs"].get("gloo")
-        table.add_row(
-            record["case"],
-            record["path"],
-            str(record["tokens"]),
-            format_seconds(record["median_s"]),
-            f"{record['gbps']:.2f}" if record["gbps"] else "",
-            f"{record['of_copy']:.2f}" if record["of_copy"] else "",
-            f"{gloo:.1f}x" if gloo else "",
-        )
-    console.print(table)
+        return bench_cuda.measure(setup, placement, show_progress)

@@ -11,7 +11,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +33,13 @@ class Setup:
     topk: int
     repeats: int
     seed: int
+    device: str = "cpu"
+    sms: int | None = None
+    sweep_sms: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.hidden
 
     def description(self) -> str:
         return (
@@ -71,22 +78,87 @@ class Timing:
     spans: list[tuple[int, int]]
 
 
-def measure(setup: Setup, show_progress: bool) -> list[dict[str, Any]]:
-    """Run every case and return the records, in the order of the table."""
+@dataclass(frozen=True)
+class Record:
+    """One line of the table: bytes and rate are those that a rank receives, on average."""
+
+    case: str
+    path: str
+    ranks: int
+    tokens: int
+    hidden: int
+    bytes: int
+    median_s: float
+    gbps: float
+    of_copy: float | None
+    vs: dict[str, float]
+
+
+@dataclass(frozen=True)
+class GpuRecord(Record):
+    """The same on GPUs, where the median may be one of single calls; then there is a p99 too.
+
+    A record of the sweep over numbers of SMs is `swept`, and `enough` if none with fewer SMs is fast enough.
+    """
+
+    device: str
+    gpu: str
+    sms: int | None
+    p99_s: float | None
+    swept: bool = False
+    enough: bool = False
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured where, in words; the records in the order of the table; what else is to be said."""
+
+    description: str
+    records: Sequence[Record]
+    note: str = ""
+
+    @property
+    def cases(self) -> list[Record]:
+        return [record for record in self.records if not (isinstance(record, GpuRecord) and record.swept)]
+
+    @property
+    def sweep(self) -> list[GpuRecord]:
+        return [record for record in self.records if isinstance(record, GpuRecord) and record.swept]
+
+
+class ProgressLine:
+    """What rank 0 is at, in one line of the terminal that is written again and again."""
+
+    def __init__(self, is_shown: bool) -> None:
+        self._is_shown = is_shown
+        self._width = 0
+
+    def show(self, text: str) -> None:
+        if self._is_shown:
+            print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
+            self._width = len(text)
+
+    def clear(self) -> None:
+        self.show("")
+        self.show("")
+
+
+def measure(setup: Setup, show_progress: bool) -> Report:
+    """Run every case."""
+    progress = ProgressLine(show_progress)
 
     def on_report(rank: int, done: Any) -> None:
-        if show_progress and rank == 0:
+        if rank == 0:
             tokens, repeat, repeats = done
-            text = f"\r{tokens} tokens: repeat {repeat} of {repeats}   "
-            print(text, end="", file=sys.stderr, flush=True)
+            progress.show(f"{tokens} tokens: repeat {repeat} of {repeats}")
 
+    progress.show("starting ranks")
     by_rank: list[list[Timing]] = run_ranks(setup.ranks, _measure_on_rank, setup, on_report=on_report)
-    if show_progress:
-        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
-    return _records(setup, by_rank)
+    progress.clear()
+    return Report(setup.description(), _records(setup, by_rank))
 
 
-def _records(setup: Setup, by_rank: list[list[Timing]]) -> list[dict[str, Any]]:
+def _records(setup: Setup, by_rank: list[list[Timing]]) -> list[Record]:
     medians: dict[tuple[str, str, int], float] = {}
     for timings in zip(*by_rank, strict=True):
         durations = [
@@ -104,18 +176,18 @@ def _records(setup: Setup, by_rank: list[list[Timing]]) -> list[dict[str, Any]]:
         bound = sum(medians["copy", copy, tokens] for copy in timings[0].bound)
         rival = medians.get((case, timings[0].rival, tokens))
         records.append(
-            {
-                "case": case,
-                "path": path,
-                "ranks": setup.ranks,
-                "tokens": tokens,
-                "hidden": setup.hidden,
-                "bytes": round(received),
-                "median_s": seconds,
-                "gbps": received / seconds / 1e9,
-                "of_copy": bound / seconds if bound and received else None,
-                "vs": {"gloo": rival / seconds} if rival else {},
-            }
+            Record(
+                case,
+                path,
+                setup.ranks,
+                tokens,
+                setup.hidden,
+                round(received),
+                seconds,
+                received / seconds / 1e9,
+                bound / seconds if bound and received else None,
+                {"gloo": rival / seconds} if rival else {},
+            )
         )
     return records
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from anyep.backends import cpu
 from anyep.buffer import Buffer
 from anyep.cli.bench_measure import Case, Setup
+from anyep.cli.bench_rival import AllToAll
 from anyep.cli.ranks import Rank
 
 
@@ -46,7 +46,7 @@ def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
     num_rows = received.shape[0]
     num_bytes = num_rows * row_bytes
     target = cpu.OwnBlock("copy", max(num_bytes, 128))
-    gloo = _Gloo(rank, x, in_rank)
+    gloo = AllToAll(rank.group, x, in_rank)
 
     def copy() -> Any:
         cpu.copy_rows(target.address, private.data_ptr(), num_rows, row_bytes, 0)
@@ -80,39 +80,3 @@ def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
         case("pair", "ring", lambda: pair(by_ring), 2),
         rival("pair", "gloo", lambda: (gloo.dispatch(), gloo.combine())),
     ]
-
-
-class _Gloo:
-    """The same job as a user would do it with torch.distributed: pack, exchange, add up."""
-
-    def __init__(self, rank: Rank, x: Any, in_rank: Any) -> None:
-        self._group = rank.group
-        self._x = x
-        self._order = torch.cat([torch.nonzero(in_rank[:, peer]).flatten() for peer in range(rank.num_ranks)])
-        self._to_send = in_rank.sum(0)
-        self._to_receive = torch.empty_like(self._to_send)
-        self.dispatch()
-
-    def dispatch(self) -> Any:
-        """Exchange the counts, then the rows."""
-        dist.all_to_all_single(self._to_receive, self._to_send, group=self._group)
-        self._received = self.send_rows()
-        return self._received
-
-    def send_rows(self) -> Any:
-        """Pack the rows by receiver and exchange them."""
-        packed = self._x.index_select(0, self._order)
-        received = packed.new_empty((int(self._to_receive.sum()), packed.shape[1]))
-        dist.all_to_all_single(
-            received, packed, self._to_receive.tolist(), self._to_send.tolist(), group=self._group
-        )
-        return received
-
-    def combine(self) -> Any:
-        """Send the rows back and add them up in float32."""
-        returned = self._x.new_empty((len(self._order), self._x.shape[1]))
-        dist.all_to_all_single(
-            returned, self._received, self._to_send.tolist(), self._to_receive.tolist(), group=self._group
-        )
-        total = torch.zeros(self._x.shape, dtype=torch.float32)
-        return total.index_add_(0, self._order, returned.float()).to(self._x.dtype)

@@ -1,43 +1,112 @@
-"""The picture of `anyep bench --plot`: how close each case is to a plain copy, and how far ahead of Gloo."""
+"""The picture of `anyep bench --plot`: how close each case is to a plain copy, and how far ahead of others.
+
+On GPUs also the rates themselves, and how they grow with the number of SMs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from anyep.cli.bench_measure import GpuRecord, Record, Report
+from anyep.cli.bench_table import RIVALS
 from anyep.errors import NotSupported
 
+BLUE, VIOLET, GREEN, RED = "#2e86ab", "#8367c7", "#3a9d6e", "#e4572e"
+COLOURS: Final = (BLUE, VIOLET)
 
-def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """Two rows of bars: the rate of a plain copy is 1, the time of Gloo is 1."""
+
+@dataclass(frozen=True)
+class Bars:
+    """A row of bars, one per case. Ratios have a line at 1."""
+
+    title: str
+    values: dict[str, float]
+    unit: str
+    colour: str
+    are_ratios: bool = True
+
+
+def draw(report: Report, path: Path) -> None:
+    """Rows of bars over the cases, and a row of lines over the numbers of SMs where there were several."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise NotSupported("drawing a plot needs matplotlib: pip install 'anyep[plot]'") from error
-    first = records[0]
-    large = [record for record in records if record["of_copy"] and record["tokens"] == first["tokens"]]
-    figure = Figure(figsize=(11, 7))
+    first = report.records[0]
+    rows = _rows_of([record for record in report.cases if record.of_copy and record.tokens == first.tokens])
+    num_rows = len(rows) + bool(report.sweep)
+    figure = Figure(figsize=(11, 3.5 * num_rows))
+    place = f" on {first.gpu}" if isinstance(first, GpuRecord) else ""
     figure.suptitle(
-        f"{first['ranks']} ranks, {first['tokens']} tokens per rank, hidden {first['hidden']} bf16",
+        f"{first.ranks} ranks{place}, {first.tokens} tokens per rank, hidden {first.hidden} bf16",
         fontweight="bold",
     )
-    for index, (title, values, unit) in enumerate(
-        (
-            (
-                "rate, as a multiple of a plain copy of the same bytes",
-                [r["of_copy"] for r in large],
-                "{:.2f}",
-            ),
-            ("speed, as a multiple of Gloo", [r["vs"].get("gloo", 0) for r in large], "{:.1f}x"),
-        )
-    ):
-        axes = figure.add_subplot(2, 1, index + 1)
-        names = [f"{record['case']}\n{record['path']}" for record in large]
-        bars = axes.bar(names, values, color="#2e86ab" if index == 0 else "#8367c7")
-        axes.bar_label(bars, [unit.format(value) for value in values], fontsize=8)
-        axes.axhline(1, color="#e4572e", linewidth=1)
-        axes.set_title(title, loc="left", fontsize=10)
+    for index in range(num_rows):
+        axes = figure.add_subplot(num_rows, 1, index + 1)
+        if index < len(rows):
+            _draw_bars(axes, rows[index])
+        else:
+            _draw_sweep(axes, report.sweep)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=140)
+
+
+def _rows_of(records: Sequence[Record]) -> list[Bars]:
+    rows = [
+        Bars(
+            "rate, as a multiple of a plain copy of the same bytes",
+            {_name(record): record.of_copy or 0.0 for record in records},
+            "{:.2f}",
+            BLUE,
+        )
+    ]
+    for rival in sorted({rival for record in records for rival in record.vs}):
+        values = {_name(record): record.vs[rival] for record in records if rival in record.vs}
+        rows.append(Bars(f"speed, as a multiple of {RIVALS[rival]}", values, "{:.1f}x", VIOLET))
+    if any(isinstance(record, GpuRecord) for record in records):
+        rates = {_name(record): record.gbps for record in records}
+        title = "rate, GB/s per rank of received bytes"
+        rows.append(Bars(title, rates, "{:.0f}", GREEN, are_ratios=False))
+    return rows
+
+
+def _name(record: Record) -> str:
+    return f"{record.case}\n{record.path}"
+
+
+def _draw_bars(axes: Any, row: Bars) -> None:
+    bars = axes.bar(list(row.values), list(row.values.values()), color=row.colour)
+    axes.bar_label(bars, [row.unit.format(value) for value in row.values.values()], fontsize=8)
+    if row.are_ratios:
+        axes.axhline(1, color=RED, linewidth=1)
+    axes.set_title(row.title, loc="left", fontsize=10)
+
+
+def _draw_sweep(axes: Any, records: Sequence[GpuRecord]) -> None:
+    """The rates by number of SMs; a ring around the fewest SMs that are enough."""
+    for case, colour in zip(dict.fromkeys(record.case for record in records), COLOURS, strict=False):
+        of_case = [record for record in records if record.case == case]
+        axes.plot(
+            [record.sms for record in of_case],
+            [record.gbps for record in of_case],
+            marker="o",
+            color=colour,
+            label=case,
+        )
+        for record in of_case:
+            if record.enough:
+                axes.plot(record.sms, record.gbps, marker="o", markersize=14, color=RED, fillstyle="none")
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(sorted({record.sms or 0 for record in records}))
+    axes.set_xlabel("SMs per rank", fontsize=8)
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title(
+        "rate by number of SMs, GB/s per rank, in graphs; ringed: the fewest that reach 80 % of the best",
+        loc="left",
+        fontsize=10,
+    )

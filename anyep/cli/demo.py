@@ -17,6 +17,7 @@ import typer
 from anyep.cli import demo_decode_results, demo_results
 from anyep.cli.checks import check_experts
 from anyep.cli.demo_job import DecodeJob, Job, decode_on_rank, train_on_rank
+from anyep.cli.gpus import check_device, placed
 from anyep.cli.ranks import run_ranks
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import CHANNELS_PER_SCALE, check_row_bytes
@@ -60,6 +61,9 @@ def demo(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="Where ranks compute and communicate: cpu or cuda; they may share a GPU.")
+    ] = "cpu",
     path: Annotated[
         str | None,
         typer.Option(help="How rows travel in normal mode: auto, window or ring; auto where not given."),
@@ -69,6 +73,7 @@ def demo(
     """Run a Mixture-of-Experts layer over several ranks, and check it against one process."""
     if mode not in MODES:
         raise InvalidCall(f"mode is {mode!r}: choose {' or '.join(MODES)}")
+    check_device(device)
     usual = MODES[mode]
     tokens = usual.tokens if tokens is None else tokens
     hidden = usual.hidden if hidden is None else hidden
@@ -78,11 +83,11 @@ def demo(
     check_experts(experts, ranks, topk)
     if mode == "normal":
         path = "auto" if path is None else path
-        ok = _train(Job(ranks, tokens, hidden, experts, topk, steps, seed, path), as_json)
+        ok = _train(Job(ranks, tokens, hidden, experts, topk, steps, seed, path, device), as_json)
     elif path is not None:
         raise InvalidCall("path is for normal mode: low-latency calls have one way only; leave it out")
     else:
-        ok = _decode(DecodeJob(ranks, tokens, hidden, experts, topk, steps, seed), as_json)
+        ok = _decode(DecodeJob(ranks, tokens, hidden, experts, topk, steps, seed, device), as_json)
     if not ok:
         raise typer.Exit(1)
 
@@ -97,9 +102,9 @@ def _train(job: Job, as_json: bool) -> bool:
     def describe(report: Any) -> str:
         return f"loss {report.loss:.4f}, difference {report.largest_difference:.1e}"
 
-    with _progress(job.steps, describe) as on_report:
-        by_rank = run_ranks(job.ranks, train_on_rank, job, on_report=on_report)
-    record = demo_results.record_of(job, by_rank)
+    with placed(job.device, job.ranks) as placement, _progress(job, describe) as on_report:
+        by_rank = run_ranks(job.ranks, train_on_rank, job, on_report=on_report, placement=placement)
+    record = demo_results.record_of(job, placement.num_gpus, by_rank)
     if as_json:
         print(json.dumps(record, indent=2))
     else:
@@ -116,9 +121,9 @@ def _decode(job: DecodeJob, as_json: bool) -> bool:
     def describe(report: Any) -> str:
         return f"decoding, difference {report.difference.largest:.1e}"
 
-    with _progress(job.steps, describe) as on_report:
-        by_rank = run_ranks(job.ranks, decode_on_rank, job, on_report=on_report)
-    record = demo_decode_results.record_of(job, by_rank)
+    with placed(job.device, job.ranks) as placement, _progress(job, describe) as on_report:
+        by_rank = run_ranks(job.ranks, decode_on_rank, job, on_report=on_report, placement=placement)
+    record = demo_decode_results.record_of(job, placement.num_gpus, by_rank)
     if as_json:
         print(json.dumps(asdict(record), indent=2))
     else:
@@ -126,7 +131,7 @@ def _decode(job: DecodeJob, as_json: bool) -> bool:
     return record.ok
 
 
-def _progress(steps: int, describe: Callable[[Any], str]) -> Any:
+def _progress(job: Job | DecodeJob, describe: Callable[[Any], str]) -> Any:
     """A progress bar on the terminal; nothing where there is none."""
     if not sys.stderr.isatty():
         return nullcontext(None)
@@ -142,7 +147,9 @@ def _progress(steps: int, describe: Callable[[Any], str]) -> Any:
             )
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
-            task = self._bar.add_task("starting ranks", total=steps)
+            # On a GPU the first step may have to compile kernels.
+            beginning = "starting ranks" if job.device == "cpu" else "starting ranks, preparing kernels"
+            task = self._bar.add_task(beginning, total=job.steps)
 
             def on_report(rank: int, report: Any) -> None:
                 if rank == 0:

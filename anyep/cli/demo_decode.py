@@ -5,11 +5,12 @@ its hook receives, later: while the experts work on one micro-batch, the rows of
 
     first:   dispatch . . . . . receive  EXPERTS  combine . . . . . . . . . . . . . . .  receive
     second:           dispatch . . . . . . . . . . . . . . receive  EXPERTS  combine . . . . . . receive
+
+On a GPU the host waits at the end of each phase, so that the clock shows what it took.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from anyep.buffer import Buffer
 from anyep.cli.demo_decode_reference import Experts, compare, gate_of, layer_in_one_process
-from anyep.cli.demo_job import DecodeJob, DecodeProgress, DecodeReport, Difference
+from anyep.cli.demo_job import DecodeJob, DecodeProgress, DecodeReport, Difference, now
 from anyep.cli.demo_layer import weights_of
 from anyep.cli.ranks import Rank
 from anyep.sizes import CHANNELS_PER_SCALE
@@ -64,7 +65,7 @@ class MicroBatch:
     def compute(self, experts: Experts) -> None:
         """What this rank's experts make of the rows that came for them; what follows those is undefined."""
         with self._report.timed("experts"):
-            self._outputs = torch.empty(self._rows.shape, dtype=torch.bfloat16)
+            self._outputs = torch.empty(self._rows.shape, dtype=torch.bfloat16, device=self._rows.device)
             for local, (index, count) in enumerate(zip(experts.indices, self._counts.tolist(), strict=True)):
                 scales = self._scales[local, :count].repeat_interleave(CHANNELS_PER_SCALE, dim=1)
                 rows = self._rows[local, :count].float() * scales
@@ -97,7 +98,7 @@ def run_step(
     report: DecodeReport,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer on a rank's tokens; also each token's choice of experts."""
-    started = time.perf_counter()
+    started = now(job.device)
     halves = x[: job.num_max_tokens], x[job.num_max_tokens :]
     first, second = (MicroBatch(job, buffer, half, report) for half in halves)
     first.send_tokens(gate)
@@ -110,7 +111,7 @@ def run_step(
     second.send_results()
     combined = torch.cat([first.receive_results(), second.receive_results()])
     choices = torch.cat([first.choices, second.choices])
-    report.step_seconds.append(time.perf_counter() - started)
+    report.step_seconds.append(now(job.device) - started)
     return combined, choices
 
 
@@ -124,17 +125,18 @@ def decode(rank: Rank, job: DecodeJob) -> DecodeReport:
     num_bytes = Buffer.get_low_latency_rdma_size_hint(job.num_max_tokens, job.hidden, job.ranks, job.experts)
     local = job.experts // job.ranks
     gate = gate_of(job)
-    experts = Experts(job, range(rank.rank * local, (rank.rank + 1) * local))
+    gate_here = gate.to(job.device)
+    experts = Experts(job, range(rank.rank * local, (rank.rank + 1) * local), job.device)
     all_experts = Experts(job, range(job.experts)) if rank.rank == 0 else None
-    report = DecodeReport()
-    with Buffer(rank.group, 0, num_bytes, low_latency_mode=True, device="cpu") as buffer:
+    report = DecodeReport(job.device)
+    with Buffer(rank.group, 0, num_bytes, low_latency_mode=True, device=job.device) as buffer:
         for begin in range(0, job.steps, ROUND_STEPS):
             steps = range(begin, min(begin + ROUND_STEPS, job.steps))
-            x = [tokens_of(job, rank.rank, step) for step in steps]
+            x = [tokens_of(job, rank.rank, step).to(job.device) for step in steps]
             dist.barrier(rank.group)
             for _ in range(WARM_UP_STEPS):
-                run_step(job, buffer, x[0], gate, experts, DecodeReport())
-            results = [run_step(job, buffer, tokens, gate, experts, report) for tokens in x]
+                run_step(job, buffer, x[0], gate_here, experts, DecodeReport(job.device))
+            results = [run_step(job, buffer, tokens, gate_here, experts, report) for tokens in x]
             report.difference += _check(rank, job, steps, results, gate, all_experts)
             rank.report(DecodeProgress(steps[-1], report.difference))
     return report
@@ -148,11 +150,12 @@ def _check(
     gate: torch.Tensor,
     all_experts: Experts | None,
 ) -> Difference:
-    """On rank 0: how far all ranks' results of these steps are from the reference's."""
+    """On rank 0: how far all ranks' results of these steps are from the reference's, on the CPU."""
     by_rank: list[list[tuple[torch.Tensor, torch.Tensor]]] | None = (
         [[] for _ in range(job.ranks)] if rank.rank == 0 else None
     )
-    dist.gather_object(results, by_rank, group=rank.group)
+    there = [(combined.cpu(), choices.cpu()) for combined, choices in results]
+    dist.gather_object(there, by_rank, group=rank.group)
     difference = Difference()
     if by_rank is None or all_experts is None:
         return difference

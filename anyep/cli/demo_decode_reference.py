@@ -29,11 +29,12 @@ def gate_of(job: DecodeJob) -> torch.Tensor:
 class Experts:
     """Some of the experts' networks. Each has a seed of its own, so that a rank need not make them all."""
 
-    def __init__(self, job: DecodeJob, indices: range) -> None:
+    def __init__(self, job: DecodeJob, indices: range, device: str = "cpu") -> None:
         seeds = {index: (job.seed + 1) * 1_000_003 + 2 * index for index in indices}
         self.indices = indices
-        self._up = {index: _normal(seed, job.hidden, job.hidden) for index, seed in seeds.items()}
-        self._down = {index: _normal(seed + 1, job.hidden, job.hidden) for index, seed in seeds.items()}
+        size = (job.hidden, job.hidden)
+        self._up = {index: _normal(seed, *size).to(device) for index, seed in seeds.items()}
+        self._down = {index: _normal(seed + 1, *size).to(device) for index, seed in seeds.items()}
 
     def apply(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         return functional.silu(rows @ self._up[index]) @ self._down[index]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from anyep.cli.demo_job import COMMUNICATION, PHASES, DecodeJob, DecodeReport, Difference
+from anyep.cli.gpus import in_words
 from anyep.cli.histogram import Latency, bar, latency_of, marks_of, percentile
 from anyep.cli.units import format_seconds
 from anyep.machine import num_cores
@@ -38,6 +39,8 @@ class DecodeRecord:
     """All that the demo found out; `--json` prints it."""
 
     mode: str
+    device: str
+    gpus: int
     ranks: int
     cores: int
     tokens: int
@@ -64,13 +67,15 @@ def is_ok(difference: Difference) -> bool:
     )
 
 
-def record_of(job: DecodeJob, by_rank: list[DecodeReport]) -> DecodeRecord:
+def record_of(job: DecodeJob, num_gpus: int, by_rank: list[DecodeReport]) -> DecodeRecord:
     difference = sum((report.difference for report in by_rank), Difference())
     phases = {phase: [s for report in by_rank for s in report.phase_seconds[phase]] for phase in PHASES}
     pairs = [sum(parts) for parts in zip(*(phases[phase] for phase in COMMUNICATION), strict=True)]
     slowest = max(sum(report.step_seconds) for report in by_rank)
     return DecodeRecord(
         "low-latency",
+        job.device,
+        num_gpus,
         job.ranks,
         num_cores(),
         job.tokens,
@@ -101,8 +106,9 @@ def print_record(record: DecodeRecord) -> None:
     from anyep.cli.console import console_for_results
 
     console = console_for_results()
+    place = in_words(record.gpus) if record.gpus else f"{record.cores} cores"
     console.print(
-        f"[bold]{record.ranks} ranks[/bold] on {record.cores} cores, {record.tokens} tokens per rank"
+        f"[bold]{record.ranks} ranks[/bold] on {place}, {record.tokens} tokens per rank"
         f" and step, hidden {record.hidden}, top-{record.topk} of {record.experts} experts,"
         f" {record.steps} steps"
     )

@@ -10,6 +10,21 @@ from typing import Any, Final
 
 from anyep.sizes import align
 
+
+def finish_work(device: str) -> None:
+    """Wait for all that was launched on a device; on the CPU nothing is left to wait for."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def now(device: str) -> float:
+    """The clock, in seconds, once all that was launched on the device is done."""
+    finish_work(device)
+    return time.perf_counter()
+
+
 # Normal mode: a layer is trained.
 
 
@@ -25,6 +40,7 @@ class Job:
     steps: int
     seed: int
     path: str
+    device: str = "cpu"
 
     @property
     def row_bytes(self) -> int:
@@ -43,6 +59,7 @@ class Job:
 class StepReport:
     """What one rank saw in one step."""
 
+    device: str
     step: int
     sent: list[int]
     received: int
@@ -52,9 +69,9 @@ class StepReport:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started = now(self.device)
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now(self.device) - started
 
 
 def train_on_rank(rank: Any, job: Job) -> list[StepReport]:
@@ -82,6 +99,7 @@ class DecodeJob:
     topk: int
     steps: int
     seed: int
+    device: str = "cpu"
 
     @property
     def num_max_tokens(self) -> int:
@@ -117,15 +135,16 @@ class DecodeProgress:
 class DecodeReport:
     """What one rank saw: seconds of every step, and of every phase of every micro-batch."""
 
+    device: str
     step_seconds: list[float] = field(default_factory=list)
     phase_seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     difference: Difference = field(default_factory=Difference)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started = now(self.device)
         yield
-        self.phase_seconds[phase].append(time.perf_counter() - started)
+        self.phase_seconds[phase].append(now(self.device) - started)
 
 
 def decode_on_rank(rank: Any, job: DecodeJob) -> DecodeReport:

@@ -1,6 +1,6 @@
 """The Mixture-of-Experts layer of `anyep demo`: gate, dispatch, experts, combine, forward and backward.
 
-Each rank has its own tokens and its own experts. The reference is the same layer in one process,
+Each rank has its own tokens and its own experts. The reference is the same layer in one process, on the CPU,
 with all experts and all tokens, written as plainly as possible; both start from the same numbers and
 take the same steps.
 """
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from anyep.buffer import Buffer
-from anyep.cli.demo_job import Job, StepReport
+from anyep.cli.demo_job import Job, StepReport, finish_work
 from anyep.cli.ranks import Rank
 
 LEARNING_RATE = 0.05
@@ -23,17 +23,19 @@ LEARNING_RATE = 0.05
 class Weights:
     """A gate and expert networks, all of them; a rank trains its slice of the experts."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, device: str = "cpu") -> None:
+        # The same numbers on every device: they are drawn on the CPU.
         generator = torch.Generator().manual_seed(job.seed)
         hidden, inner = job.hidden, 2 * job.hidden
 
         def normal(*shape: int) -> torch.Tensor:
             scale: float = shape[-2] ** -0.5
-            return torch.randn(*shape, generator=generator) * scale
+            drawn = torch.randn(*shape, generator=generator) * scale
+            return drawn.to(device).requires_grad_()
 
-        self.gate = normal(hidden, job.experts).requires_grad_()
-        self.up = [normal(hidden, inner).requires_grad_() for _ in range(job.experts)]
-        self.down = [normal(inner, hidden).requires_grad_() for _ in range(job.experts)]
+        self.gate = normal(hidden, job.experts)
+        self.up = [normal(hidden, inner) for _ in range(job.experts)]
+        self.down = [normal(inner, hidden) for _ in range(job.experts)]
 
     def expert(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         # Smooth: at a kink, sums that differ in their last bits would have different gradients.
@@ -60,11 +62,14 @@ def misrouting(scores: torch.Tensor, experts: torch.Tensor) -> float:
     return max(0.0, float((best_other - worst_chosen).max()))
 
 
-class Dispatch(torch.autograd.Function):
-    """Dispatch forward; its gradient goes back by combine.
+def _start_together(buffer: Buffer, report: StepReport) -> None:
+    """For the clock only: without it, that would show who waits for whose experts."""
+    finish_work(report.device)
+    dist.barrier(buffer.group)
 
-    The barriers are for the clock only: without them it would show who waits for whose experts.
-    """
+
+class Dispatch(torch.autograd.Function):
+    """Dispatch forward; its gradient goes back by combine."""
 
     @staticmethod
     def forward(
@@ -72,7 +77,7 @@ class Dispatch(torch.autograd.Function):
     ) -> Any:
         with report.timed("layout"):
             per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(experts, num_experts)
-        dist.barrier(buffer.group)
+        _start_together(buffer, report)
         with report.timed("dispatch"):
             rows, ids, row_weights, _, handle, _ = buffer.dispatch(
                 x,
@@ -91,7 +96,7 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Any, grad_weights: Any, *_: Any) -> Any:
-        dist.barrier(ctx.buffer.group)
+        _start_together(ctx.buffer, ctx.report)
         with ctx.report.timed("backward of dispatch"):
             grad_x, grad_topk, _ = ctx.buffer.combine(
                 grad_rows.contiguous(), ctx.saved_tensors, topk_weights=grad_weights.contiguous()
@@ -106,14 +111,14 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, rows: Any, buffer: Any, report: Any, *handle: Any) -> Any:
         ctx.buffer, ctx.report = buffer, report
         ctx.save_for_backward(*handle)
-        dist.barrier(buffer.group)
+        _start_together(buffer, report)
         with report.timed("combine"):
             combined, _, _ = buffer.combine(rows, handle)
         return combined
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        dist.barrier(ctx.buffer.group)
+        _start_together(ctx.buffer, ctx.report)
         with ctx.report.timed("backward of combine"):
             grad_rows, *_ = ctx.buffer.dispatch(grad.contiguous(), handle=ctx.saved_tensors)
         return grad_rows, None, None, *[None] * len(ctx.saved_tensors)
@@ -160,26 +165,30 @@ def tokens_of(job: Job, rank: int, step: int) -> torch.Tensor:
 def train(rank: Rank, job: Job) -> list[StepReport]:
     """What each rank does: some steps of training. Rank 0 trains the reference too, and compares."""
     nvl_bytes = Buffer.get_dispatch_config(job.ranks).get_nvl_buffer_size_hint(job.row_bytes, job.ranks)
-    weights = Weights(job)
+    weights = Weights(job, job.device)
     reference = Weights(job) if rank.rank == 0 else None
     reports = []
-    with Buffer(rank.group, nvl_bytes, device="cpu", num_window_bytes=job.num_window_bytes) as buffer:
+    with Buffer(rank.group, nvl_bytes, device=job.device, num_window_bytes=job.num_window_bytes) as buffer:
         for step in range(job.steps):
-            report = StepReport(step, [], 0)
-            x = tokens_of(job, rank.rank, step).requires_grad_()
+            report = StepReport(job.device, step, [], 0)
+            x = tokens_of(job, rank.rank, step).to(job.device).requires_grad_()
             output, experts = layer_on_a_rank(x, weights, job, rank.rank, buffer, report)
             loss = output.square().sum() / (job.ranks * job.tokens or 1)
             loss.backward()  # type: ignore[no-untyped-call]
             assert weights.gate.grad is not None
-            dist.all_reduce(weights.gate.grad, group=rank.group)
-            total = loss.detach().clone()
-            dist.all_reduce(total, group=rank.group)
-            report.loss = float(total)
+            weights.gate.grad = _sum_over_ranks(weights.gate.grad, rank)
+            report.loss = float(_sum_over_ranks(loss.detach(), rank))
             report.largest_difference = _compare(job, step, weights, x, output, experts, rank, reference)
             _descend(weights)
             reports.append(report)
             rank.report(report)
     return reports
+
+
+def _sum_over_ranks(value: torch.Tensor, rank: Rank) -> torch.Tensor:
+    total = value.cpu().clone()  # the group is Gloo's
+    dist.all_reduce(total, group=rank.group)
+    return total.to(value.device)
 
 
 def _compare(
@@ -198,12 +207,12 @@ def _compare(
     """
     local = job.experts // job.ranks
     mine = range(rank.rank * local, (rank.rank + 1) * local)
-    parts = [output.detach(), x.grad, weights.gate.grad]
+    parts = [output.detach(), _gradient(x), _gradient(weights.gate)]
     parts += [_gradient(weights.up[index]) for index in mine] + [
         _gradient(weights.down[index]) for index in mine
     ]
     gathered: list[Any] | None = [None] * job.ranks if rank.rank == 0 else None
-    dist.gather_object((experts, parts), gathered, group=rank.group)
+    dist.gather_object((experts.cpu(), [part.cpu() for part in parts]), gathered, group=rank.group)
     if reference is None or gathered is None:
         return 0.0
     all_x = torch.cat([tokens_of(job, other, step) for other in range(job.ranks)]).requires_grad_()

@@ -6,13 +6,14 @@ import statistics
 from typing import Any, Final
 
 from anyep.cli.demo_job import Job
+from anyep.cli.gpus import in_words
 
 TOLERANCE: Final = 1e-4
 """Largest difference from the reference, relative; both add up float32, in different orders."""
 SHADES: Final = (" ", "░", "▒", "▓", "█")
 
 
-def record_of(job: Job, by_rank: list[list[Any]]) -> dict[str, Any]:
+def record_of(job: Job, num_gpus: int, by_rank: list[list[Any]]) -> dict[str, Any]:
     last = [reports[-1] for reports in by_rank]
     difference = max(report.largest_difference for reports in by_rank for report in reports)
     received = [report.received for report in last]
@@ -25,6 +26,8 @@ def record_of(job: Job, by_rank: list[list[Any]]) -> dict[str, Any]:
         phases[phase] = {"median_s": seconds, "gbps": moved / seconds / 1e9 if moved else None}
     return {
         "mode": "normal",
+        "device": job.device,
+        "gpus": num_gpus,
         "ranks": job.ranks,
         "tokens": job.tokens,
         "hidden": job.hidden,
@@ -49,8 +52,9 @@ def print_record(record: dict[str, Any]) -> None:
     from anyep.cli.console import console_for_results
 
     console = console_for_results()
+    place = f" on {in_words(record['gpus'])}" if record["gpus"] else ""
     console.print(
-        f"[bold]{record['ranks']} ranks[/bold], {record['tokens']} tokens per rank,"
+        f"[bold]{record['ranks']} ranks[/bold]{place}, {record['tokens']} tokens per rank,"
         f" hidden {record['hidden']}, top-{record['topk']} of {record['experts']} experts,"
         f" {record['steps']} steps, path {record['path']}"
     )

@@ -6,6 +6,7 @@ finding too, so a bare or broken machine gets a full report.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -27,6 +28,13 @@ from anyep.machine import container_limit_bytes, memory_bytes, num_cores
 State = Literal["ok", "missing", "note"]
 MIN_TORCH: Final = (2, 11)
 COMMAND_TIMEOUT_S: Final = 20
+START_MPS: Final = (
+    "`anyep demo --device cuda` and `anyep bench --device cuda` start their own. For your own jobs:\n"
+    "   export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)\n"
+    "   export CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY\n"
+    "   nvidia-cuda-mps-control -d              # then start the ranks from this shell\n"
+    "   echo quit | nvidia-cuda-mps-control     # at the end, and when ranks say that devices are unavailable"
+)
 
 
 @dataclass(frozen=True)
@@ -164,31 +172,66 @@ def check_numba() -> Iterator[Finding]:
 def check_triton() -> Iterator[Finding]:
     version = _installed("triton")
     if version:
-        yield Finding("triton", "ok", version)
+        yield Finding("triton", "ok", f"{version}, compiles the kernels for GPUs")
+    elif _list_gpus():
+        yield Finding("triton", "missing", "not installed; the GPU here needs it", "pip install triton")
     else:
-        yield Finding("triton", "note", "not installed; GPUs need it", "pip install 'anyep[cuda]'")
+        yield Finding("triton", "note", "not installed; only GPUs need it", "pip install triton")
 
 
 def check_gpus() -> Iterator[Finding]:
-    listing = _output_of(
-        "nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"
-    )
-    gpus = [line.strip() for line in (listing or "").splitlines() if line.strip()]
+    gpus = _list_gpus()
     if not gpus:
-        yield Finding("gpu", "note", "none found", "everything runs on the CPU: pass device='cpu' to Buffer")
+        yield Finding("gpu", "note", "none found", "everything works on the CPU: pass device='cpu' to Buffer")
         return
     for gpu in gpus:
         yield Finding("gpu", "ok", gpu)
     import torch
 
-    if not torch.cuda.is_available():
-        yield Finding("gpu in torch", "missing", "torch sees no GPU", "install a CUDA build of torch")
-    if len(gpus) > 1:
-        yield from _check_links()
-    else:
+    if not torch.version.cuda:
         yield Finding(
-            "gpu links", "note", "one GPU: ranks share it", "start MPS so that they run at the same time"
+            "gpu in torch",
+            "missing",
+            f"torch {torch.__version__} is a build for CPUs only",
+            "pip install 'torch>=2.11' from an index with CUDA builds; or pass device='cpu' to Buffer",
         )
+        return
+    if not torch.cuda.is_available():
+        yield Finding(
+            "gpu in torch",
+            "missing",
+            f"torch, built for CUDA {torch.version.cuda}, cannot use them",
+            "see CUDA_VISIBLE_DEVICES, and whether the driver is new enough; or pass device='cpu' to Buffer",
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        yield Finding(
+            "gpu in torch",
+            "ok",
+            f"cuda:{index}, CUDA {torch.version.cuda}, compute capability {facts.major}.{facts.minor},"
+            f" {facts.multi_processor_count} SMs",
+        )
+    if torch.cuda.device_count() > 1:
+        yield from _check_links()
+
+
+@functools.cache
+def _list_gpus() -> tuple[str, ...]:
+    """A line about each GPU, as the driver tells it; or as torch does where nobody else can be asked."""
+    listing = _output_of(
+        "nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"
+    )
+    gpus = tuple(line.strip() for line in (listing or "").splitlines() if line.strip())
+    if gpus:
+        return gpus
+    try:
+        import torch
+    except ImportError:
+        return ()
+    return tuple(
+        f"{index}, {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())
+    )
 
 
 def _check_links() -> Iterator[Finding]:
@@ -211,24 +254,31 @@ def _check_links() -> Iterator[Finding]:
 
 
 def check_mps() -> Iterator[Finding]:
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        yield Finding(
-            "mps",
-            "note",
-            "not installed",
-            "needed only where several ranks share a GPU; comes with the driver",
-        )
+    """Whether several ranks on one GPU can work side by side: NVIDIA's multi-process service."""
+    if not _list_gpus():
+        yield Finding("mps", "note", "there is no GPU that ranks could share", "nothing to do")
         return
-    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
-    if (folder / "control").exists():
-        yield Finding("mps", "ok", f"a daemon listens in {folder}")
-    else:
+    from anyep.backends.cuda.mps import MultiProcessService
+
+    turns = (
+        "several ranks on one GPU would take turns, a few milliseconds whenever one waits for another instead"
+        " of microseconds; one rank per GPU needs no service"
+    )
+    variable = "CUDA_MPS_PIPE_DIRECTORY"
+    folder = os.environ.get(variable)
+    if not MultiProcessService.is_installed():
         yield Finding(
             "mps",
             "note",
-            "installed, not running; ranks that share a GPU would take turns of milliseconds",
-            "nvidia-cuda-mps-control -d",
+            f"nvidia-cuda-mps-control is not on the path: {turns}",
+            "it comes with NVIDIA's driver; a container may need it mounted (with nvidia-cuda-mps-server)",
         )
+    elif MultiProcessService.is_running():
+        where = f"in {folder} ({variable})" if folder else f"in its usual folder ({variable} is not set)"
+        yield Finding("mps", "ok", f"runs {where}: several ranks on one GPU work side by side")
+    else:
+        where = f", though {variable} is {folder}" if folder else f", and {variable} is not set"
+        yield Finding("mps", "note", f"installed, but not running{where}: {turns}", START_MPS)
 
 
 def check_symmetric_memory() -> Iterator[Finding]:

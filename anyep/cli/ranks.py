@@ -17,9 +17,11 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
+from anyep.cli.gpus import ON_THE_CPU, Placement, take_gpu
 from anyep.errors import AnyEPError, PeerLost, whole_number
 
 PRELOADED: Final = ["torch.distributed", "anyep.buffer"]
+PRELOADED_FOR_GPUS: Final = [*PRELOADED, "triton"]
 PR_SET_PDEATHSIG: Final = 1
 
 
@@ -38,6 +40,7 @@ def run_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     on_report: Callable[[int, Any], None] | None = None,
+    placement: Placement = ON_THE_CPU,
 ) -> list[Any]:
     """Call `function(rank, *arguments)` on every rank at the same time; the results in rank order.
 
@@ -45,9 +48,10 @@ def run_ranks(
     """
     num_ranks = whole_number("ranks", num_ranks, minimum=1)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(PRELOADED_FOR_GPUS if placement.num_gpus else PRELOADED)
     # The ranks meet through a file without a name: nothing can collide with it, and nothing remains of it.
     store = os.memfd_create("anyep-store")
+    meeting_place = f"/proc/{os.getpid()}/fd/{store}"
     processes = []
     pipes: list[Connection] = []
     try:
@@ -55,7 +59,7 @@ def run_ranks(
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, num_ranks, f"/proc/{os.getpid()}/fd/{store}", theirs, function, arguments),
+                args=(rank, num_ranks, placement, meeting_place, theirs, function, arguments),
                 daemon=True,
             )
             process.start()
@@ -94,6 +98,7 @@ def _collect(pipes: list[Connection], on_report: Callable[[int, Any], None] | No
 def _serve(
     rank: int,
     num_ranks: int,
+    placement: Placement,
     store: str,
     pipe: Connection,
     function: Callable[..., Any],
@@ -107,7 +112,11 @@ def _serve(
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # The server that this rank was forked from has the environment of when it started.
+    os.environ.update(placement.environment)
     try:
+        if placement.num_gpus:
+            take_gpu(placement.gpu_of(rank), rank)
         meeting = dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks)
         result = function(

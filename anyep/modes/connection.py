@@ -22,6 +22,7 @@ T = TypeVar("T")
 class Wishes:
     """What the user asked for; it must be the same on every rank."""
 
+    device: str
     num_nvl_bytes: int
     num_rdma_bytes: int
     low_latency_mode: bool
@@ -34,6 +35,7 @@ class Wishes:
 class Connection:
     """The memory of all ranks of the node, mapped here; index by rank."""
 
+    wishes: Wishes
     topology: Topology
     control: ControlRegion
     heaps: list[Any]
@@ -45,7 +47,7 @@ class Connection:
 
 def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -> Connection:
     """Make this rank's memory and open its peers'. What goes wrong on one rank is raised on all."""
-    wishes = _on_all_ranks(rendezvous, lambda: (check(), host_identity()))
+    wishes = on_all_ranks(rendezvous, lambda: (check(), host_identity()))
     for rank, (other, _) in enumerate(wishes):
         for name, value in vars(other).items():
             mine = getattr(wishes[0][0], name)
@@ -66,21 +68,26 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
     made: list[Any] = []
 
     def make() -> tuple[int, Any, Any]:
-        heap = backend.OwnBlock("heap", control.num_bytes + own.num_nvl_bytes + own.num_rdma_bytes)
-        made.append(heap)
+        num_row_bytes = own.num_nvl_bytes + own.num_rdma_bytes
         # Sparse: it takes memory only as windows are used.
-        windows = backend.OwnBlock("windows", share if own.num_window_bytes is None else own.num_window_bytes)
+        num_window_bytes = share if own.num_window_bytes is None else own.num_window_bytes
+        if own.device != "cpu":
+            # The rows are in the memory of GPUs.
+            num_row_bytes = num_window_bytes = 0
+        heap = backend.OwnBlock("heap", control.num_bytes + num_row_bytes)
+        made.append(heap)
+        windows = backend.OwnBlock("windows", num_window_bytes)
         made.append(windows)
         return os.getpid(), heap.share(), windows.share()
 
     try:
-        shared = _on_all_ranks(rendezvous, make)
+        shared = on_all_ranks(rendezvous, make)
         heaps, windows = _open_all(backend, rendezvous, made, shared)
     finally:
         # Everyone has opened everything, or nobody will: the descriptors have done their work.
         for block in made:
             block.close()
-    return Connection(topology, control, heaps, windows, [pid for pid, _, _ in shared], share)
+    return Connection(own, topology, control, heaps, windows, [pid for pid, _, _ in shared], share)
 
 
 def _open_all(
@@ -95,7 +102,7 @@ def _open_all(
                 own = rank == rendezvous.rank
                 blocks[kind].append(made[kind] if own else backend.open_block(address, rank))
 
-    _on_all_ranks(rendezvous, open_blocks)
+    on_all_ranks(rendezvous, open_blocks)
     return blocks
 
 
@@ -105,7 +112,7 @@ def _memory_share_bytes(ranks_on_host: int) -> int:
     return share // PAGE_BYTES * PAGE_BYTES
 
 
-def _on_all_ranks(rendezvous: Rendezvous, work: Callable[[], T]) -> list[T]:
+def on_all_ranks(rendezvous: Rendezvous, work: Callable[[], T]) -> list[T]:
     """Do something on every rank and gather the results; if it raises on one rank, every rank raises."""
     error: AnyEPError | None = None
     result: T | None = None

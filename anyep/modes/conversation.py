@@ -20,8 +20,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, PeerLost, WaitTimeout
+from anyep.headers import Field
 from anyep.layout import LETTER_HEADER_BYTES, ControlRegion
-from anyep.modes.letters import NUM_WORDS, SIGNATURE, SIGNATURE_WORDS, Field, signature, word_for_people
+from anyep.modes.letters import NUM_WORDS, SIGNATURE, SIGNATURE_WORDS, signature, word_for_people
 from anyep.modes.status import FUNCTIONS, Phase, RankStatus, State, StatusBlock, name_of_call
 from anyep.rendezvous import Rendezvous
 
@@ -90,6 +91,8 @@ class Conversation:
         self._stopping = False
         self._last_seen = 0
         self._broken: AnyEPError | None = None
+        self.on_failure: Callable[[], None] = _nothing
+        """Called when this rank has failed and said so: kernels on a GPU hear of it, too."""
         self._addresses = np.array([heap.address for heap in heaps], np.int64)
         self._statuses = [
             StatusBlock(backend, heap, rank, pid)
@@ -104,6 +107,7 @@ class Conversation:
         mailbox = control.block("mailbox")
         self._mailboxes_of_peers = [self.peer_counters(mailbox, box) for box in range(2)]
         self._own_mailboxes = [self.own_counters(mailbox, box) for box in range(2)]
+        self.pids_of_peers = {rank: pid for rank, pid in enumerate(pids) if rank != self.rank}
         self._missing = np.ones(self.num_ranks, np.bool_)
         self._no_counts = (np.zeros(self.num_ranks, np.int32), np.zeros((self.num_ranks, 1), np.int32))
         self.headers = np.zeros((self.num_ranks, NUM_WORDS), np.int64)
@@ -180,6 +184,7 @@ class Conversation:
         reason = str(error) if isinstance(error, AnyEPError) else f"{type(error).__name__}: {error}"
         self._broken = error if isinstance(error, AnyEPError) else AnyEPError(f"{call} ended by {reason}")
         self._own.fail(f"{call}: {reason}")
+        self.on_failure()
 
     # Letters
 
@@ -350,7 +355,7 @@ class Conversation:
             # What a peer sent before it ended may have arrived since the step: look once more.
             if gone & suspects:
                 for peer in sorted(gone & suspects):
-                    lost = self._lost(call, peer, stall)
+                    lost = self.lost(call, peer, stall, self._phase())
                     if give_up is None:
                         raise lost
                     give_up([peer], lost)
@@ -360,12 +365,12 @@ class Conversation:
                 deadline = time.monotonic() + self.timeout_s
             elif time.monotonic() > deadline:
                 if give_up is None:
-                    raise self._too_late(call, stall)
+                    raise self.too_late(call, stall, self._phase())
                 # Whoever waits for another rank himself may be the one that this wait ends for: once more.
                 periods += 1
                 to_blame = [peer for peer in stall.peers if periods > 1 or not self._waits(peer)]
                 if to_blame:
-                    give_up(to_blame, self._too_late(call, stall._replace(peers=to_blame)))
+                    give_up(to_blame, self.too_late(call, stall._replace(peers=to_blame), self._phase()))
                 deadline = time.monotonic() + self.timeout_s
 
     def _waits(self, peer: int) -> bool:
@@ -382,22 +387,27 @@ class Conversation:
         self._dead |= {self._pidfds[descriptor] for descriptor, _ in self._poller.poll(0)}
         return self._dead
 
-    def _lost(self, call: Call, peer: int, stall: Stall) -> PeerLost:
+    def lost(self, call: Call, peer: int, stall: Stall, phase: str) -> PeerLost:
+        """What to raise when a peer that is waited for will not come."""
         status = self._statuses[peer]
-        waiting = f"while rank {self.rank} waited for its {stall.what} in {call}, phase {self._phase()}"
+        waiting = f"while rank {self.rank} waited for its {stall.what} in {call}, phase {phase}"
         if status.state is State.FAILED:
             return PeerLost(f"rank {peer} (pid {status.pid}) failed {waiting}: {status.failure}")
         if status.state is State.DESTROYED:
             return PeerLost(f"rank {peer} (pid {status.pid}) destroyed its Buffer {waiting}")
-        return PeerLost(f"rank {peer} (pid {status.pid}) died {waiting}; its last word: {status.read(True)}")
+        if peer in self._find_dead():
+            last = status.read(True)
+            return PeerLost(f"rank {peer} (pid {status.pid}) died {waiting}; its last word: {last}")
+        return PeerLost(f"rank {peer} (pid {status.pid}) gave up {waiting}")
 
-    def _too_late(self, call: Call, stall: Stall) -> WaitTimeout:
+    def too_late(self, call: Call, stall: Stall, phase: str) -> WaitTimeout:
+        """What to raise when a peer that is waited for does not come in time."""
         peer = stall.peers[0]
         others = f" (and {_ranks(stall.peers[1:])})" if len(stall.peers) > 1 else ""
         channel = f", channel {stall.channel}" if stall.channel is not None else ""
         return WaitTimeout(
             f"rank {self.rank} waited {self.timeout_s:g} s for the {stall.what} of rank {peer}{others}"
-            f" in {call}, phase {self._phase()}{channel}:"
+            f" in {call}, phase {phase}{channel}:"
             f" counter {stall.seen} seen, {stall.expected} expected."
             f" What rank {peer} said last: {self._statuses[peer].read(True)}."
             f" If it only needs longer, set ANYEP_TIMEOUT_S"
@@ -420,6 +430,10 @@ class Conversation:
             os.close(descriptor)
         self._pidfds = {}
         self._poller = select.poll()
+
+
+def _nothing() -> None:
+    """Nobody else needs to hear."""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -18,10 +18,10 @@ import torch
 
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
-from anyep.layout import ControlRegion, RingArea, Window, nvl_rings, ring_rows_that_fit
+from anyep.headers import MAX_OFFERS
+from anyep.layout import ControlRegion, RingArea, Window
 from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
 from anyep.modes.letters import (
-    MAX_OFFERS,
     NUM_OFFERS,
     OFFERS,
     RESULT_ROWS,
@@ -31,7 +31,8 @@ from anyep.modes.letters import (
     dtype_word,
     signature,
 )
-from anyep.modes.routing import Routing
+from anyep.modes.ring_areas import RingAreas
+from anyep.modes.routing import Routing, check_contents, checked_routing
 from anyep.modes.status import Phase
 from anyep.modes.windows import WarmMemory, WindowHeap
 from anyep.sizes import Config, TokenLayout, align, token_layout
@@ -39,7 +40,6 @@ from anyep.sizes import Config, TokenLayout, align, token_layout
 WORTH_SPLITTING_BYTES = 1 << 20
 WORTH_STREAMING_BYTES = 1 << 22
 MIN_RING_ROWS = 2
-MAX_KNOWN_AREAS = 64
 NO_SOURCES = np.zeros(0, np.int32)
 NO_IDS = np.zeros((0, 0), np.int64)
 NO_WEIGHTS = np.zeros((0, 0), np.float32)
@@ -154,12 +154,11 @@ class Intranode:
         self.windows = WindowHeap(window_blocks[conversation.rank])
         self._memory = memory
         self._ring_addresses: _RingAddresses | None = None
-        self._areas: dict[tuple[int, int], tuple[Config, TokenLayout, RingArea]] = {}
+        self._areas = RingAreas(control.num_bytes, num_nvl_bytes, conversation.num_ranks)
         self._backend = backend
         self._rank = conversation.rank
         self._num_ranks = conversation.num_ranks
         self._control = control
-        self._num_nvl_bytes = num_nvl_bytes
         self._heap_addresses = np.array([heap.address for heap in heaps], np.int64)
         self._window_bases = np.array([block.address for block in window_blocks], np.int64)
         self._team = team
@@ -179,13 +178,112 @@ class Intranode:
         self._pulled_at_peers = conversation.peer_counters(pulled)
         self._own_pulled = conversation.own_counters(pulled)
 
+    # What a Buffer asks for before and after calls
+
+    def before(self, run_async: bool) -> None:
+        """Raise what went wrong in an earlier call beside the caller that nobody has waited for."""
+        if not run_async:
+            self.stream.synchronize()
+        self.stream.raise_unheard()
+
+    def wait_until_readable(self, previous: EventOverlap | None) -> None:
+        """Wait until the host may read what a caller passed."""
+        if previous is not None:
+            previous.current_stream_wait()
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        """Tell the peers that this rank's call was wrong."""
+        self.stream.run(lambda: self.conversation.refuse(call, error))
+
+    def check_config(self, config: Config) -> None:
+        """Any number of channels works: they are turns of a loop."""
+
+    def default_config(self, config: Config) -> Config:
+        return config
+
+    def stop(self) -> None:
+        """End the waits of calls that are still under way."""
+        self.conversation.stop()
+
+    @property
+    def is_idle(self) -> bool:
+        idle: bool = self.stream.is_idle
+        return idle
+
+    def close_after(self, work: Callable[[], None]) -> None:
+        """Do a last piece of work after all calls, without waiting for them."""
+        self.stream.close_after(work)
+
     def close(self) -> None:
+        """Finish the calls that are under way, and give back what they needed."""
         self.stream.close()
         self._team.close()
 
-    # Dispatch
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, previous: EventOverlap | None, run_async: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, EventHandle | None]:
+        """Count tokens per rank and per expert, and mark which token goes to which rank."""
+        num_ranks = self._num_ranks
+        tokens_per_rank = torch.empty(num_ranks, dtype=torch.int32, device="cpu")
+        tokens_per_expert = torch.empty(num_experts, dtype=torch.int32, device="cpu")
+        in_rank = torch.empty((topk_idx.shape[0], num_ranks), dtype=torch.bool, device="cpu")
 
-    def place(
+        def count() -> None:
+            self.wait_until_readable(previous)
+            self._backend.count_layout(
+                topk_idx.numpy(),
+                num_experts // num_ranks,
+                tokens_per_rank.numpy(),
+                tokens_per_expert.numpy(),
+                in_rank.numpy(),
+            )
+
+        event = None
+        if run_async:
+            event = self.stream.submit(count)
+        else:
+            count()
+        return tokens_per_rank, tokens_per_expert, in_rank, event
+
+    def routing_of(self, handle: Any, last: tuple[Any, Routing] | None) -> Routing:
+        """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
+        if last is not None and handle is last[0]:
+            check_contents(self._backend, last[1], self._rank)
+            return last[1]
+        return checked_routing(self._backend, handle, self._rank, self._num_ranks)
+
+    def counts_of(
+        self,
+        payload: Payload,
+        in_rank: torch.Tensor,
+        per_rank: torch.Tensor,
+        per_expert: torch.Tensor,
+        num_channels: int,
+    ) -> Counts:
+        """Where each token's rows go; a caller's counts that contradict each other are refused."""
+        places, wrong = self._place(in_rank, per_rank, num_channels)
+        if wrong >= 0:
+            raise InvalidCall(
+                f"num_tokens_per_rank says {int(per_rank[wrong])} for rank {wrong}, but is_token_in_rank"
+                f" marks {places.by_rank[wrong]}: pass both from one get_dispatch_layout"
+            )
+        counts = per_expert.numpy()
+        if payload.topk_idx is not None:
+            wrong = self._backend.first_contradiction(payload.ids, counts, places.in_rank)
+            if wrong >= 0:
+                raise InvalidCall(
+                    f"num_tokens_per_expert says {int(per_expert[wrong])} for expert {wrong}, but topk_idx"
+                    f" has another number: pass both from one get_dispatch_layout"
+                )
+            if wrong < -1:
+                token, rank = divmod(-2 - wrong, self._num_ranks)
+                raise InvalidCall(
+                    f"topk_idx and is_token_in_rank disagree whether token {token} goes to rank {rank}:"
+                    f" pass both from one get_dispatch_layout"
+                )
+        return Counts(places, counts)
+
+    def _place(
         self, is_token_in_rank: torch.Tensor, tokens_per_rank: torch.Tensor, num_channels: int
     ) -> tuple[Places, int]:
         """Where each token's rows go, and the first rank whose count is not `tokens_per_rank` (or -1)."""
@@ -198,19 +296,21 @@ class Intranode:
         )
         return Places(in_rank, rank_counts, channel_counts, position), int(wrong)
 
+    # Dispatch
+
     def dispatch(
         self,
         call: Call,
         payload: Payload,
-        places: Places,
-        tokens_per_expert: Array,
+        counts: Counts,
         config: Config,
         num_worst_tokens: int,
         expert_alignment: int,
+        previous: EventOverlap | None,
         run_async: bool,
     ) -> Received:
-        """A dispatch that finds out its routing."""
-        what = (call, payload, places, tokens_per_expert, config)
+        """A dispatch that finds out its routing; `previous` has come already."""
+        what = (call, payload, *counts, config)
         if num_worst_tokens:
             return self.conversation.guarded(
                 call, lambda: self._dispatch_worst_case(*what, num_worst_tokens, run_async)
@@ -628,23 +728,8 @@ class Intranode:
     # Rings
 
     def ring_area(self, config: Config, token: TokenLayout) -> RingArea:
-        """The rings of a call; their rows are what the config asks for, or what `num_nvl_bytes` holds."""
-        # Calls of one kind come with the very same config and layout, so their identity is key enough; an
-        # entry keeps both alive.
-        known = self._areas.get((id(config), id(token)))
-        if known is not None:
-            return known[2]
-
-        def area(num_rows: int) -> RingArea:
-            start = self._control.num_bytes
-            return nvl_rings(start, config.num_channels, self._num_ranks, 1, num_rows, token.token_bytes)
-
-        wanted = area(config.num_max_nvl_chunked_recv_tokens)
-        fitting = area(ring_rows_that_fit(wanted, self._num_nvl_bytes))
-        if len(self._areas) >= MAX_KNOWN_AREAS:
-            self._areas.clear()
-        self._areas[id(config), id(token)] = (config, token, fitting)
-        return fitting
+        """The rings of a call."""
+        return self._areas.area_for(config, token)
 
     def _rings(self, area: RingArea, send_to: Array, receive_from: Array) -> _Rings:
         """The rings of a call that begins: to some ranks, from some ranks."""
@@ -752,6 +837,13 @@ class Intranode:
             return None
         event: EventHandle = self.stream.submit(lambda: self.conversation.guarded(call, work))
         return event
+
+
+class Counts(NamedTuple):
+    """What a dispatch knows of its own tokens: where they go, and how many there are for each expert."""
+
+    places: Places
+    by_expert: Array
 
 
 class Places(NamedTuple):

@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 import torch
 
+from anyep.headers import Field
 from anyep.layout import LETTER_HEADER_BYTES
 
 NUM_WORDS: Final = LETTER_HEADER_BYTES // 8
-MAX_OFFERS: Final = 8
 
 
 class Kind(IntEnum):
@@ -26,29 +26,6 @@ class Kind(IntEnum):
     LOW_LATENCY_COMBINE = 5
     CLEAN = 6
     UNMASK = 7
-
-
-class Field(IntEnum):
-    """The words of a header, by index."""
-
-    CALL = 0
-    REFUSED = 1
-    # The signature: equal on all ranks, or every rank raises.
-    KIND = 2
-    ROW_BYTES = 3
-    DTYPE = 4
-    TOPK = 5
-    SCALES = 6
-    EXPERTS = 7
-    CHANNELS = 8
-    RING_ROWS = 9
-    ROUTING = 10
-    # Facts about the sender.
-    RESULT_ROWS = 11
-    X_OFFSET = 12
-    WEIGHTS_OFFSET = 13
-    NUM_OFFERS = 14
-    OFFERS = 16
 
 
 SIGNATURE: Final = tuple(field for field in Field if Field.KIND <= field <= Field.ROUTING)

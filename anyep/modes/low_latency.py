@@ -222,7 +222,7 @@ class LowLatency:
             self._tell_packed(call)
             self._conversation.end(call)
 
-        self._conversation.guarded(call, tell)
+        self._stream.run(lambda: self._conversation.guarded(call, tell))
 
     # Dispatch
 

@@ -5,26 +5,36 @@ holds it up for the whole of its turn. With it their kernels run side by side.
 
     with MultiProcessService() as environment:
         subprocess.run(command, env=os.environ | environment)
+
+A keeper stands between: a small process that runs the service until whoever wanted it has had enough, or is
+gone, killed or not; then it ends the service and removes the folder. The keeper is this very file, run as a
+script; so nothing of the package, and nothing that takes long to load, may be imported at the top.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from anyep.errors import NotSupported
-
 CONTROL: Final = "nvidia-cuda-mps-control"
+SERVER: Final = "nvidia-cuda-mps-server"
+FOLDER_PREFIX: Final = "anyep-mps-"
+ENDED_BY_ITSELF: Final = "ended"
+"""A file that the keeper leaves for the one who waits for the service to start."""
 PR_SET_PDEATHSIG: Final = 1
 START_TIMEOUT_S: Final = 10.0
+END_TIMEOUT_S: Final = 5.0
 
 
 class MultiProcessService:
@@ -32,26 +42,33 @@ class MultiProcessService:
 
     def __init__(self) -> None:
         self._folder = ""
-        self._control: subprocess.Popen[bytes] | None = None
+        self._keeper: subprocess.Popen[bytes] | None = None
 
     @staticmethod
     def is_installed() -> bool:
         return shutil.which(CONTROL) is not None
 
+    @staticmethod
+    def is_running() -> bool:
+        """Whether a service answers to which this process, and those that it starts, would connect."""
+        return MultiProcessService.is_installed() and _ask("get_server_list", os.environ) is not None
+
     def __enter__(self) -> dict[str, str]:
         """Start it; what the ranks' environment needs to find it."""
+        from anyep.errors import NotSupported
+
         if not self.is_installed():
             raise NotSupported(f"{CONTROL} is not on the path: it comes with NVIDIA's driver")
-        self._folder = tempfile.mkdtemp(prefix="anyep-mps-")
+        self._folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
         try:
-            # In the foreground: then it is a child of this process, and can die with it.
-            self._control = subprocess.Popen(
-                [CONTROL, "-f"],
+            # In a session of its own: Ctrl-C is for us, and the service is still needed while the ranks end.
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, self._folder],
                 env=os.environ | self.environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                preexec_fn=_die_with_the_parent,  # noqa: PLW1509 - one system call, which takes no lock
+                start_new_session=True,
             )
             self._wait_until_it_answers()
         except BaseException:
@@ -69,38 +86,98 @@ class MultiProcessService:
         return {"CUDA_MPS_PIPE_DIRECTORY": self._folder, "CUDA_MPS_LOG_DIRECTORY": self._folder}
 
     def _wait_until_it_answers(self) -> None:
-        assert self._control is not None
+        from anyep.errors import NotSupported
+
         deadline = time.monotonic() + START_TIMEOUT_S
-        while self._ask("get_server_list") != 0:
-            if self._control.poll() is not None or time.monotonic() > deadline:
+        while _ask("get_server_list", os.environ | self.environment) is None:
+            if Path(self._folder, ENDED_BY_ITSELF).exists() or time.monotonic() > deadline:
                 log = Path(self._folder, "control.log")
                 words = log.read_text().strip().splitlines()[-3:] if log.exists() else ["it wrote no log"]
                 raise NotSupported(f"{CONTROL} did not start: {'; '.join(words)}")
             time.sleep(0.05)
 
-    def _ask(self, question: str) -> int:
-        return subprocess.run(
-            [CONTROL],
-            input=f"{question}\n".encode(),
-            env=os.environ | self.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=START_TIMEOUT_S,
-            check=False,
-        ).returncode
-
     def _stop(self) -> None:
-        if self._control is not None:
-            if self._control.poll() is None:
-                self._ask("quit")
+        if self._keeper is not None:
+            assert self._keeper.stdin is not None
+            self._keeper.stdin.close()
             try:
-                self._control.wait(START_TIMEOUT_S)
+                self._keeper.wait(2 * START_TIMEOUT_S + 2 * END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self._control.kill()
-                self._control.wait()
-            self._control = None
+                self._keeper.kill()
+                self._keeper.wait()
+            self._keeper = None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _ask(question: str, environment: Mapping[str, str]) -> str | None:
+    """What the service of this environment answers; None where there is none, or it hangs."""
+    try:
+        finished = subprocess.run(
+            [CONTROL],
+            input=f"{question}\n",
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=START_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return finished.stdout
+
+
+def keep(folder: str) -> None:
+    """Run the service until nobody holds the other end of stdin any more, then remove what is left of it."""
+    # In the foreground: then it is a child of this process, and can die with it.
+    control = subprocess.Popen(
+        [CONTROL, "-f"],
+        stdin=subprocess.DEVNULL,
+        preexec_fn=_die_with_the_parent,  # noqa: PLW1509 - one system call, which takes no lock
+    )
+    while control.poll() is None and not _stdin_has_ended(0.1):
+        pass
+    if control.poll() is None:
+        _end(control)
+    else:
+        Path(folder, ENDED_BY_ITSELF).touch()
+        while not _stdin_has_ended(None):
+            pass
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stdin_has_ended(timeout_s: float | None) -> bool:
+    return bool(select.select([sys.stdin], [], [], timeout_s)[0]) and not os.read(sys.stdin.fileno(), 1)
+
+
+def _end(control: subprocess.Popen[bytes]) -> None:
+    servers = [int(word) for word in (_ask("get_server_list", os.environ) or "").split() if word.isdigit()]
+    _ask("quit", os.environ)
+    try:
+        control.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        control.kill()
+        control.wait()
+    # A server whose clients died in a kernel may not hear of the end.
+    deadline = time.monotonic() + END_TIMEOUT_S
+    while servers := [pid for pid in servers if _is_a_server(pid)]:
+        if time.monotonic() > deadline:
+            for pid in servers:
+                os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.05)
+
+
+def _is_a_server(pid: int) -> bool:
+    try:
+        return SERVER.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _die_with_the_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
+
+
+if __name__ == "__main__":
+    keep(sys.argv[1])

@@ -19,6 +19,13 @@ def release_max(flags, value, mask):
 
 
 @triton.jit
+def release_one(flag, value):
+    """Raise one flag to `value`; who acquires it sees everything that this program stored before."""
+    tl.debug_barrier()
+    tl.atomic_max(flag, value, sem="release", scope="sys")
+
+
+@triton.jit
 def load_acquire(flags, mask):
     """What flags hold; what their writers stored before is visible from here on.
 
@@ -36,11 +43,23 @@ def nanoseconds():
 
 
 @triton.jit
-def wait_for_all(flags, mask, expected, patience_ns):
-    """Spin until all flags have reached `expected`, but no longer than this; what they hold then."""
+def is_raised(alarm):
+    """Whether this rank was told not to wait any more: `alarm` is the address of a word, 0 until then."""
+    return tl.atomic_add(alarm.to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys") != 0
+
+
+@triton.jit
+def wait_for_all(flags, mask, expected, patience_ns, alarm):
+    """Spin until all flags have reached `expected`, but no longer than this, nor once the alarm is raised.
+
+    What the flags hold then. A rank may raise the alarm because all flags came and it has left: so one more
+    look at the end.
+    """
     deadline = nanoseconds() + patience_ns
     seen = tl.where(mask, load_acquire(flags, mask), expected)
-    while (tl.min(seen, axis=0) < expected) & (nanoseconds() < deadline):
+    while (tl.min(seen, axis=0) < expected) & (nanoseconds() < deadline) & ~is_raised(alarm):
+        seen = tl.where(mask, load_acquire(flags, mask), expected)
+    if tl.min(seen, axis=0) < expected:
         seen = tl.where(mask, load_acquire(flags, mask), expected)
     tl.debug_barrier()
     return seen

@@ -1,7 +1,9 @@
 """Notify on the device: a letter to every peer, and everyone's letter before anything else.
 
 A letter lies in the receiver's mailbox: 64-bit words, the first of them the call's number, which is stored
-last. The number lives in the heap and is advanced here, so that a captured graph can be replayed.
+last. The number lives in the heap and is advanced here, so that a captured graph can be replayed. What is
+constant for a Buffer (`facts`), and what a call leaves for its later kernels (`state`), are tables; see
+anyep/backends/cuda/facts.py.
 """
 
 from __future__ import annotations
@@ -9,140 +11,284 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep.backends.cuda.kernels.atomics import release_max, wait_for_all
+from anyep import layout, outcomes
+from anyep.backends.cuda import facts as words_of
+from anyep.backends.cuda.kernels.atomics import is_raised, release_max, release_one, wait_for_all
+from anyep.headers import MAX_OFFERS as MOST_OFFERS
+from anyep.headers import REFUSED_BY_COUNTS as BY_COUNTS
+from anyep.headers import Field
 
-GOOD = tl.constexpr(0)
-LATE = tl.constexpr(1)
-DIFFERENT = tl.constexpr(2)
+GOOD = tl.constexpr(outcomes.GOOD)
+LATE = tl.constexpr(outcomes.LATE)
+DIFFERENT = tl.constexpr(outcomes.DIFFERENT)
+STOPPED = tl.constexpr(outcomes.STOPPED)
+TOO_MANY = tl.constexpr(outcomes.TOO_MANY)
+BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
+NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
+
+RANK = tl.constexpr(words_of.RANK)
+PATIENCE_NS = tl.constexpr(words_of.PATIENCE_NS)
+GIVEN_UP_AT = tl.constexpr(words_of.GIVEN_UP_AT)
+ALARM_AT = tl.constexpr(words_of.ALARM_AT)
+NUMBER_AT = tl.constexpr(words_of.NUMBER_AT)
+MAILBOX_AT = tl.constexpr(words_of.MAILBOX_AT)
+BOX_STRIDE = tl.constexpr(words_of.BOX_STRIDE)
+LETTER_STRIDE = tl.constexpr(words_of.LETTER_STRIDE)
+FLAG_STRIDE = tl.constexpr(words_of.FLAG_STRIDE)
+REPORT = tl.constexpr(words_of.REPORT)
+
+OUTCOME = tl.constexpr(words_of.OUTCOME)
+NUMBER = tl.constexpr(words_of.NUMBER)
+NUM_ROWS = tl.constexpr(words_of.NUM_ROWS)
+USES_RINGS = tl.constexpr(words_of.USES_RINGS)
+IS_REPORTED = tl.constexpr(words_of.IS_REPORTED)
+IS_WRONG = tl.constexpr(words_of.IS_WRONG)
+WAITED_FOR = tl.constexpr(words_of.WAITED_FOR)
+KIND = tl.constexpr(words_of.KIND)
+
+NUM_REPORTS = tl.constexpr(words_of.NUM_REPORTS)
+NUM_READ = tl.constexpr(words_of.NUM_READ)
+REPORTED_OUTCOME = tl.constexpr(words_of.REPORTED_OUTCOME)
+REPORTED_NUMBER = tl.constexpr(words_of.REPORTED_NUMBER)
+REPORTED_KIND = tl.constexpr(words_of.REPORTED_KIND)
+REPORTED_WAIT = tl.constexpr(words_of.REPORTED_WAIT)
+REPORTED_WRONG = tl.constexpr(words_of.REPORTED_WRONG)
+REPORTED_HEADERS = tl.constexpr(words_of.REPORTED_HEADERS)
+
+PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
+PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
+MAX_WINDOW_BLOCKS = tl.constexpr(words_of.MAX_WINDOW_BLOCKS)
+WINDOW_BLOCK_BITS = tl.constexpr(words_of.WINDOW_BLOCK_BITS)
+OFFSET_MASK = tl.constexpr((1 << words_of.WINDOW_BLOCK_BITS) - 1)
+TOTAL_OUTCOME = tl.constexpr(words_of.TOTAL_OUTCOME)
+TOTAL_ROWS = tl.constexpr(words_of.TOTAL_ROWS)
+TOTAL_USES_RINGS = tl.constexpr(words_of.TOTAL_USES_RINGS)
+TOTAL_WRONG = tl.constexpr(words_of.TOTAL_WRONG)
+TOTAL_BY_EXPERT = tl.constexpr(words_of.TOTAL_BY_EXPERT)
+
+KIND_WORD = tl.constexpr(int(Field.KIND))
+REFUSED = tl.constexpr(int(Field.REFUSED))
+ROUTING = tl.constexpr(int(Field.ROUTING))
+RESULT_ROWS = tl.constexpr(int(Field.RESULT_ROWS))
+X_OFFSET = tl.constexpr(int(Field.X_OFFSET))
+WEIGHTS_OFFSET = tl.constexpr(int(Field.WEIGHTS_OFFSET))
+ROW_BYTES = tl.constexpr(int(Field.ROW_BYTES))
+TOPK = tl.constexpr(int(Field.TOPK))
+SCALES = tl.constexpr(int(Field.SCALES))
+NUM_OFFERS = tl.constexpr(int(Field.NUM_OFFERS))
+OFFERS = tl.constexpr(int(Field.OFFERS))
+MAX_OFFERS = tl.constexpr(MOST_OFFERS)
+REFUSED_BY_COUNTS = tl.constexpr(BY_COUNTS)
+NUM_WORDS = tl.constexpr(layout.LETTER_HEADER_BYTES // layout.COUNTER_BYTES)
+HEADER_BYTES = tl.constexpr(layout.LETTER_HEADER_BYTES)
 
 
 @triton.jit
-def exchange_letters(
-    call_number,
-    letter,
-    mailboxes,
-    own_mailboxes,
-    box_stride,
-    peer_stride,
-    bases,
-    places,
-    place_stride,
-    outcome,
-    patience_ns,
-    counts,
-    channel_counts,
-    expert_counts,
-    counts_at,
-    num_channels,
-    local_experts,
-    FIRST_AGREEING: tl.constexpr,
-    END_AGREEING: tl.constexpr,
-    OFFSET_WORD: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    CHANNEL_BLOCK: tl.constexpr = 0,
-    EXPERT_BLOCK: tl.constexpr = 0,
-):
-    """Post this call's letter to every peer, wait for theirs, and find where each one's rows lie.
+def words_at(address):
+    """64-bit words at an address."""
+    return address.to(tl.pointer_type(tl.int64))
 
-    One program. `mailboxes[r]` is the address of this rank's first mailbox at peer r, `own_mailboxes` that of
-    peer 0's first mailbox here; calls alternate between two, `box_stride` bytes apart. With call_number 4,
-    letter [-, 0, 7, 256] (word 3 is the offset) and bases [4096, 8192], where peer 1's letter is
-    [5, 0, 7, 512]: call_number becomes 5, places [4352, 8704], and the outcome is 0. If word 2 there is 8,
-    and words [1, 3) must agree, it is 2 in its low bits and 1, the peer, above; after `patience_ns` without
-    a letter it is 1. An offset below 0 is no place: 0. Places are written `place_stride` words apart.
 
-    With blocks for channels and experts (powers of two that hold them), a letter has counts too, `counts_at`
-    bytes after its begin: of counts [3, 4], channel_counts [[1, 2], [4, 0]] and expert_counts [9, 8, 7, 6]
-    peer 1 gets 3, 4, 4, 0, 7 and 6.
-    """
-    call = tl.load(call_number) + 1
-    tl.store(call_number, call)
-    box = call % 2
-    index = tl.arange(0, NUM_WORDS)
-    ranks = tl.arange(0, RANK_BLOCK)
-    is_rank = ranks < NUM_RANKS
-    mine = tl.load(letter + index)
-    there = (tl.load(mailboxes + ranks, mask=is_rank) + box * box_stride).to(tl.pointer_type(tl.int64))
-    is_word = is_rank[:, None] & (index > 0)[None, :]
-    tl.store(
-        there[:, None] + index[None, :], tl.broadcast_to(mine[None, :], (RANK_BLOCK, NUM_WORDS)), mask=is_word
-    )
-    if CHANNEL_BLOCK:
-        # A letter with counts: rows to each rank, rows to this peer by channel, tokens for its experts.
-        columns = tl.arange(0, RANK_BLOCK)
-        is_count = is_rank[:, None] & (columns < NUM_RANKS)[None, :]
-        words = (there.to(tl.int64) + counts_at).to(tl.pointer_type(tl.int32))
-        row = tl.load(counts + columns, mask=columns < NUM_RANKS, other=0)
-        row = tl.broadcast_to(row[None, :], (RANK_BLOCK, RANK_BLOCK))
-        tl.store(words[:, None] + columns[None, :], row, mask=is_count)
-        channels = tl.arange(0, CHANNEL_BLOCK)
-        is_channel = is_rank[:, None] & (channels < num_channels)[None, :]
-        by_channel = channel_counts + ranks[:, None] * num_channels + channels[None, :]
-        to = words[:, None] + NUM_RANKS + channels[None, :]
-        tl.store(to, tl.load(by_channel, mask=is_channel), mask=is_channel)
-        experts = tl.arange(0, EXPERT_BLOCK)
-        is_expert = is_rank[:, None] & (experts < local_experts)[None, :]
-        by_expert = expert_counts + ranks[:, None] * local_experts + experts[None, :]
-        to = words[:, None] + NUM_RANKS + num_channels + experts[None, :]
-        tl.store(to, tl.load(by_expert, mask=is_expert), mask=is_expert)
-    release_max(there, call, is_rank)
-    here = (own_mailboxes + box * box_stride + ranks * peer_stride).to(tl.pointer_type(tl.int64))
-    seen = wait_for_all(here, is_rank, call, patience_ns)
-    theirs = tl.load(here[:, None] + index[None, :], mask=is_rank[:, None], other=0, volatile=True)
-    offsets = tl.sum(tl.where((index == OFFSET_WORD)[None, :], theirs, 0), axis=1)
-    bases_there = tl.load(bases + ranks, mask=is_rank, other=0)
-    tl.store(places + ranks * place_stride, tl.where(offsets >= 0, bases_there + offsets, 0), mask=is_rank)
-    is_agreeing = (index >= FIRST_AGREEING) & (index < END_AGREEING)
-    differ = tl.max((is_agreeing[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
-    bad = tl.where(seen < call, LATE, tl.where(differ > 0, DIFFERENT, GOOD))
-    tl.store(outcome, first_bad(bad, ranks, is_rank, RANK_BLOCK))
+@triton.jit
+def column(headers, index, word):
+    """One word of every header: of [[1, 2], [3, 4]] word 1 is [2, 4]."""
+    return tl.sum(tl.where((index == word)[None, :], headers, 0), axis=1)
 
 
 @triton.jit
 def first_bad(bad, ranks, is_rank, RANK_BLOCK: tl.constexpr):
-    """What went wrong at the first rank where something did, and four times that rank; 0 if nothing did."""
+    """What went wrong at the first rank where something did, as an outcome; 0 if nothing did.
+
+    Of the codes [0, 1, 2] it is 1 + 16 * 1.
+    """
     first = tl.min(tl.where(is_rank & (bad > 0), ranks, RANK_BLOCK), axis=0)
     what = tl.sum(tl.where(ranks == first, bad, 0), axis=0)
-    return tl.where(first < RANK_BLOCK, what + 4 * first, 0).to(tl.int64)
+    return tl.where(first < RANK_BLOCK, what + NUM_CODES * first, 0).to(tl.int64)
 
 
 @triton.jit
-def meet(
-    flags_there,
-    flags_here,
-    flag_stride,
-    number,
-    outcome,
-    patience_ns,
+def late_or_stopped(seen, expected, alarm):
+    """For each flag that has not reached what was expected, why it was not waited for any longer."""
+    why = tl.where(is_raised(alarm), STOPPED, LATE)
+    return tl.where(seen < expected, why, GOOD)
+
+
+@triton.jit
+def stop_everyone(facts, heaps, ranks, is_rank):
+    """Tell all ranks, this one included, that nobody should wait any more: this rank gives up."""
+    rank = tl.load(facts + RANK)
+    there = tl.load(heaps + ranks, mask=is_rank, other=0)
+    given_up = there + tl.load(facts + GIVEN_UP_AT) + rank * tl.load(facts + FLAG_STRIDE)
+    release_max(words_at(given_up), 1, is_rank)
+    release_max(words_at(there + tl.load(facts + ALARM_AT)), rank + 1, is_rank)
+
+
+@triton.jit
+def report(facts, state, outcome):
+    """Tell the host what went wrong, unless it has not yet read what went wrong before; once per call."""
+    words = words_at(tl.load(facts + REPORT))
+    if (outcome != 0) & (tl.load(state + IS_REPORTED) == 0):
+        num_reports = tl.load(words + NUM_REPORTS, volatile=True)
+        if num_reports == tl.load(words + NUM_READ, volatile=True):
+            tl.store(words + REPORTED_OUTCOME, outcome)
+            tl.store(words + REPORTED_NUMBER, tl.load(state + NUMBER))
+            tl.store(words + REPORTED_KIND, tl.load(state + KIND))
+            tl.store(words + REPORTED_WAIT, tl.load(state + WAITED_FOR))
+            release_one(words + NUM_REPORTS, num_reports + 1)
+        tl.store(state + IS_REPORTED, 1)
+
+
+@triton.jit
+def checksum(routing, ranks, is_rank, NUM_RANKS: tl.constexpr):
+    """A number that is the same for equal prefix matrices, and hardly ever for others."""
+    is_pair = is_rank[:, None] & is_rank[None, :]
+    index = ranks[:, None] * NUM_RANKS + ranks[None, :]
+    prefix = tl.load(routing + index, mask=is_pair, other=0).to(tl.int64)
+    # Odd factors that differ: a sum alone would not see two entries that changed places.
+    mixed = (prefix + 1) * (index.to(tl.int64) * 2654435761 + 40503)
+    return tl.sum(tl.sum(tl.where(is_pair, mixed & 0xFFFFFFFFFFFF, 0), axis=1), axis=0) & 0xFFFFFFFF
+
+
+@triton.jit
+def address_in_window(bases, ranks, is_rank, offsets):
+    """Where an offset (>= 0) in each rank's windows lies here; its upper bits name a block of windows."""
+    block = tl.maximum(offsets, 0) >> WINDOW_BLOCK_BITS
+    base = tl.load(bases + ranks * MAX_WINDOW_BLOCKS + block, mask=is_rank, other=0)
+    return base + (offsets & OFFSET_MASK)
+
+
+@triton.jit
+def aligned(num_bytes):
+    """Rounded up to 128: 130 gives 256."""
+    return (num_bytes + 127) // 128 * 128
+
+
+@triton.jit
+def bytes_of_window(rows, row_bytes, num_topk, num_scales):
+    """What the results of so many rows take: 3 rows of 64 bytes without top-k and scales take 256 + 128."""
+    parts = aligned(rows * row_bytes) + aligned(rows * 4) + aligned(rows * num_topk * 8)
+    return tl.maximum(parts + aligned(rows * num_topk * 4) + aligned(rows * num_scales * 4), 128)
+
+
+@triton.jit
+def write_places(places, place, rows, row_bytes, num_topk, num_scales, ranks, mask):
+    """Where the results lie in windows that begin at `place`, side by side; 0 is no window."""
+    has_place = place != 0
+    table = places + ranks * PLACE_WORDS
+    tl.store(table, place, mask=mask)
+    place += aligned(rows * row_bytes)
+    tl.store(table + 1, tl.where(has_place, place, 0), mask=mask)
+    place += aligned(rows * 4)
+    tl.store(table + 2, tl.where(has_place, place, 0), mask=mask)
+    place += aligned(rows * num_topk * 8)
+    tl.store(table + 3, tl.where(has_place, place, 0), mask=mask)
+    place += aligned(rows * num_topk * 4)
+    tl.store(table + 4, tl.where(has_place, place, 0), mask=mask)
+    tl.store(table + PLACE_ROWS, rows, mask=mask)
+
+
+@triton.jit
+def choose_windows(theirs, index, rows, ranks, is_rank, bases, places):
+    """Where each receiver's results lie: in the first of its offers that is large enough.
+
+    As on the CPU: one receiver of 3 rows of 64 bytes (256 + 128 bytes) with the offers (0, 256) and
+    (512, 1024) in windows at 4096 has the places [4608, 4864, 4992, 4992, 4992] and 3 rows; one without such
+    an offer has [0, 0, 0, 0, 0]. Returns whether each has a place.
+    """
+    row_bytes, num_topk = column(theirs, index, ROW_BYTES), column(theirs, index, TOPK)
+    num_scales, num_offers = column(theirs, index, SCALES), column(theirs, index, NUM_OFFERS)
+    needed = bytes_of_window(rows, row_bytes, num_topk, num_scales)
+    chosen = tl.full(rows.shape, -1, tl.int64)
+    for offer in tl.static_range(MAX_OFFERS):
+        offset = column(theirs, index, OFFERS + 2 * offer)
+        fits = (offer < num_offers) & (column(theirs, index, OFFERS + 2 * offer + 1) >= needed)
+        chosen = tl.where((chosen < 0) & fits, offset, chosen)
+    has_place = chosen >= 0
+    place = tl.where(has_place, address_in_window(bases, ranks, is_rank, chosen), 0)
+    write_places(places, place, rows, row_bytes, num_topk, num_scales, ranks, is_rank)
+    return has_place
+
+
+@triton.jit(do_not_specialize=["offset", "row_bytes", "num_topk", "num_scales"])
+def place_in_new_block(
+    bases,
+    state,
+    places,
+    offset: tl.int64,
+    row_bytes: tl.int64,
+    num_topk: tl.int64,
+    num_scales: tl.int64,
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Say at every peer that this rank's part of the call is done, and wait until all have said so here.
+    """Give every receiver without a window one at `offset`, the begin of a block that all ranks just added.
 
-    One program; what kernels before it stored is visible to who acquires its flags. `flags_there[r]` is the
-    address of this rank's flag at peer r, `flags_here` that of peer 0's flag here. With number [5] the flags
-    there become 5; with flags [5, 4] here and no patience left the outcome is 1 (late) + 4 * 1 (rank 1). An
-    outcome that is not 0 stays as it is.
+    One program. After it no rows go through rings.
     """
-    value = tl.load(number)
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
-    there = tl.load(flags_there + ranks, mask=is_rank).to(tl.pointer_type(tl.int64))
-    release_max(there, value, is_rank)
-    here = (flags_here + ranks * flag_stride).to(tl.pointer_type(tl.int64))
-    seen = wait_for_all(here, is_rank, value, patience_ns)
-    late = first_bad(tl.where(seen < value, LATE, GOOD), ranks, is_rank, RANK_BLOCK)
-    before = tl.load(outcome)
-    tl.store(outcome, tl.where(before == 0, late, before))
+    has_none = is_rank & (tl.load(places + ranks * PLACE_WORDS, mask=is_rank, other=1) == 0)
+    rows = tl.load(places + ranks * PLACE_WORDS + PLACE_ROWS, mask=is_rank, other=0)
+    place = address_in_window(bases, ranks, is_rank, tl.zeros((RANK_BLOCK,), tl.int64) + offset)
+    write_places(places, place, rows, row_bytes, num_topk, num_scales, ranks, has_none)
+    tl.store(state + USES_RINGS, 0)
+
+
+@triton.jit
+def find_outputs(theirs, index, rows, ranks, is_rank, bases, places):
+    """Where each rank's rows, and their weights, lie for a combine; 0 where they do not lie in a window."""
+    x_offset, weights_offset = column(theirs, index, X_OFFSET), column(theirs, index, WEIGHTS_OFFSET)
+    has_place = x_offset >= 0
+    x = address_in_window(bases, ranks, is_rank, x_offset)
+    weights = address_in_window(bases, ranks, is_rank, weights_offset)
+    table = places + ranks * PLACE_WORDS
+    tl.store(table, tl.where(has_place, x, 0), mask=is_rank)
+    tl.store(table + 3, tl.where(has_place & (weights_offset >= 0), weights, 0), mask=is_rank)
+    tl.store(table + PLACE_ROWS, rows, mask=is_rank)
+    return has_place
+
+
+@triton.jit
+def post_counts(
+    there,
+    counts,
+    channel_counts,
+    expert_counts,
+    num_channels,
+    local_experts,
+    ranks,
+    is_rank,
+    NUM_RANKS: tl.constexpr,
+    CHANNEL_BLOCK: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+):
+    """Add this rank's counts to its letters: rows to each rank, rows to this peer by channel, and tokens for
+    its experts. Of counts [3, 4], channel_counts [[1, 2], [4, 0]] and expert_counts [9, 8, 7, 6] peer 1 gets
+    3, 4, 4, 0, 7 and 6.
+    """
+    words = (there + HEADER_BYTES).to(tl.pointer_type(tl.int32))
+    is_count = is_rank[:, None] & is_rank[None, :]
+    row = tl.load(counts + ranks, mask=is_rank, other=0)
+    tl.store(
+        words[:, None] + ranks[None, :],
+        tl.broadcast_to(row[None, :], (ranks.shape[0], ranks.shape[0])),
+        mask=is_count,
+    )
+    channels = tl.arange(0, CHANNEL_BLOCK)
+    is_channel = is_rank[:, None] & (channels < num_channels)[None, :]
+    by_channel = channel_counts + ranks[:, None] * num_channels + channels[None, :]
+    to = words[:, None] + NUM_RANKS + channels[None, :]
+    tl.store(to, tl.load(by_channel, mask=is_channel), mask=is_channel)
+    experts = tl.arange(0, EXPERT_BLOCK)
+    is_expert = is_rank[:, None] & (experts < local_experts)[None, :]
+    by_expert = expert_counts + ranks[:, None] * local_experts + experts[None, :]
+    to = words[:, None] + NUM_RANKS + num_channels + experts[None, :]
+    tl.store(to, tl.load(by_expert, mask=is_expert), mask=is_expert)
 
 
 @triton.jit
 def read_counts(
-    rank,
-    letters,
-    peer_stride,
+    here,
     channel_counts,
     num_channels,
     local_experts,
@@ -150,27 +296,24 @@ def read_counts(
     channel_prefix,
     recv_channel_prefix,
     totals,
+    ranks,
+    is_rank,
     NUM_RANKS: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
 ):
-    """Turn the counts of everyone's letters into the prefix sums of a handle; one program.
+    """Turn the counts of everyone's letters into the prefix sums of a handle; the rows to each rank.
 
-    `letters` is the address of peer 0's counts here. For rank 1 of 2 with the rows [2, 1] and [1, 3] in the
-    letters: rank_prefix [[2, 1], [3, 4]]. channel_counts [[1, 0], [1, 2]] gives channel_prefix [[1, 1],
-    [1, 3]] (inclusive); by channel [1, 0] and [1, 2] in the letters give recv_channel_prefix [[0, 1], [0, 1]]
-    (exclusive); totals are 4, the rows that come, and the tokens for each local expert.
+    `here` are the addresses of the letters. For rank 1 of 2 with the rows [2, 1] and [1, 3] in the letters:
+    rank_prefix [[2, 1], [3, 4]]. channel_counts [[1, 0], [1, 2]] gives channel_prefix [[1, 1], [1, 3]]
+    (inclusive); by channel [1, 0] and [1, 2] in the letters give recv_channel_prefix [[0, 1], [0, 1]]
+    (exclusive). Returned are the rows [3, 4]; totals are the tokens for each local expert.
     """
-    ranks = tl.arange(0, RANK_BLOCK)
-    is_rank = ranks < NUM_RANKS
-    words = (letters + ranks * peer_stride).to(tl.pointer_type(tl.int32))
+    words = (here + HEADER_BYTES).to(tl.pointer_type(tl.int32))
     is_pair = is_rank[:, None] & is_rank[None, :]
     matrix = tl.load(words[:, None] + ranks[None, :], mask=is_pair, other=0, volatile=True)
-    tl.store(
-        rank_prefix + ranks[:, None] * NUM_RANKS + ranks[None, :], tl.cumsum(matrix, axis=0), mask=is_pair
-    )
-    tl.store(totals, tl.sum(tl.sum(tl.where((ranks == rank)[None, :], matrix, 0), axis=1), axis=0))
+    to = rank_prefix + ranks[:, None] * NUM_RANKS + ranks[None, :]
+    tl.store(to, tl.cumsum(matrix, axis=0), mask=is_pair)
     channels = tl.arange(0, CHANNEL_BLOCK)
     is_channel = is_rank[:, None] & (channels < num_channels)[None, :]
     place = ranks[:, None] * num_channels + channels[None, :]
@@ -183,12 +326,190 @@ def read_counts(
     is_expert = is_rank[:, None] & (experts < local_experts)[None, :]
     theirs = words[:, None] + NUM_RANKS + num_channels + experts[None, :]
     tokens = tl.sum(tl.load(theirs, mask=is_expert, other=0, volatile=True), axis=0)
-    tl.store(totals + 1 + experts, tokens, mask=experts < local_experts)
+    tl.store(totals + experts, tokens.to(tl.int64), mask=experts < local_experts)
+    return tl.sum(matrix, axis=0).to(tl.int64)
+
+
+# What varies from call to call is not to be compiled in.
+@triton.jit(do_not_specialize=["letter", "totals", "rows_of", "ticket", "num_channels", "local_experts"])
+def exchange_letters(
+    facts,
+    heaps,
+    bases,
+    state,
+    places,
+    letter: tl.int64,
+    routing,
+    counts,
+    channel_counts,
+    expert_counts,
+    channel_prefix,
+    recv_channel_prefix,
+    totals: tl.int64,
+    rows_of: tl.int64,
+    ticket: tl.int64,
+    num_channels,
+    local_experts,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    IS_COMBINE: tl.constexpr,
+    IS_REFUSED: tl.constexpr,
+    CHANNEL_BLOCK: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+):
+    """Post this call's letter to every peer, wait for theirs, and find where each one's rows lie.
+
+    One program. `letter` is the address of this rank's header, in memory of the host. With the call number 4
+    in the heap it becomes 5, and so does the first word of the letters; if all letters agree in the words of
+    the signature the outcome in `state` is 0, else it is 2 (different) and the first rank that differs. A
+    letter that does not come in time is an outcome of 1, and ends everyone's waits.
+
+    With blocks for channels and experts (powers of two that hold them) the letters have counts, `routing` is
+    filled (as rank_prefix), and the host finds its rows at `totals` and everyone's at `rows_of`, closed by
+    `ticket`, if that is not 0.
+    Without them a checksum of `routing` must agree.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    rank = tl.load(facts + RANK)
+    own = tl.load(heaps + rank)
+    alarm = own + tl.load(facts + ALARM_AT)
+    number_at = words_at(own + tl.load(facts + NUMBER_AT))
+    call = tl.load(number_at) + 1
+    tl.store(number_at, call)
+    tl.store(state + NUMBER, call)
+    tl.store(state + IS_REPORTED, 0)
+    tl.store(state + WAITED_FOR, MAILBOX_AT)
+
+    index = tl.arange(0, NUM_WORDS)
+    mine = tl.load(words_at(letter) + index)
+    tl.store(state + KIND, tl.sum(tl.where(index == KIND_WORD, mine, 0), axis=0))
+    is_wrong = tl.load(state + IS_WRONG)
+    if CHANNEL_BLOCK:
+        tl.store(state + IS_WRONG, 0)
+        mine = tl.where((index == REFUSED) & (is_wrong != 0), REFUSED_BY_COUNTS, mine)
+    elif not IS_REFUSED:
+        mine = tl.where(index == ROUTING, checksum(routing, ranks, is_rank, NUM_RANKS), mine)
+    box = call % 2 * tl.load(facts + BOX_STRIDE) + tl.load(facts + MAILBOX_AT)
+    stride = tl.load(facts + LETTER_STRIDE)
+    there = tl.load(heaps + ranks, mask=is_rank, other=0) + box + rank * stride
+    headers_there = words_at(there)
+    tl.store(
+        headers_there[:, None] + index[None, :],
+        tl.broadcast_to(mine[None, :], (RANK_BLOCK, NUM_WORDS)),
+        mask=is_rank[:, None] & (index > 0)[None, :],
+    )
+    if CHANNEL_BLOCK:
+        post_counts(
+            there,
+            counts,
+            channel_counts,
+            expert_counts,
+            num_channels,
+            local_experts,
+            ranks,
+            is_rank,
+            NUM_RANKS,
+            CHANNEL_BLOCK,
+            EXPERT_BLOCK,
+        )
+    release_max(headers_there, call, is_rank)
+    here = own + box + ranks * stride
+    headers_here = words_at(here)
+    seen = wait_for_all(headers_here, is_rank, call, tl.load(facts + PATIENCE_NS), alarm)
+    bad = late_or_stopped(seen, call, alarm)
+    if tl.max(tl.where(is_rank, bad, GOOD), axis=0) > 0:
+        stop_everyone(facts, heaps, ranks, is_rank)
+
+    theirs = tl.load(headers_here[:, None] + index[None, :], mask=is_rank[:, None], other=0, volatile=True)
+    is_agreeing = (index >= REFUSED) & (index <= ROUTING)
+    differ = tl.max((is_agreeing[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
+    is_refused = column(theirs, index, REFUSED) != 0
+    bad = tl.where((bad == GOOD) & ((differ > 0) | is_refused), DIFFERENT, bad)
+    rows = column(theirs, index, RESULT_ROWS)
+    if CHANNEL_BLOCK:
+        arriving = read_counts(
+            here,
+            channel_counts,
+            num_channels,
+            local_experts,
+            routing,
+            channel_prefix,
+            recv_channel_prefix,
+            words_at(totals) + TOTAL_BY_EXPERT,
+            ranks,
+            is_rank,
+            NUM_RANKS,
+            CHANNEL_BLOCK,
+            EXPERT_BLOCK,
+        )
+        bad = tl.where((bad == GOOD) & (rows >= 0) & (arriving > rows), TOO_MANY, bad)
+        rows = tl.where(rows >= 0, rows, arriving)
+        tl.store(state + NUM_ROWS, tl.sum(tl.where(ranks == rank, arriving, 0), axis=0))
+    if IS_COMBINE:
+        has_place = find_outputs(theirs, index, rows, ranks, is_rank, bases, places)
+    else:
+        has_place = choose_windows(theirs, index, rows, ranks, is_rank, bases, places)
+    uses_rings = tl.max(tl.where(is_rank & ~has_place, 1, 0), axis=0).to(tl.int64)
+    outcome = first_bad(bad, ranks, is_rank, RANK_BLOCK)
+    tl.store(state + USES_RINGS, uses_rings)
+    tl.store(state + OUTCOME, outcome)
+    if CHANNEL_BLOCK:
+        if ticket != 0:
+            words = words_at(totals)
+            tl.store(words + TOTAL_OUTCOME, outcome)
+            tl.store(words + TOTAL_ROWS, tl.load(state + NUM_ROWS))
+            tl.store(words + TOTAL_USES_RINGS, uses_rings)
+            tl.store(words + TOTAL_WRONG, is_wrong)
+            tl.store(words_at(rows_of) + ranks, rows, mask=is_rank)
+            release_one(words, ticket)
+    if (outcome != 0) & (not IS_REFUSED):
+        report_words = words_at(tl.load(facts + REPORT))
+        if tl.load(report_words + NUM_REPORTS, volatile=True) == tl.load(
+            report_words + NUM_READ, volatile=True
+        ):
+            to = report_words + REPORTED_HEADERS + ranks[:, None] * NUM_WORDS + index[None, :]
+            tl.store(to, theirs, mask=is_rank[:, None] & (index >= 0)[None, :])
+            tl.store(report_words + REPORTED_WRONG, is_wrong)
+        report(facts, state, outcome)
 
 
 @triton.jit
+def meet(facts, heaps, state, FLAGS_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """Say at every peer that this rank's part of the call is done, and wait until all have said so here.
+
+    One program; what kernels before it stored is visible to who acquires its flags. FLAGS_AT is the fact that
+    says where the flags lie. In call 5 this rank's flags at its peers become 5; with flags [5, 4] here and no
+    patience left the outcome is 1 (late) + 16 * 1 (rank 1). A call that went wrong on all ranks has no
+    flags; one that went wrong here alone has.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    outcome = tl.load(state + OUTCOME)
+    code = outcome % NUM_CODES
+    if (code == GOOD) | (code == BAD_HANDLE):
+        rank = tl.load(facts + RANK)
+        own = tl.load(heaps + rank)
+        alarm = own + tl.load(facts + ALARM_AT)
+        value = tl.load(state + NUMBER)
+        flags_at, stride = tl.load(facts + FLAGS_AT), tl.load(facts + FLAG_STRIDE)
+        there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + rank * stride
+        release_max(words_at(there), value, is_rank)
+        here = words_at(own + flags_at + ranks * stride)
+        seen = wait_for_all(here, is_rank, value, tl.load(facts + PATIENCE_NS), alarm)
+        bad = late_or_stopped(seen, value, alarm)
+        if tl.max(tl.where(is_rank, bad, GOOD), axis=0) > 0:
+            tl.store(state + WAITED_FOR, FLAGS_AT)
+            stop_everyone(facts, heaps, ranks, is_rank)
+        late = first_bad(bad, ranks, is_rank, RANK_BLOCK)
+        outcome = tl.where(outcome == 0, late, outcome)
+        tl.store(state + OUTCOME, outcome)
+    report(facts, state, outcome)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def fill_send_head(
-    rank,
+    facts,
     position,
     rank_prefix,
     send_head,
@@ -201,6 +522,7 @@ def fill_send_head(
 
     For rank 1 with rank_prefix [[2, 1], ...] position [[0, 0], [-1, 1]] gives send_head [[2, 1], [-1, 2]].
     """
+    rank = tl.load(facts + RANK)
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     peers = tl.arange(0, RANK_BLOCK)
     is_peer = peers < NUM_RANKS
@@ -209,3 +531,22 @@ def fill_send_head(
     index = tokens[:, None] * NUM_RANKS + peers[None, :]
     place = tl.load(position + index, mask=is_place, other=-1)
     tl.store(send_head + index, tl.where(place >= 0, place + before[None, :], -1), mask=is_place)
+
+
+@triton.jit(do_not_specialize=["gone"])
+def raise_alarms(
+    facts, heaps, gone, EVERYWHERE: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr
+):
+    """Say that a rank has given up or is gone: nobody waits for it any more; here, or at every rank.
+
+    The host launches it beside a kernel that waits. With `gone` 1 of 2 the alarm here becomes 2 and the word
+    of rank 1 becomes 1; with -1 nothing happens.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_told = (ranks < NUM_RANKS) & (gone >= 0)
+    if not EVERYWHERE:
+        is_told = is_told & (ranks == tl.load(facts + RANK))
+    there = tl.load(heaps + ranks, mask=is_told, other=0)
+    given_up = there + tl.load(facts + GIVEN_UP_AT) + gone * tl.load(facts + FLAG_STRIDE)
+    release_max(words_at(given_up), 1, is_told)
+    release_max(words_at(there + tl.load(facts + ALARM_AT)), gone + 1, is_told)

@@ -5,55 +5,93 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep.backends.cuda.kernels.casts import bf16_bits_to_float, float_to_bf16_bits
+from anyep import outcomes
+from anyep.backends.cuda import facts as words_of
+from anyep.backends.cuda.kernels.floats import load_rows, store_rows, values_at
+
+PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
+PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
+OUTCOME = tl.constexpr(words_of.OUTCOME)
+USES_RINGS = tl.constexpr(words_of.USES_RINGS)
+BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
+NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
 
-@triton.jit
-def bf16_of_float(value, IN_HARDWARE: tl.constexpr):
-    """The bits of the nearest bf16, ties to even; every NaN is 0x7FC0.
-
-    The hardware has an instruction for it, which makes another NaN; Triton's interpreter would cut bits off
-    instead, so there it is integer arithmetic.
-    """
-    if IN_HARDWARE:
-        rounded = value.to(tl.bfloat16).to(tl.uint16, bitcast=True)
-        return tl.where(value == value, rounded, 0x7FC0).to(tl.uint16)
-    return float_to_bf16_bits(value)
-
-
-@triton.jit
+# What varies from call to call is not to be compiled in.
+@triton.jit(do_not_specialize=["num_tokens", "num_topk"])
 def pull_and_sum(
     out,
+    out_weights,
+    bias_0,
+    bias_1,
     send_head,
     places,
-    place_stride,
+    state,
     num_tokens,
     hidden,
+    num_topk,
+    DTYPE: tl.constexpr,
+    NUM_BIASES: tl.constexpr,
     NUM_RANKS: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_VALUES: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr,
     IN_HARDWARE: tl.constexpr = True,
 ):
     """Read the rows of each token where they lie at the peers, and add them up, ranks ascending.
 
-    `places[r * place_stride]` is the address of rank r's rows of bf16. With send_head [[0, 2], [-1, 3]] the
-    first row of out is row 0 of rank 0 plus row 2 of rank 1, and the second one is row 3 of rank 1.
+    `places[r]` holds the addresses of rank r's rows and of their top-k weights, and the number of the rows.
+    With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of rank 0 plus row 2 of rank 1, and the
+    second one is row 3 of rank 1. Sums start from bias_0 + bias_1, or from bias_0, or from +0.0. Top-k
+    weights likewise, per slot, without bias; TOPK_BLOCK is 0 where there are none. Nothing is done if the
+    outcome of what came before is not 0, or if some rows come through rings. A row that rank r does not have
+    is left out: the outcome is then 5 (bad handle) + 16 * r.
     """
-    first = tl.program_id(0)
-    for tile in range(first, tl.cdiv(num_tokens, TILE_TOKENS), tl.num_programs(0)):
+    is_mine = (tl.load(state + OUTCOME) == 0) & (tl.load(state + USES_RINGS) == 0)
+    num_tiles = tl.where(is_mine, tl.cdiv(num_tokens, TILE_TOKENS), 0)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tokens = tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         is_token = tokens < num_tokens
         for start in range(0, hidden, TILE_VALUES):
             columns = start + tl.arange(0, TILE_VALUES)
-            is_column = columns < hidden
+            is_value = is_token[:, None] & (columns < hidden)[None, :]
+            index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
             sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
+            if NUM_BIASES > 0:
+                sums = load_rows(bias_0 + index, is_value, DTYPE)
+            if NUM_BIASES > 1:
+                sums += load_rows(bias_1 + index, is_value, DTYPE)
             for rank in tl.static_range(NUM_RANKS):
                 rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
-                place = tl.load(places + rank * place_stride).to(tl.pointer_type(tl.uint16))
-                window = tl.multiple_of(place, 16)
+                window = values_at(tl.load(places + PLACE_WORDS * rank), DTYPE)
+                num_rows = tl.load(places + PLACE_WORDS * rank + PLACE_ROWS)
+                is_there = (rows >= 0) & (rows < num_rows)
                 source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
-                # Adding +0.0 changes nothing: a sum that began with +0.0 is never -0.0.
-                values = tl.load(source, mask=(rows >= 0)[:, None] & is_column[None, :], other=0)
-                sums += bf16_bits_to_float(values)
-            target = out + tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
-            tl.store(target, bf16_of_float(sums, IN_HARDWARE), mask=is_token[:, None] & is_column[None, :])
+                values = load_rows(source, is_there[:, None] & (columns < hidden)[None, :], DTYPE)
+                if NUM_BIASES > 0:
+                    sums = tl.where(is_there[:, None], sums + values, sums)
+                else:
+                    # Adding +0.0 changes nothing: a sum that began with +0.0 is never -0.0.
+                    sums += values
+                if start == 0:
+                    is_beyond = tl.max((rows >= num_rows).to(tl.int32), axis=0) > 0
+                    tl.store(state + OUTCOME, BAD_HANDLE + NUM_CODES * rank, mask=is_beyond)
+            store_rows(out + index, sums, is_value, DTYPE, IN_HARDWARE)
+    if TOPK_BLOCK:
+        slots = tl.arange(0, TOPK_BLOCK)
+        num_chunks = tl.where(is_mine, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
+        for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+            tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
+            is_token = tokens < num_tokens
+            is_slot = (slots < num_topk)[None, :]
+            weights = tl.zeros((CHUNK_TOKENS, TOPK_BLOCK), tl.float32)
+            for rank in tl.static_range(NUM_RANKS):
+                rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
+                theirs = tl.load(places + PLACE_WORDS * rank + 3).to(tl.pointer_type(tl.float32))
+                num_rows = tl.load(places + PLACE_WORDS * rank + PLACE_ROWS)
+                is_there = ((rows >= 0) & (rows < num_rows))[:, None] & is_slot
+                source = theirs + rows.to(tl.int64)[:, None] * num_topk + slots[None, :]
+                weights += tl.load(source, mask=is_there, other=0.0)
+            to = out_weights + tokens.to(tl.int64)[:, None] * num_topk + slots[None, :]
+            tl.store(to, weights, mask=is_token[:, None] & is_slot)

@@ -5,8 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anyep import outcomes
+from anyep.backends.cuda import facts as words_of
 
-@triton.jit
+PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
+PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
+OUTCOME = tl.constexpr(words_of.OUTCOME)
+NUM_ROWS = tl.constexpr(words_of.NUM_ROWS)
+BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
+NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
+
+
+# What varies from call to call is not to be compiled in.
+@triton.jit(do_not_specialize=["num_tokens", "num_topk", "experts_per_rank"])
 def send_to_windows(
     x,
     scales,
@@ -14,7 +25,7 @@ def send_to_windows(
     topk_weights,
     send_head,
     places,
-    outcome,
+    state,
     num_tokens,
     row_words,
     num_scales,
@@ -32,17 +43,18 @@ def send_to_windows(
     """Read each token's row once and write it to every receiver with a window.
 
     `places[r]` holds the addresses of receiver r's x, source indices, top-k ids, top-k weights and scales, or
-    zeros where r has no window. With send_head [[0, 2], [-1, 3]] row 0 of x goes to row 0 at receiver 0 and
+    zeros where r has no window, and the number of its rows. With send_head [[0, 2], [-1, 3]] row 0 of x goes to row 0 at receiver 0 and
     to row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source indices there are 0, 0 and 1. An
     expert id is written as the receiver's local one; where the expert is not there, -1 and weight 0. Nothing
-    is sent if the outcome of what came before is not 0.
+    is sent if the outcome of what came before is not 0. A row that receiver r does not have is not written:
+    the outcome is then 5 (bad handle) + 16 * r.
 
     x is seen as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
     `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Scales and top-k are sent in
     chunks of `CHUNK_TOKENS` tokens. `SCALE_BLOCK` and `TOPK_BLOCK` are powers
     of two that hold a token's scales and slots; 0 where there are none.
     """
-    num_tiles = tl.where(tl.load(outcome) == 0, tl.cdiv(num_tokens, TILE_TOKENS), 0)
+    num_tiles = tl.where(tl.load(state + OUTCOME) == 0, tl.cdiv(num_tokens, TILE_TOKENS), 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tokens = tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         is_token = tokens < num_tokens
@@ -53,17 +65,20 @@ def send_to_windows(
             values = tl.load(source, mask=is_token[:, None] & is_word[None, :])
             for receiver in tl.static_range(NUM_RECEIVERS):
                 rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
-                place = tl.load(places + 5 * receiver)
+                place = tl.load(places + PLACE_WORDS * receiver)
                 # A pointer out of a table is not known to be aligned; ours are.
                 window = tl.multiple_of(place.to(tl.pointer_type(tl.int32)), 16)
                 target = window + rows.to(tl.int64)[:, None] * row_words + words[None, :]
-                is_sent = (rows >= 0) & (place != 0)
+                num_rows = tl.load(places + PLACE_WORDS * receiver + PLACE_ROWS)
+                is_sent = (rows >= 0) & (rows < num_rows) & (place != 0)
                 tl.store(target, values, mask=is_sent[:, None] & is_word[None, :])
                 if start == 0:
-                    sources = tl.load(places + 5 * receiver + 1).to(tl.pointer_type(tl.int32))
+                    sources = tl.load(places + PLACE_WORDS * receiver + 1).to(tl.pointer_type(tl.int32))
                     tl.store(sources + rows, tokens, mask=is_sent)
+                    is_beyond = tl.max((rows >= num_rows).to(tl.int32), axis=0) > 0
+                    tl.store(state + OUTCOME, BAD_HANDLE + NUM_CODES * receiver, mask=is_beyond)
     # Scales and top-k are little: a chunk of many tokens takes no longer than one of a few.
-    num_chunks = tl.where(tl.load(outcome) == 0, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
+    num_chunks = tl.where(tl.load(state + OUTCOME) == 0, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
     if TOPK_BLOCK + SCALE_BLOCK == 0:
         num_chunks *= 0
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
@@ -71,7 +86,8 @@ def send_to_windows(
         is_token = tokens < num_tokens
         for receiver in tl.static_range(NUM_RECEIVERS):
             rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
-            is_sent = (rows >= 0) & (tl.load(places + 5 * receiver) != 0)
+            num_rows = tl.load(places + PLACE_WORDS * receiver + PLACE_ROWS)
+            is_sent = (rows >= 0) & (rows < num_rows) & (tl.load(places + PLACE_WORDS * receiver) != 0)
             rows = rows.to(tl.int64)
             if TOPK_BLOCK:
                 slots = tl.arange(0, TOPK_BLOCK)
@@ -81,14 +97,45 @@ def send_to_windows(
                 is_here = (local >= 0) & (local < experts_per_rank)
                 weights = tl.load(topk_weights + index, mask=is_slot & is_here, other=0.0)
                 to = rows[:, None] * num_topk + slots[None, :]
-                ids_there = tl.load(places + 5 * receiver + 2).to(tl.pointer_type(tl.int64))
-                weights_there = tl.load(places + 5 * receiver + 3).to(tl.pointer_type(tl.float32))
+                ids_there = tl.load(places + PLACE_WORDS * receiver + 2).to(tl.pointer_type(tl.int64))
+                weights_there = tl.load(places + PLACE_WORDS * receiver + 3).to(tl.pointer_type(tl.float32))
                 tl.store(ids_there + to, tl.where(is_here, local, -1), mask=is_slot)
                 tl.store(weights_there + to, weights, mask=is_slot)
             if SCALE_BLOCK:
                 columns = tl.arange(0, SCALE_BLOCK)
                 is_scale = is_sent[:, None] & (columns < num_scales)[None, :]
                 at = tokens.to(tl.int64)[:, None] * stride_token + columns[None, :] * stride_scale
-                scales_there = tl.load(places + 5 * receiver + 4).to(tl.pointer_type(tl.int32))
+                scales_there = tl.load(places + PLACE_WORDS * receiver + 4).to(tl.pointer_type(tl.int32))
                 to = rows[:, None] * num_scales + columns[None, :]
                 tl.store(scales_there + to, tl.load(scales + at, mask=is_scale), mask=is_scale)
+
+
+@triton.jit(do_not_specialize=["num_result_rows", "num_topk"])
+def unpack_window(
+    places,
+    state,
+    rank,
+    source,
+    ids,
+    num_result_rows,
+    num_topk,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the source indices out of this rank's window, for a handle that outlives it; pad the top-k ids.
+
+    With 1 row received where 2 were allowed for, and ids [[3], [?]], the ids become [[3], [-1]] (if PAD).
+    Without a window only the ids are padded. Programs take blocks of `BLOCK` indices and ids.
+    """
+    num_rows = tl.load(state + NUM_ROWS)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    sources = tl.load(places + PLACE_WORDS * rank + 1)
+    is_row = (offsets < num_rows) & (offsets < num_result_rows) & (sources != 0)
+    rows = tl.load(sources.to(tl.pointer_type(tl.int32)) + offsets, mask=is_row, other=0, volatile=True)
+    tl.store(source + offsets, rows, mask=is_row)
+    if PAD:
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for start in range(0, num_result_rows.to(tl.int64) * num_topk, step):
+            index = start + offsets
+            is_pad = (index >= num_rows * num_topk) & (index < num_result_rows.to(tl.int64) * num_topk)
+            tl.store(ids + index, tl.full((BLOCK,), -1, tl.int64), mask=is_pad)

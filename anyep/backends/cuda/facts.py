@@ -1,0 +1,77 @@
+"""The words that every kernel of a Buffer finds in device memory: its facts, and the state of its call.
+
+Facts stay the same as long as the Buffer lives, so a kernel takes one pointer instead of many numbers. The
+state is that of the call that runs on the communication stream. A report tells the host, in memory of the
+host, what went wrong in a call that it did not wait for.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Facts.
+RANK: Final = 0
+PATIENCE_NS: Final = 1
+ALARM_AT: Final = 2
+"""In the heap: not 0 when nobody should wait any more, since a rank has given up."""
+NUMBER_AT: Final = 3
+"""In the heap: the number of the last call."""
+MAILBOX_AT: Final = 4
+BOX_STRIDE: Final = 5
+LETTER_STRIDE: Final = 6
+ARRIVED_AT: Final = 7
+PULLED_AT: Final = 8
+FLAG_STRIDE: Final = 9
+REPORT: Final = 10
+"""The address of the report."""
+TAIL_AT: Final = 11
+HEAD_AT: Final = 12
+RING_STRIDE: Final = 13
+"""From one peer's tails or heads to the next one's."""
+GIVEN_UP_AT: Final = 14
+"""In the heap: a word per rank, not 0 when it has given up; as far apart as flags are."""
+NUM_FACTS: Final = 16
+
+# The state of a call.
+OUTCOME: Final = 0
+NUMBER: Final = 1
+NUM_ROWS: Final = 2
+"""Rows that come to this rank."""
+USES_RINGS: Final = 3
+"""Whether some rows go through rings."""
+IS_REPORTED: Final = 4
+IS_WRONG: Final = 5
+"""Set before a call's letters: its counts contradict its choices; how (below) + 4 * where."""
+WRONG_RANK_COUNT: Final = 1
+WRONG_EXPERT_COUNT: Final = 2
+WRONG_TOKEN: Final = 3
+WAITED_FOR: Final = 6
+"""The fact that says where the flags lie that did not come."""
+KIND: Final = 7
+NUM_STATES: Final = 8
+
+# A report.
+NUM_REPORTS: Final = 0
+NUM_READ: Final = 1
+"""Written by the host; no report is made while one is unread."""
+REPORTED_OUTCOME: Final = 2
+REPORTED_NUMBER: Final = 3
+REPORTED_WRONG: Final = 4
+REPORTED_KIND: Final = 5
+REPORTED_WAIT: Final = 6
+REPORTED_HEADERS: Final = 8
+
+PLACE_WORDS: Final = 6
+"""Of a rank's row in the table of places: x, source indices, ids, weights, scales, and its number of rows."""
+PLACE_ROWS: Final = 5
+MAX_WINDOW_BLOCKS: Final = 16
+WINDOW_BLOCK_BITS: Final = 40
+"""A window's offset has the number of its block above these bits."""
+
+# What the host waits for in a dispatch that has to find out its rows.
+TICKET: Final = 0
+TOTAL_OUTCOME: Final = 1
+TOTAL_ROWS: Final = 2
+TOTAL_USES_RINGS: Final = 3
+TOTAL_WRONG: Final = 4
+TOTAL_BY_EXPERT: Final = 8

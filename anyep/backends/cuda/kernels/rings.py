@@ -1,0 +1,789 @@
+"""Rings: any amount of rows through a fixed number of slots, sending and receiving in one kernel.
+
+A ring for one (channel, sender) lies at the receiver: slots, each for a row and what goes with it. The sender's
+counter `tail` lies at the receiver too, the receiver's counter `head` at the sender: each is where it is
+polled. Both only grow, over all calls, and one program writes each: a call begins with what they hold, so that
+no argument changes from call to call. Row n of a ring lies in slot n % ring_rows.
+
+A kernel has two programs per channel: the even ones send, the odd ones receive, and all of all ranks must be
+resident at once. Who sends tokens, or sums them, takes a tile of them when every peer is ready for it. Who
+drains rings, or pushes rows, takes what is there from anybody, and never waits for one peer: so nobody waits in
+a circle. A tile may not hold more tokens than a ring has slots.
+
+A wait ends when nothing has moved for `patience_ns`, or when the alarm is raised; the outcome then says for
+whom it was. Addresses and sizes of rows and slots are multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from anyep import outcomes
+from anyep.backends.cuda.kernels.atomics import is_raised, load_acquire, nanoseconds, release_max
+from anyep.backends.cuda.kernels.floats import FP32, load_rows, store_rows, values_at
+
+LATE = tl.constexpr(outcomes.LATE)
+STOPPED = tl.constexpr(outcomes.STOPPED)
+BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
+NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
+
+PLACE_WORDS = tl.constexpr(6)
+PLACE_WEIGHTS = tl.constexpr(3)
+PLACE_ROWS = tl.constexpr(5)
+
+VARYING = [
+    *("alarm", "patience_ns", "rank", "ring_rows", "meta_at", "scales_at", "ids_at", "weights_at"),
+    *("num_tokens", "tokens_per_channel", "num_scales", "stride_token", "stride_scale", "num_topk"),
+    "experts_per_rank",
+]
+"""Numbers that differ between calls, or between ranks: kernels are not compiled for some of them."""
+
+
+class Area(NamedTuple):
+    """Where rings and their counters lie in the heaps: offsets and strides in bytes."""
+
+    heaps: Any
+    rank: Any
+    rows_at: Any
+    tail_at: Any
+    tail_stride: Any
+    head_at: Any
+    head_stride: Any
+    ring_rows: Any
+    slot_bytes: Any
+
+
+class Rings(NamedTuple):
+    """The rings of a channel between this rank and each peer, as their senders or their receivers see them."""
+
+    ranks: Any
+    is_rank: Any
+    rows: Any
+    """Addresses of their first slots."""
+    ours: Any
+    """The counters that this side advances; they lie at the peers."""
+    theirs: Any
+    """The counters that the other side advances; they lie here."""
+    num_slots: Any
+    slot_bytes: Any
+
+
+class Waiting(NamedTuple):
+    """How long this rank waits, and where it says that it was in vain."""
+
+    rank: Any
+    patience_ns: Any
+    alarm: Any
+    outcome: Any
+
+
+class Beside(NamedTuple):
+    """What lies in a slot after the row: where, in bytes, and how many."""
+
+    meta_at: Any
+    scales_at: Any
+    ids_at: Any
+    weights_at: Any
+    num_scales: Any
+    num_topk: Any
+
+
+@triton.jit
+def rings_of(area, channel, TO_PEERS: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """A channel's rings to the peers, whose slots and tails lie there and whose heads lie here; or from them.
+
+    With 2 ranks, heaps at 0 and 1000, rows at 100, 3 slots of 16 bytes: the rings of channel 0 from rank 1 lie
+    at 100 + 48 and 1000 + 100 + 48, those to it at 1000 + 100 and 1000 + 100 + 48.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    here = tl.load(area.heaps + area.rank)
+    there = tl.load(area.heaps + ranks, mask=is_rank, other=0)
+    # The size of a slot is a multiple of 16, and the compiler is to know it.
+    slot_bytes = area.slot_bytes // 16 * 16
+    ring_bytes = area.ring_rows.to(tl.int64) * slot_bytes
+    if TO_PEERS:
+        rows = there + (channel * NUM_RANKS + area.rank) * ring_bytes
+        ours = there + area.tail_at + area.rank * area.tail_stride
+        theirs = here + area.head_at + ranks * area.head_stride
+    else:
+        rows = here + (channel * NUM_RANKS + ranks) * ring_bytes
+        ours = there + area.head_at + area.rank * area.head_stride
+        theirs = here + area.tail_at + ranks * area.tail_stride
+    return Rings(
+        ranks=ranks,
+        is_rank=is_rank,
+        rows=rows + area.rows_at,
+        ours=(ours + 8 * channel).to(tl.pointer_type(tl.int64)),
+        theirs=(theirs + 8 * channel).to(tl.pointer_type(tl.int64)),
+        num_slots=area.ring_rows,
+        slot_bytes=slot_bytes,
+    )
+
+
+@triton.jit
+def slots_at(rings, rank, counters, numbers):
+    """The addresses of some slots of a rank's ring: those `numbers` after the one that its counter is at.
+
+    With 3 slots of 16 bytes at 1000, a counter at 4 and numbers [0, 1, 2]: [1016, 1032, 1000].
+    """
+    next_slot = value_of(counters % rings.num_slots, rings.ranks, rank)
+    slots = (next_slot.to(tl.uint32) + numbers.to(tl.uint32)) % rings.num_slots.to(tl.uint32)
+    return value_of(rings.rows, rings.ranks, rank) + slots.to(tl.int64) * rings.slot_bytes
+
+
+@triton.jit
+def any_of(conditions):
+    """Whether any of a vector's conditions holds."""
+    return tl.max(conditions.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def value_of(values, ranks, rank):
+    """One rank's value out of a vector: with values [7, 9], rank 1 has 9."""
+    return tl.sum(tl.where(ranks == rank, values, 0), axis=0)
+
+
+@triton.jit
+def int32_at(addresses):
+    return addresses.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def float32_at(addresses):
+    return addresses.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def words_at(addresses):
+    """Pointers to the words of rows, which begin at multiples of 16 bytes."""
+    # The compiler cannot know that they do: the addresses came out of a table.
+    return tl.multiple_of(addresses.to(tl.pointer_type(tl.int32)), 16)
+
+
+@triton.jit
+def lanes(rank_prefix, recv_channel_prefix, rank, channel, rings, NUM_RANKS: tl.constexpr):
+    """This rank's rows of a channel, for each peer: where they begin and where they end.
+
+    On rank 1, with rank_prefix [[0, 2], [0, 3]] and recv_channel_prefix [[0, 1], [0, 0]]: in channel 0 the
+    rows [0, 1) are peer 0's and [2, 2), which are none, peer 1's; in channel 1 [1, 2) and [2, 3).
+    """
+    ranks, is_rank = rings.ranks, rings.is_rank
+    num_channels = tl.num_programs(0) // 2
+    by_peer = rank_prefix + ranks * NUM_RANKS + rank
+    before = tl.load(by_peer - NUM_RANKS, mask=is_rank & (ranks > 0), other=0)
+    by_channel = recv_channel_prefix + ranks * num_channels + channel
+    is_last = channel == num_channels - 1
+    next_begin = before + tl.load(by_channel + 1, mask=is_rank & ~is_last, other=0)
+    begin = before + tl.load(by_channel, mask=is_rank, other=0)
+    return begin, tl.where(is_last, tl.load(by_peer, mask=is_rank, other=0), next_begin)
+
+
+@triton.jit
+def rows_of_tile(send_head, tokens, is_token, is_wanted, ranks, NUM_RANKS: tl.constexpr):
+    """How many rows the tokens of a tile have at each wanted rank, and the first of them.
+
+    With send_head [[4, 0], [-1, 1]] for 2 tokens: counts [1, 2], first rows [4, 0]. Rows of later tokens follow
+    those of earlier ones without a gap.
+    """
+    at = send_head + tokens[:, None] * NUM_RANKS + ranks[None, :]
+    rows = tl.load(at, mask=is_token[:, None] & is_wanted[None, :], other=-1)
+    is_row = rows >= 0
+    return tl.sum(is_row.to(tl.int32), axis=0), tl.min(tl.where(is_row, rows, 2147483647), axis=0)
+
+
+@triton.jit
+def wait_for_counters(counters, seen, expected, waiting):
+    """Spin until every counter has reached what is expected of it; what they hold then.
+
+    They are known to hold `seen` at least, and are looked at only where that is not enough.
+    """
+    if any_of(seen < expected):
+        deadline = nanoseconds() + waiting.patience_ns
+        seen = tl.where(seen < expected, load_acquire(counters, seen < expected), seen)
+        while any_of(seen < expected) & (nanoseconds() < deadline) & ~is_raised(waiting.alarm):
+            seen = tl.where(seen < expected, load_acquire(counters, seen < expected), seen)
+        tl.debug_barrier()
+    return seen
+
+
+@triton.jit
+def give_up(is_missing, rings, waiting):
+    """Say whom this rank waited for in vain, and let its other programs wait no longer either.
+
+    If rank 2 is missing, and the alarm was not raised before, the outcome is 1 (late) + 16 * 2.
+    """
+    is_late = ~is_raised(waiting.alarm)
+    tl.debug_barrier()
+    silent = tl.min(tl.where(is_missing, rings.ranks, rings.ranks.shape[0]), axis=0)
+    outcome = tl.where(is_late, LATE, STOPPED) + NUM_CODES * silent
+    # Whoever raised the alarm here has said why.
+    is_news = tl.load(waiting.outcome, volatile=True) == 0
+    tl.store(waiting.outcome, outcome.to(tl.int64), mask=is_news)
+    alarm = waiting.alarm.to(tl.pointer_type(tl.int64))
+    release_max(alarm, (1 + waiting.rank).to(tl.int64), is_late)
+
+
+@triton.jit
+def copy_rows(source, target, is_row, row_words, TILE_WORDS: tl.constexpr, STAGES: tl.constexpr):
+    """Copy some rows of words from their addresses to others; pieces of STAGES tiles are on their way at once."""
+    for start in tl.range(0, row_words, TILE_WORDS, num_stages=STAGES):
+        words = start + tl.arange(0, TILE_WORDS)
+        mask = is_row[:, None] & (words < row_words)[None, :]
+        values = tl.load(words_at(source)[:, None] + words[None, :], mask=mask)
+        tl.store(words_at(target)[:, None] + words[None, :], values, mask=mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def dispatch_through_rings(
+    x,
+    scales,
+    topk_idx,
+    topk_weights,
+    send_head,
+    places,
+    results,
+    rank_prefix,
+    recv_channel_prefix,
+    heaps,
+    outcome,
+    alarm,
+    patience_ns,
+    rank,
+    rows_at,
+    tail_at,
+    tail_stride,
+    head_at,
+    head_stride,
+    ring_rows,
+    slot_bytes,
+    meta_at,
+    scales_at,
+    ids_at,
+    weights_at,
+    num_tokens,
+    tokens_per_channel,
+    row_words,
+    num_scales,
+    stride_token,
+    stride_scale,
+    num_topk,
+    experts_per_rank,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Send this rank's tokens to all receivers without a window, and take what comes if it has none itself.
+
+    `places[r]` begins with 0 where rank r has no window, and ends with the number of rows that it has room
+    for. `results` are the addresses of this rank's x, source indices, ids, weights and scales, 0 where there
+    are none. With one channel, rings of 3 slots with counters that stand at 2, and no windows: rank 0 has
+    send_head [[0, -1], [1, 0]]. Its row 1 lies in slot 2 of the ring at rank 1, where the tail becomes 3, and
+    from there becomes row 0 of rank 1's result, with source index 1; the head at rank 0 is 3 then. To rank 0
+    itself its rows come through the slots 2 and 0, and both counters become 4. Ids and weights are those that
+    `send_to_windows` writes. Nothing is done if the outcome of what came before is not 0.
+
+    x is seen as words of 4 bytes; ids travel as int32. `SCALE_BLOCK` and `TOPK_BLOCK` are powers of two that
+    hold a token's scales and slots; 0 where there are none.
+    """
+    channel = tl.program_id(0) // 2
+    area = Area(
+        heaps=heaps,
+        rank=rank,
+        rows_at=rows_at,
+        tail_at=tail_at,
+        tail_stride=tail_stride,
+        head_at=head_at,
+        head_stride=head_stride,
+        ring_rows=ring_rows,
+        slot_bytes=slot_bytes,
+    )
+    waiting = Waiting(rank=rank, patience_ns=patience_ns, alarm=alarm, outcome=outcome)
+    beside = Beside(
+        meta_at=meta_at,
+        scales_at=scales_at,
+        ids_at=ids_at,
+        weights_at=weights_at,
+        num_scales=num_scales,
+        num_topk=num_topk,
+    )
+    # A row is a multiple of 4 words, and the compiler is to know it.
+    row_words = row_words // 4 * 4
+    if tl.load(outcome) == 0:
+        if tl.program_id(0) % 2 == 0:
+            first_token = channel * tokens_per_channel
+            send_tokens(
+                x,
+                scales,
+                topk_idx,
+                topk_weights,
+                send_head,
+                places,
+                rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK),
+                waiting,
+                beside,
+                first_token,
+                tl.minimum(first_token + tokens_per_channel, num_tokens),
+                row_words,
+                stride_token,
+                stride_scale,
+                experts_per_rank,
+                NUM_RANKS,
+                SCALE_BLOCK,
+                TOPK_BLOCK,
+                TILE_TOKENS,
+                TILE_WORDS,
+                STAGES,
+            )
+        elif tl.load(places + PLACE_WORDS * rank) == 0:
+            rings = rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK)
+            begin, end = lanes(rank_prefix, recv_channel_prefix, rank, channel, rings, NUM_RANKS)
+            take_rows(
+                results,
+                tl.load(places + PLACE_WORDS * rank + PLACE_ROWS),
+                begin,
+                end,
+                rings,
+                waiting,
+                beside,
+                row_words,
+                NUM_RANKS,
+                SCALE_BLOCK,
+                TOPK_BLOCK,
+                TILE_TOKENS,
+                TILE_WORDS,
+                STAGES,
+            )
+
+
+@triton.jit
+def send_tokens(
+    x,
+    scales,
+    topk_idx,
+    topk_weights,
+    send_head,
+    places,
+    rings,
+    waiting,
+    beside,
+    token,
+    end_token,
+    row_words,
+    stride_token,
+    stride_scale,
+    experts_per_rank,
+    NUM_RANKS: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Send the tokens of a channel, tile by tile: a row is read once, and written to each ring it goes to."""
+    ranks = rings.ranks
+    by_ring = rings.is_rank & (tl.load(places + PLACE_WORDS * ranks, mask=rings.is_rank, other=1) == 0)
+    sent = tl.load(rings.ours, mask=by_ring, other=0, volatile=True)
+    taken = tl.zeros_like(sent)
+    slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
+    columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
+    end_token = tl.where(any_of(by_ring), end_token, token)
+    while token < end_token:
+        tokens = (token + tl.arange(0, TILE_TOKENS)).to(tl.int64)
+        is_token = tokens < end_token
+        # What is little is asked for first, so that it comes while we look for room.
+        if TOPK_BLOCK:
+            is_slot = is_token[:, None] & (slots < beside.num_topk)[None, :]
+            index = tokens[:, None] * beside.num_topk + slots[None, :]
+            ids = tl.load(topk_idx + index, mask=is_slot, other=-1)
+            weights = tl.load(topk_weights + index, mask=is_slot, other=0.0)
+        if SCALE_BLOCK:
+            is_scale = is_token[:, None] & (columns < beside.num_scales)[None, :]
+            at = tokens[:, None] * stride_token + columns.to(tl.int64)[None, :] * stride_scale
+            factors = tl.load(scales + at, mask=is_scale, other=0)
+        counts, first_rows = rows_of_tile(send_head, tokens, is_token, by_ring, ranks, NUM_RANKS)
+        expected = tl.where(counts > 0, sent + counts - rings.num_slots, 0)
+        taken = wait_for_counters(rings.theirs, taken, expected, waiting)
+        if any_of(taken < expected):
+            give_up(taken < expected, rings, waiting)
+            token = end_token
+        else:
+            targets = ()
+            is_read = is_token & False
+            for receiver in tl.static_range(NUM_RANKS):
+                rows = tl.load(send_head + tokens * NUM_RANKS + receiver, mask=is_token, other=-1)
+                is_sent = (rows >= 0) & (value_of(counts, ranks, receiver) > 0)
+                numbers = rows - value_of(first_rows, ranks, receiver)
+                target = tl.where(is_sent, slots_at(rings, receiver, sent, numbers), 0)
+                tl.store(int32_at(target + beside.meta_at), tokens.to(tl.int32), mask=is_sent)
+                if TOPK_BLOCK:
+                    local = ids - receiver * experts_per_rank
+                    is_local = (local >= 0) & (local < experts_per_rank)
+                    local = tl.where(is_local, local, -1).to(tl.int32)
+                    to = int32_at(target + beside.ids_at)[:, None] + slots[None, :]
+                    tl.store(to, local, mask=is_sent[:, None] & is_slot)
+                    to = float32_at(target + beside.weights_at)[:, None] + slots[None, :]
+                    tl.store(to, tl.where(is_local, weights, 0.0), mask=is_sent[:, None] & is_slot)
+                if SCALE_BLOCK:
+                    to = int32_at(target + beside.scales_at)[:, None] + columns[None, :]
+                    tl.store(to, factors, mask=is_sent[:, None] & is_scale)
+                targets += (target,)
+                is_read |= is_sent
+            for start in tl.range(0, row_words, TILE_WORDS, num_stages=STAGES):
+                words = start + tl.arange(0, TILE_WORDS)
+                is_word = (words < row_words)[None, :]
+                source = x + tokens[:, None] * row_words + words[None, :]
+                values = tl.load(source, mask=is_read[:, None] & is_word)
+                for receiver in tl.static_range(NUM_RANKS):
+                    row = words_at(targets[receiver])[:, None] + words[None, :]
+                    tl.store(row, values, mask=(targets[receiver] != 0)[:, None] & is_word)
+            sent += counts
+            release_max(rings.ours, sent, counts > 0)
+            token += TILE_TOKENS
+
+
+@triton.jit
+def take_rows(
+    results,
+    num_rows,
+    begin,
+    end,
+    rings,
+    waiting,
+    beside,
+    row_words,
+    NUM_RANKS: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Take the rows of a channel from all rings as they come: those of each peer become rows [begin, end).
+
+    No row from `num_rows` on is written.
+    """
+    ranks = rings.ranks
+    numbers = tl.arange(0, TILE_TOKENS)
+    slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
+    columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
+    x_to = tl.load(results)
+    sources_to = tl.load(results + 1)
+    ids_to = tl.load(results + 2)
+    weights_to = tl.load(results + 3)
+    scales_to = tl.load(results + 4)
+    taken = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
+    deadline = nanoseconds() + waiting.patience_ns
+    is_open = begin < end
+    while any_of(is_open):
+        arrived = tl.where(is_open, load_acquire(rings.theirs, is_open) - taken, 0)
+        tl.debug_barrier()
+        counts = tl.minimum(tl.minimum(arrived, end - begin), TILE_TOKENS).to(tl.int32)
+        if any_of(counts > 0):
+            for sender in range(NUM_RANKS):
+                count = value_of(counts, ranks, sender)
+                if count > 0:
+                    rows = value_of(begin, ranks, sender).to(tl.int64) + numbers
+                    is_row = (numbers < count) & (rows < num_rows)
+                    place = slots_at(rings, sender, taken, numbers)
+                    sources = tl.load(int32_at(place + beside.meta_at), mask=is_row)
+                    if TOPK_BLOCK:
+                        is_slot = is_row[:, None] & (slots < beside.num_topk)[None, :]
+                        ids_at = int32_at(place + beside.ids_at)[:, None] + slots[None, :]
+                        weights_at = float32_at(place + beside.weights_at)[:, None] + slots[None, :]
+                        ids = tl.load(ids_at, mask=is_slot)
+                        weights = tl.load(weights_at, mask=is_slot)
+                    if SCALE_BLOCK:
+                        is_scale = is_row[:, None] & (columns < beside.num_scales)[None, :]
+                        scales_at = int32_at(place + beside.scales_at)[:, None] + columns[None, :]
+                        factors = tl.load(scales_at, mask=is_scale)
+                    copy_rows(place, x_to + rows * (4 * row_words), is_row, row_words, TILE_WORDS, STAGES)
+                    tl.store(int32_at(sources_to) + rows, sources, mask=is_row & (sources_to != 0))
+                    if TOPK_BLOCK:
+                        to = rows[:, None] * beside.num_topk + slots[None, :]
+                        ids_to_rows = ids_to.to(tl.pointer_type(tl.int64)) + to
+                        tl.store(ids_to_rows, ids.to(tl.int64), mask=is_slot & (ids_to != 0))
+                        tl.store(float32_at(weights_to) + to, weights, mask=is_slot & (weights_to != 0))
+                    if SCALE_BLOCK:
+                        to = rows[:, None] * beside.num_scales + columns[None, :]
+                        tl.store(int32_at(scales_to) + to, factors, mask=is_scale & (scales_to != 0))
+            begin += counts
+            taken += counts
+            release_max(rings.ours, taken, counts > 0)
+            deadline = nanoseconds() + waiting.patience_ns
+            is_open = begin < end
+        elif (nanoseconds() >= deadline) | is_raised(waiting.alarm):
+            give_up(is_open, rings, waiting)
+            is_open = ranks < 0
+
+
+@triton.jit(do_not_specialize=VARYING)
+def combine_through_rings(
+    x,
+    topk_weights,
+    out,
+    out_weights,
+    bias_0,
+    bias_1,
+    send_head,
+    places,
+    rank_prefix,
+    recv_channel_prefix,
+    heaps,
+    outcome,
+    alarm,
+    patience_ns,
+    rank,
+    rows_at,
+    tail_at,
+    tail_stride,
+    head_at,
+    head_stride,
+    ring_rows,
+    slot_bytes,
+    weights_at,
+    num_tokens,
+    tokens_per_channel,
+    hidden,
+    num_topk,
+    DTYPE: tl.constexpr,
+    NUM_BIASES: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    TILE_VALUES: tl.constexpr,
+    STAGES: tl.constexpr,
+    IN_HARDWARE: tl.constexpr = True,
+):
+    """Push this rank's rows back to their sources unless they lie in a window, and add up its own tokens' rows.
+
+    `places[r]` holds the address of rank r's rows, or 0 where they come through rings, that of their weights,
+    and their number. Rows of a channel come in the order of its tokens. With one channel, rings of 3 slots
+    with counters that stand at 2, and no windows: rank 0 has send_head [[0, -1], [1, 0]]. Its first row of out
+    is what rank 0 put into slot 2 of the ring to itself; the second one is slot 0 of that ring plus slot 2 of
+    the ring from rank 1. The heads at both are 4 and 3 then. Sums start from bias_0 + bias_1, or from bias_0,
+    or from +0.0, and are added in float32, ranks ascending; top-k weights likewise, per slot, without bias. A
+    row that a window does not have is left out: the outcome is then 5 (bad handle) + 16 * its rank. Nothing
+    is done if the outcome of what came before is not 0.
+
+    x is seen as words of 4 bytes, out and biases as their bits (uint16) or as float32. `TOPK_BLOCK` is a
+    power of two that holds a token's slots; 0 where there are none.
+    """
+    channel = tl.program_id(0) // 2
+    area = Area(
+        heaps=heaps,
+        rank=rank,
+        rows_at=rows_at,
+        tail_at=tail_at,
+        tail_stride=tail_stride,
+        head_at=head_at,
+        head_stride=head_stride,
+        ring_rows=ring_rows,
+        slot_bytes=slot_bytes,
+    )
+    waiting = Waiting(rank=rank, patience_ns=patience_ns, alarm=alarm, outcome=outcome)
+    # A row is a multiple of 4 words, and the compiler is to know it.
+    row_words = hidden // 4 * 4 if DTYPE == FP32 else hidden // 8 * 4
+    if tl.load(outcome) == 0:
+        if tl.program_id(0) % 2 == 0:
+            if tl.load(places + PLACE_WORDS * rank) == 0:
+                rings = rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK)
+                begin, end = lanes(rank_prefix, recv_channel_prefix, rank, channel, rings, NUM_RANKS)
+                push_rows(
+                    x,
+                    topk_weights,
+                    tl.load(places + PLACE_WORDS * rank + PLACE_ROWS),
+                    begin,
+                    end,
+                    rings,
+                    waiting,
+                    weights_at,
+                    row_words,
+                    num_topk,
+                    NUM_RANKS,
+                    TOPK_BLOCK,
+                    TILE_TOKENS,
+                    TILE_WORDS,
+                    STAGES,
+                )
+        else:
+            first_token = channel * tokens_per_channel
+            sum_tokens(
+                out,
+                out_weights,
+                bias_0,
+                bias_1,
+                send_head,
+                places,
+                rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK),
+                waiting,
+                weights_at,
+                first_token,
+                tl.minimum(first_token + tokens_per_channel, num_tokens),
+                row_words,
+                num_topk,
+                DTYPE,
+                NUM_BIASES,
+                NUM_RANKS,
+                TOPK_BLOCK,
+                TILE_TOKENS,
+                TILE_VALUES,
+                STAGES,
+                IN_HARDWARE,
+            )
+
+
+@triton.jit
+def push_rows(
+    x,
+    topk_weights,
+    num_rows,
+    begin,
+    end,
+    rings,
+    waiting,
+    weights_at,
+    row_words,
+    num_topk,
+    NUM_RANKS: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Push the rows [begin, end) of a channel to each peer, as there is room in its ring.
+
+    Rows from `num_rows` on are not read: what is in their slots then is of no use.
+    """
+    ranks = rings.ranks
+    numbers = tl.arange(0, TILE_TOKENS)
+    slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
+    sent = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
+    deadline = nanoseconds() + waiting.patience_ns
+    is_open = begin < end
+    while any_of(is_open):
+        room = tl.where(is_open, load_acquire(rings.theirs, is_open) + rings.num_slots - sent, 0)
+        tl.debug_barrier()
+        counts = tl.minimum(tl.minimum(room, end - begin), TILE_TOKENS).to(tl.int32)
+        if any_of(counts > 0):
+            for receiver in range(NUM_RANKS):
+                count = value_of(counts, ranks, receiver)
+                if count > 0:
+                    rows = value_of(begin, ranks, receiver).to(tl.int64) + numbers
+                    is_row = (numbers < count) & (rows < num_rows)
+                    place = slots_at(rings, receiver, sent, numbers)
+                    if TOPK_BLOCK:
+                        is_slot = is_row[:, None] & (slots < num_topk)[None, :]
+                        index = rows[:, None] * num_topk + slots[None, :]
+                        weights = tl.load(topk_weights + index, mask=is_slot)
+                    source = x.to(tl.int64) + rows * (4 * row_words)
+                    copy_rows(source, place, is_row, row_words, TILE_WORDS, STAGES)
+                    if TOPK_BLOCK:
+                        to = float32_at(place + weights_at)[:, None] + slots[None, :]
+                        tl.store(to, weights, mask=is_slot)
+            begin += counts
+            sent += counts
+            release_max(rings.ours, sent, counts > 0)
+            deadline = nanoseconds() + waiting.patience_ns
+            is_open = begin < end
+        elif (nanoseconds() >= deadline) | is_raised(waiting.alarm):
+            give_up(is_open, rings, waiting)
+            is_open = ranks < 0
+
+
+@triton.jit
+def sum_tokens(
+    out,
+    out_weights,
+    bias_0,
+    bias_1,
+    send_head,
+    places,
+    rings,
+    waiting,
+    weights_at,
+    token,
+    end_token,
+    row_words,
+    num_topk,
+    DTYPE: tl.constexpr,
+    NUM_BIASES: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_VALUES: tl.constexpr,
+    STAGES: tl.constexpr,
+    IN_HARDWARE: tl.constexpr,
+):
+    """Add up the rows of a channel's tokens, tile by tile: from windows where they lie, else from rings."""
+    ranks, is_rank = rings.ranks, rings.is_rank
+    hidden = row_words if DTYPE == FP32 else 2 * row_words
+    place = places + PLACE_WORDS * ranks
+    windows = tl.load(place, mask=is_rank, other=1)
+    weight_windows = tl.load(place + PLACE_WEIGHTS, mask=is_rank, other=0)
+    num_rows = tl.load(place + PLACE_ROWS, mask=is_rank, other=0)
+    by_ring = windows == 0
+    slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
+    taken = tl.load(rings.ours, mask=by_ring, other=0, volatile=True)
+    arrived = tl.zeros_like(taken)
+    while token < end_token:
+        tokens = (token + tl.arange(0, TILE_TOKENS)).to(tl.int64)
+        is_token = tokens < end_token
+        counts, first_rows = rows_of_tile(send_head, tokens, is_token, by_ring, ranks, NUM_RANKS)
+        expected = tl.where(counts > 0, taken + counts, 0)
+        arrived = wait_for_counters(rings.theirs, arrived, expected, waiting)
+        if any_of(arrived < expected):
+            give_up(arrived < expected, rings, waiting)
+            token = end_token
+        else:
+            sources = ()
+            weights = ()
+            for rank in tl.static_range(NUM_RANKS):
+                rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
+                window = value_of(windows, ranks, rank)
+                is_pushed = (rows >= 0) & (window == 0)
+                is_pulled = (rows >= 0) & (window != 0) & (rows < value_of(num_rows, ranks, rank))
+                is_beyond = any_of((rows >= 0) & ~is_pushed & ~is_pulled)
+                bad = tl.full((), BAD_HANDLE + NUM_CODES * rank, tl.int64)
+                tl.store(waiting.outcome, bad, mask=is_beyond)
+                slot = slots_at(rings, rank, taken, rows - value_of(first_rows, ranks, rank))
+                rows = rows.to(tl.int64)
+                source = tl.where(is_pushed, slot, window + rows * (4 * row_words))
+                sources += (tl.where(is_pushed | is_pulled, source, 0),)
+                if TOPK_BLOCK:
+                    in_window = value_of(weight_windows, ranks, rank) + rows * (4 * num_topk)
+                    source = float32_at(tl.where(is_pushed, slot + weights_at, in_window))
+                    mask = (is_pushed | is_pulled)[:, None] & (slots < num_topk)[None, :]
+                    weights += (tl.load(source[:, None] + slots[None, :], mask=mask, other=0.0),)
+            for start in tl.range(0, hidden, TILE_VALUES, num_stages=STAGES):
+                columns = start + tl.arange(0, TILE_VALUES)
+                is_column = (columns < hidden)[None, :]
+                is_value = is_token[:, None] & is_column
+                index = tokens[:, None] * hidden + columns[None, :]
+                sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
+                if NUM_BIASES > 0:
+                    sums = load_rows(bias_0 + index, is_value, DTYPE)
+                if NUM_BIASES > 1:
+                    sums += load_rows(bias_1 + index, is_value, DTYPE)
+                for rank in tl.static_range(NUM_RANKS):
+                    values = values_at(sources[rank], DTYPE)[:, None] + columns[None, :]
+                    sums += load_rows(values, (sources[rank] != 0)[:, None] & is_column, DTYPE)
+                store_rows(out + index, sums, is_value, DTYPE, IN_HARDWARE)
+            if TOPK_BLOCK:
+                sums = tl.zeros((TILE_TOKENS, TOPK_BLOCK), tl.float32)
+                for rank in tl.static_range(NUM_RANKS):
+                    sums += weights[rank]
+                to = out_weights + tokens[:, None] * num_topk + slots[None, :]
+                tl.store(to, sums, mask=is_token[:, None] & (slots < num_topk)[None, :])
+            taken += counts
+            release_max(rings.ours, taken, counts > 0)
+            token += TILE_TOKENS

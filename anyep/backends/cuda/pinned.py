@@ -1,0 +1,65 @@
+"""Memory of the host that kernels read and write.
+
+A kernel reads a call's header when its turn comes, long after the host went on. `Headers` gives each call a
+place of its own: one of a ring, which is used again when the calls of a whole page are over; or, for a call
+that is captured in a graph and may be replayed at any time, a place for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from anyep.errors import NotSupported
+
+Array = np.ndarray[Any, Any]
+NUM_PAGES = 4
+HEADERS_PER_PAGE = 256
+
+
+def pinned_words(count: int) -> Array:
+    """64-bit words, all 0; their address is the same for kernels."""
+    # The array holds the tensor, and so its memory.
+    words: Array = torch.zeros(count, dtype=torch.int64, pin_memory=torch.cuda.is_available()).numpy()
+    return words
+
+
+class Headers:
+    """Places for headers of `num_words` words. `now` gives an event of the stream that the calls run on."""
+
+    def __init__(self, num_words: int, new_words: Callable[[int], Array], now: Callable[[], Any]) -> None:
+        self._now = now
+        self._num_words = num_words
+        self._ring = new_words(NUM_PAGES * HEADERS_PER_PAGE * num_words).reshape(-1, num_words)
+        self._num_used = 0
+        self._over: list[Any] = [None] * NUM_PAGES
+        """By page: the event after which its places are free."""
+        self._for_good = new_words(NUM_PAGES * HEADERS_PER_PAGE * num_words).reshape(-1, num_words)
+        self._num_for_good = 0
+
+    def keep(self, header: Array, for_good: bool) -> int:
+        """Where a kernel finds this header."""
+        if for_good:
+            if self._num_for_good == len(self._for_good):
+                raise NotSupported(
+                    f"{self._num_for_good} calls of this Buffer have been captured in graphs:"
+                    f" make another Buffer for more"
+                )
+            place = self._for_good[self._num_for_good]
+            self._num_for_good += 1
+        else:
+            place = self._ring[self._next_place()]
+        place[:] = header
+        return int(place.ctypes.data)
+
+    def _next_place(self) -> int:
+        page, used = divmod(self._num_used % len(self._ring), HEADERS_PER_PAGE)
+        if used == 0:
+            self._over[page - 1] = self._now()
+            if self._over[page] is not None:
+                self._over[page].synchronize()
+        self._num_used += 1
+        return page * HEADERS_PER_PAGE + used

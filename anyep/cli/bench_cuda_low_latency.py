@@ -1,0 +1,117 @@
+"""The cases of `anyep bench --device cuda --mode low-latency`: FP8 dispatch, bf16 combine, and both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from anyep.buffer import Buffer
+from anyep.cli.bench_cuda import GpuCase, Label, copy_of, equals
+from anyep.cli.bench_measure import Setup
+from anyep.cli.demo_decode_reference import through_fp8
+from anyep.cli.ranks import Rank
+from anyep.sizes import CHANNELS_PER_SCALE
+
+FACTORS: Final = (1.0, 2.0, 4.0, 8.0)
+
+
+class Decoding:
+    """What all ranks send, and so what must come to the experts of each, and back from them.
+
+    Expert e multiplies by one of the FACTORS: that is exact, and tells experts apart.
+    """
+
+    def __init__(self, rank: Rank, setup: Setup, tokens: int) -> None:
+        self._setup = setup
+        self.num_tokens = tokens
+        local = setup.experts // rank.num_ranks
+        self.experts = range(rank.rank * local, (rank.rank + 1) * local)
+        drawn = [self._drawn(source) for source in range(rank.num_ranks)]
+        self.x, self.topk_idx, self.topk_weights = drawn[rank.rank]
+        sent = [(through_fp8(x), idx) for x, idx, _ in drawn]
+        self.rows = [
+            torch.cat([rows[(idx == expert).any(1)] for rows, idx in sent]) for expert in self.experts
+        ]
+        """What each local expert receives, as float32."""
+
+    def _drawn(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Drawn on the CPU: so all ranks draw the same, whatever their GPUs.
+        generator = torch.Generator().manual_seed(self._setup.seed + rank)
+        x = torch.randn(self.num_tokens, self._setup.hidden, generator=generator).bfloat16()
+        scores = torch.rand(self.num_tokens, self._setup.experts, generator=generator)
+        weights, experts = scores.topk(self._setup.topk, dim=-1)
+        device = self._setup.device
+        return x.to(device), experts.to(device), weights.to(device)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(rows) for rows in self.rows)
+
+    def outputs(self, shape: torch.Size) -> torch.Tensor:
+        """What the local experts make of their rows, laid out as these came."""
+        outputs = torch.zeros(shape, dtype=torch.bfloat16, device=self.x.device)
+        for local, (expert, rows) in enumerate(zip(self.experts, self.rows, strict=True)):
+            outputs[local, : len(rows)] = rows.bfloat16() * FACTORS[expert % len(FACTORS)]
+        return outputs
+
+    def combined(self) -> torch.Tensor:
+        """What must come back of those: weighted, in the order of top-k, each product and sum rounded."""
+        rows = through_fp8(self.x).bfloat16().float()
+        factors = torch.tensor(FACTORS, device=self.x.device)
+        total = torch.zeros(self.x.shape, device=self.x.device)
+        for experts, weights in zip(self.topk_idx.unbind(1), self.topk_weights.unbind(1), strict=True):
+            total = total + weights[:, None] * (rows * factors[experts % len(FACTORS), None])
+        return total.bfloat16()
+
+    def has_come(self, rows: tuple[torch.Tensor, torch.Tensor], counts: torch.Tensor) -> bool:
+        if counts.tolist() != [len(expected) for expected in self.rows]:
+            return False
+        for local, expected in enumerate(self.rows):
+            data, scales = (part[local, : len(expected)] for part in rows)
+            if not torch.equal(data.float() * scales.repeat_interleave(CHANNELS_PER_SCALE, 1), expected):
+                return False
+        return True
+
+
+def cases_of(rank: Rank, setup: Setup, tokens: int) -> Iterator[GpuCase]:
+    """Every case at one number of tokens."""
+    decoding = Decoding(rank, setup, tokens)
+    is_combined = equals(decoding.combined())
+    fp8_bytes = decoding.num_rows * (setup.hidden + 4 * (setup.hidden // CHANNELS_PER_SCALE))
+    bf16_bytes = decoding.num_rows * setup.row_bytes
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(tokens, setup.hidden, rank.num_ranks, setup.experts)
+    with Buffer(rank.group, 0, num_bytes, low_latency_mode=True, device=setup.device) as buffer:
+
+        def dispatch() -> Any:
+            return buffer.low_latency_dispatch(
+                decoding.x, decoding.topk_idx, tokens, setup.experts, use_fp8=True
+            )
+
+        received, _, handle, _, _ = dispatch()
+        outputs = decoding.outputs(received[0].shape)
+
+        def combine(made_by: Any = handle) -> Any:
+            return buffer.low_latency_combine(outputs, decoding.topk_idx, decoding.topk_weights, made_by)
+
+        def both() -> Any:
+            return combine(dispatch()[2])
+
+        def is_dispatched(result: Any) -> bool:
+            return decoding.has_come(result[0], result[1])
+
+        for path, moved in (("fp8", fp8_bytes), ("bf16", bf16_bytes)):
+            source = torch.ones(max(moved, 128), dtype=torch.uint8, device=setup.device)
+            yield copy_of(source, Label("copy", path, tokens, moved), dispatch, in_graph=True)
+        for name, formats, moved, work, is_right in (
+            ("dispatch", ("fp8",), fp8_bytes, dispatch, is_dispatched),
+            ("combine", ("bf16",), bf16_bytes, combine, is_combined),
+            ("pair", ("fp8", "bf16"), fp8_bytes + bf16_bytes, both, is_combined),
+        ):
+            path = " + ".join(formats)
+            for in_graph in (True, False):
+                label = Label(
+                    name, f"{path}, {'graph' if in_graph else 'singly'}", tokens, moved, bounds=formats
+                )
+                yield GpuCase(label, work, is_right, in_graph)

@@ -1,0 +1,117 @@
+"""GPUs for the commands that start ranks: how many there are, and what it takes to share one.
+
+Neither the command nor the server that its ranks are forked from touches a GPU: what they had open there, a
+rank could not use. Each rank takes its own GPU, after it has got the environment that leads to the service
+by which several of them work side by side.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from anyep.errors import InvalidCall, NotSupported
+
+DEVICES: Final = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks run: on so many GPUs in turn, or on the CPU where that is 0; and their environment.
+
+    >>> Placement(num_gpus=2).ranks_on_a_gpu(5), [Placement(num_gpus=2).gpu_of(rank) for rank in range(5)]
+    (3, [0, 1, 0, 1, 0])
+    """
+
+    num_gpus: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def gpu_of(self, rank: int) -> int:
+        return rank % self.num_gpus
+
+    def ranks_on_a_gpu(self, num_ranks: int) -> int:
+        """On the fullest one."""
+        return -(-num_ranks // self.num_gpus)
+
+
+ON_THE_CPU: Final = Placement()
+
+
+def in_words(num_gpus: int) -> str:
+    return "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+
+
+def check_device(device: str) -> None:
+    if device not in DEVICES:
+        raise InvalidCall(f"device is {device!r}: choose {' or '.join(DEVICES)}")
+
+
+def count_gpus() -> int:
+    """The GPUs that ranks can use, at least one."""
+    try:
+        import torch
+    except ImportError as error:
+        raise NotSupported(f"{error}: `anyep doctor` tells what to install") from None
+    # Asks the driver's management library, which opens nothing on a GPU.
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        why = "torch sees none" if torch.version.cuda else "this torch is a build for CPUs only"
+        raise NotSupported(
+            f"there is no GPU to use: {why}; leave --device out to run on the CPU, and see `anyep doctor`"
+        )
+    from importlib.util import find_spec
+
+    if find_spec("triton") is None:
+        raise NotSupported("GPUs need Triton, which is not installed: pip install triton")
+    return num_gpus
+
+
+@contextmanager
+def placed(device: str, num_ranks: int) -> Iterator[Placement]:
+    """Where so many ranks run on this device; while this is open, those on one GPU work side by side."""
+    if device == "cpu":
+        yield ON_THE_CPU
+        return
+    num_gpus = count_gpus()
+    with ExitStack() as stack:
+        environment: dict[str, str] = {}
+        if num_ranks > num_gpus:
+            from anyep.backends.cuda.mps import MultiProcessService
+
+            # One that the user has started already serves as well.
+            if not MultiProcessService.is_running():
+                try:
+                    environment = stack.enter_context(MultiProcessService())
+                except NotSupported as reason:
+                    _warn_of_turns(num_ranks, num_gpus, str(reason))
+        yield Placement(num_gpus, environment)
+
+
+def _warn_of_turns(num_ranks: int, num_gpus: int, reason: str) -> None:
+    print(
+        f"anyep: {num_ranks} ranks share {in_words(num_gpus)} without NVIDIA's multi-process service"
+        f" ({reason}). They take turns: results are right, but whenever one waits for another, that takes a"
+        " few milliseconds instead of microseconds",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def take_gpu(gpu: int, rank: int) -> None:
+    """Make a GPU this rank's own. Its environment must be complete: the driver reads it here."""
+    import torch
+
+    try:
+        torch.cuda.set_device(gpu)
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        raise NotSupported(
+            f"rank {rank} cannot use GPU {gpu}: {str(error).splitlines()[0]}. See whether others use it"
+            " (nvidia-smi); a multi-process service that an earlier job has broken must be ended:"
+            " echo quit | nvidia-cuda-mps-control"
+        ) from error
+    # The single-process reference adds up full float32, and some containers set this otherwise.
+    torch.set_float32_matmul_precision("highest")

@@ -1,0 +1,99 @@
+"""How the ranks of a Buffer connect their GPUs, when their hosts have met: each makes its memory, opens its
+peers', and all hear of any trouble.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import torch
+
+from anyep.backends.cuda import facts
+from anyep.backends.cuda.mps import MultiProcessService
+from anyep.errors import NotSupported
+from anyep.modes.connection import SHARE_OF_FREE_MEMORY, Connection, Wishes, on_all_ranks
+from anyep.modes.conversation import Conversation
+from anyep.modes.gpu_talk import GpuTalk
+from anyep.modes.gpu_windows import GpuWindows
+from anyep.rendezvous import Rendezvous
+from anyep.sizes import align
+
+FIRST_WINDOW_BYTES: Final = 64 << 20
+BLOCK_BYTES: Final = 2 << 20
+log = logging.getLogger("anyep")
+
+
+class GpuConnection:
+    """The memory of all ranks' GPUs, opened here."""
+
+    def __init__(
+        self,
+        gpu: Any,
+        group: Any,
+        rendezvous: Rendezvous,
+        connection: Connection,
+        conversation: Conversation,
+        wishes: Wishes,
+    ) -> None:
+        self._gpu = gpu
+        self._group = group
+        self._rendezvous = rendezvous
+        if group is None:
+            raise NotSupported(
+                "a Buffer on GPUs needs a torch process group, Gloo's is enough: pass group instead of comm"
+            )
+        facts_of_ranks = rendezvous.all_gather((gpu.identity, gpu.free_memory_bytes()))
+        self.ranks_on_gpu = [identity for identity, _ in facts_of_ranks].count(gpu.identity)
+        share = min(free for _, free in facts_of_ranks) // SHARE_OF_FREE_MEMORY // self.ranks_on_gpu
+        self._most_window_bytes = share if wishes.num_window_bytes is None else wishes.num_window_bytes
+        self.heap = self._new_block(
+            connection.control.num_bytes + wishes.num_nvl_bytes + wishes.num_rdma_bytes,
+            connection.control.num_bytes,
+        )
+        self.talk = GpuTalk(gpu, conversation, connection.control, self.heap)
+        self.windows = GpuWindows(gpu)
+        first_bytes = min(FIRST_WINDOW_BYTES, share) // BLOCK_BYTES * BLOCK_BYTES
+        if wishes.num_window_bytes is not None:
+            first_bytes = wishes.num_window_bytes
+        if first_bytes:
+            self._add_windows(first_bytes)
+        if self.ranks_on_gpu > 1 and rendezvous.rank == 0 and not MultiProcessService.is_running():
+            log.warning(
+                "%d ranks share a GPU without NVIDIA's multi-process service: they take turns of some"
+                " milliseconds, and every wait for another rank costs one; `anyep doctor` tells how to start it",
+                self.ranks_on_gpu,
+            )
+
+    def grow(self, num_bytes: int) -> int | None:
+        """Add windows together with all ranks, large enough for so many bytes; where they begin.
+
+        Every rank comes to the same decision: None where that would be more than allowed.
+        """
+        total = self.windows.num_bytes
+        wanted = max(2 * num_bytes, total)
+        for new_bytes in (wanted, num_bytes):
+            new_bytes = align(new_bytes, BLOCK_BYTES)
+            fits = total + new_bytes <= self._most_window_bytes
+            if fits and self.windows.num_blocks < facts.MAX_WINDOW_BLOCKS:
+                return self._add_windows(new_bytes)
+        return None
+
+    def _add_windows(self, num_bytes: int) -> int:
+        first = self.windows.add(self._new_block(num_bytes, 0))
+        self.talk.set_window_bases(self.windows.addresses())
+        return first
+
+    def _new_block(self, num_bytes: int, num_zeros: int) -> Any:
+        """Memory of this rank, opened by all; its first bytes are zeros."""
+
+        def make() -> Any:
+            made.append(self._gpu.new_block(num_bytes))
+            if num_zeros:
+                made[0].tensor(0, (num_zeros,), torch.uint8).zero_()
+                self._gpu.synchronize_device()
+
+        made: list[Any] = []
+        on_all_ranks(self._rendezvous, make)
+        on_all_ranks(self._rendezvous, lambda: made[0].connect(self._group))
+        return made[0]

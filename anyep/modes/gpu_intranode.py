@@ -1,0 +1,747 @@
+"""Normal mode on GPUs that share memory: the calls of `intranode`, with every wait in a kernel.
+
+A call is a few kernels on the communication stream: letters; rows into windows, or sums of rows where they
+lie; and a meeting, after which every rank's part is done. Rows without a window go through rings. The host
+waits only where a dispatch has to find out how many rows come; other calls can be captured in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from anyep.backends.cuda import facts
+from anyep.backends.cuda.kernels import counting, sums, windows
+from anyep.backends.cuda.kernels import letters as letter_kernels
+from anyep.errors import AnyEPError, InvalidCall
+from anyep.events import EventHandle, EventOverlap
+from anyep.headers import MAX_OFFERS
+from anyep.layout import RingArea
+from anyep.modes.conversation import Array, Call, Conversation
+from anyep.modes.gpu_connection import GpuConnection
+from anyep.modes.gpu_windows import GpuWindows
+from anyep.modes.intranode import Combined, Outputs, Payload, Received
+from anyep.modes.letters import (
+    NUM_OFFERS,
+    OFFERS,
+    RESULT_ROWS,
+    WEIGHTS_OFFSET,
+    X_OFFSET,
+    dtype_word,
+    signature,
+)
+from anyep.modes.ring_areas import RingAreas
+from anyep.modes.routing import NUM_TENSORS
+from anyep.modes.status import Phase
+from anyep.sizes import Config, TokenLayout, align, token_layout
+
+DISPATCH_TILES: Final = {2: (16, 1024, 32), 4: (8, 512, 16), 8: (16, 1024, 32)}
+"""Tokens and words of a tile, and warps, by the number of ranks; what was fastest on an H200."""
+COMBINE_TILES: Final = {2: (32, 1024, 32), 4: (8, 1024, 32), 8: (16, 1024, 32)}
+CHUNK_TOKENS: Final = 128
+LAYOUT_TOKENS: Final = 64
+PLACE_TOKENS: Final = 512
+HEAD_TOKENS: Final = 128
+UNPACK_BLOCK: Final = 1024
+DTYPE_CODES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+class GpuRouting(NamedTuple):
+    """The six tensors of a handle."""
+
+    rank_prefix_matrix: torch.Tensor
+    channel_prefix_matrix: torch.Tensor
+    recv_channel_prefix_matrix: torch.Tensor
+    recv_src_idx: torch.Tensor
+    is_token_in_rank: torch.Tensor
+    send_head: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The flat tuple that clients keep."""
+        return tuple(self)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.send_head.shape[0]
+
+    @property
+    def num_recv_rows(self) -> int:
+        return self.recv_src_idx.shape[0]
+
+    @property
+    def num_channels(self) -> int:
+        return self.channel_prefix_matrix.shape[1]
+
+
+class GpuCounts(NamedTuple):
+    """Where the tokens of a dispatch go, as the caller counted; kernels check it."""
+
+    in_rank: torch.Tensor
+    by_rank: torch.Tensor
+    by_expert: torch.Tensor
+
+
+class _Results(NamedTuple):
+    """What a dispatch fills; all but the source indices may lie in one window."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    scales: torch.Tensor | None
+
+
+class GpuIntranode:
+    """Normal mode of one rank on a GPU. It does not check what the user passed; `Buffer` does."""
+
+    def __init__(self, connection: GpuConnection, num_nvl_bytes: int) -> None:
+        talk = connection.talk
+        self.talk = talk
+        self._connection = connection
+        self.conversation: Conversation = talk.conversation
+        self.windows: GpuWindows = connection.windows
+        self._gpu = talk.gpu
+        self._rank, self._num_ranks = talk.rank, talk.num_ranks
+        self._areas = RingAreas(talk.control.num_bytes, num_nvl_bytes, talk.num_ranks)
+        size = min((size for size in DISPATCH_TILES if size >= talk.num_ranks), default=8)
+        self._dispatch_tile, self._combine_tile = DISPATCH_TILES[size], COMBINE_TILES[size]
+        self._ranks_on_gpu = connection.ranks_on_gpu
+        self._most_sms = max(2, self._gpu.num_sms // connection.ranks_on_gpu // 2 * 2)
+        self._smaller_configs: dict[int, tuple[Config, Config]] = {}
+
+    @property
+    def communication_stream(self) -> Any:
+        """The CUDA stream that calls run on."""
+        return self._gpu.stream.stream
+
+    # What a Buffer asks for before and after calls
+
+    def before(self, run_async: bool) -> None:
+        """Raise what went wrong in an earlier call."""
+        self.talk.raise_reported()
+
+    def wait_until_readable(self, previous: EventOverlap | None) -> None:
+        """The host reads nothing of what a caller passed; kernels do, in their turn."""
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        """Tell the peers that this rank's call was wrong."""
+        self.talk.refuse(call, error)
+
+    def check_config(self, config: Config) -> None:
+        """Refuse more programs than can run at once: those that wait for each other would wait for ever."""
+        if config.num_sms > self._most_sms:
+            raise InvalidCall(
+                f"num_sms is {config.num_sms}, but {self._ranks_on_gpu} ranks share a GPU of"
+                f" {self._gpu.num_sms} SMs: at most {self._most_sms} per rank can run at once;"
+                f" use a Config with num_sms={self._most_sms}, or fewer ranks per GPU"
+            )
+
+    def default_config(self, config: Config) -> Config:
+        """The tuned config, with no more SMs than this rank's share of the GPU."""
+        if config.num_sms <= self._most_sms:
+            return config
+        known = self._smaller_configs.get(id(config))
+        if known is None:
+            known = (config, dataclasses.replace(config, num_sms=self._most_sms))
+            self._smaller_configs[id(config)] = known
+        return known[1]
+
+    def stop(self) -> None:
+        """End the waits of calls that are still under way."""
+        self.conversation.stop()
+        self.talk.give_up()
+
+    @property
+    def is_idle(self) -> bool:
+        idle: bool = self._gpu.is_idle()
+        return idle
+
+    def close_after(self, work: Callable[[], None]) -> None:
+        """Do a last piece of work after all calls, without waiting for them."""
+
+        def wait_and_close() -> None:
+            self.close()
+            work()
+
+        threading.Thread(target=wait_and_close, name="anyep-close", daemon=True).start()
+
+    def close(self) -> None:
+        """Finish the calls that are under way."""
+        self._gpu.synchronize()
+        self.talk.close()
+
+    def counts_of(
+        self,
+        payload: Payload,
+        in_rank: torch.Tensor,
+        per_rank: torch.Tensor,
+        per_expert: torch.Tensor,
+        num_channels: int,
+    ) -> GpuCounts:
+        """Where the tokens go; kernels find out whether it fits together."""
+        return GpuCounts(in_rank, per_rank, per_expert)
+
+    # What every call does
+
+    @contextlib.contextmanager
+    def _call(self, call: Call, previous: EventOverlap | None) -> Iterator[None]:
+        """Launch a call's kernels inside; the host says what it does, and a failure of its own is told."""
+        self.conversation.enter(call, Phase.SEND)
+        self._gpu.stream.begin(previous)
+        yield
+        self.conversation.end(call)
+
+    def _new(self, previous: EventOverlap | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result. What the caller's stream still has to do may not use the same memory: if
+        communication does not wait for it, the memory is taken from the communication stream's."""
+        if previous is None:
+            return self._gpu.empty(shape, dtype)  # type: ignore[no-any-return]
+        with self._gpu.on_communication_stream():
+            return self._gpu.empty(shape, dtype)  # type: ignore[no-any-return]
+
+    def _keep(self, run_async: bool, previous: EventOverlap | None, *tensors: torch.Tensor | None) -> None:
+        """Where two streams use tensors and do not wait for each other, keep them until both are done."""
+        if run_async or previous is not None:
+            for tensor in tensors:
+                if tensor is not None:
+                    self._gpu.used_by_both(tensor)
+
+    # Layout
+
+    def layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous: EventOverlap | None,
+        run_async: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, EventHandle | None]:
+        """Count tokens per rank and per expert, and mark which token goes to which rank."""
+        num_tokens, num_topk = topk_idx.shape
+        num_ranks = self._num_ranks
+        self._gpu.stream.begin(previous)
+        counts = self._new(previous, (num_ranks + num_experts,), torch.int32)
+        in_rank = self._new(previous, (num_tokens, num_ranks), torch.bool)
+        with self._gpu.on_communication_stream():
+            counts.zero_()
+        launch = self.talk.launcher(
+            counting.count_layout,
+            8,
+            NUM_RANKS=num_ranks,
+            TOPK_BLOCK=_power_of_two(num_topk),
+            EXPERT_BLOCK=_power_of_two(num_experts + 1),
+            TILE_TOKENS=LAYOUT_TOKENS,
+        )
+        per_rank, per_expert = counts[:num_ranks], counts[num_ranks:]
+        launch(
+            self.communication_stream,
+            (-(-num_tokens // LAYOUT_TOKENS),),
+            topk_idx,
+            per_rank,
+            per_expert,
+            in_rank.view(torch.int8),
+            num_tokens,
+            num_topk,
+            num_experts,
+            num_experts // num_ranks,
+        )
+        self._keep(run_async, previous, topk_idx, counts, in_rank)
+        return per_rank, per_expert, in_rank, self._gpu.stream.end(run_async)
+
+    # Dispatch
+
+    def dispatch(
+        self,
+        call: Call,
+        payload: Payload,
+        counts: GpuCounts,
+        config: Config,
+        num_worst_tokens: int,
+        expert_alignment: int,
+        previous: EventOverlap | None,
+        run_async: bool,
+    ) -> Received:
+        """A dispatch that finds out its routing."""
+
+        def whole_call() -> Received:
+            return self._dispatch(
+                call, payload, counts, config, num_worst_tokens, expert_alignment, previous, run_async
+            )
+
+        return self.conversation.guarded(call, whole_call)
+
+    def _dispatch(
+        self,
+        call: Call,
+        payload: Payload,
+        counts: GpuCounts,
+        config: Config,
+        num_worst_tokens: int,
+        expert_alignment: int,
+        previous: EventOverlap | None,
+        run_async: bool,
+    ) -> Received:
+        num_experts = counts.by_expert.shape[0]
+        header = self._dispatch_header(payload, config, num_experts)
+        window = -1
+        if num_worst_tokens:
+            window = self._offer_exactly(header, payload, num_worst_tokens)
+        else:
+            if self._gpu.stream.is_capturing():
+                raise InvalidCall(
+                    "a dispatch that waits for its counts cannot be captured in a CUDA graph:"
+                    " pass num_worst_tokens, or a handle"
+                )
+            self._offer(header)
+        with self._call(call, previous):
+            routing, ticket = self._notify(
+                call, header, payload, counts, config, previous, not num_worst_tokens
+            )
+            num_rows, by_expert, uses_rings = num_worst_tokens, [], True
+            if not num_worst_tokens:
+                totals = self.talk.wait_for_totals(call, ticket)
+                num_rows = int(totals[facts.TOTAL_ROWS])
+                uses_rings = bool(totals[facts.TOTAL_USES_RINGS])
+                local_experts = num_experts // self._num_ranks
+                first = facts.TOTAL_BY_EXPERT
+                by_expert = totals[first : first + local_experts].tolist()
+                window = self._take_offered(header, payload, num_rows)
+                if uses_rings:
+                    window, uses_rings = self._grow(payload, num_rows, window)
+            source = self._new(previous, (num_rows,), torch.int32)
+            routing = routing._replace(recv_src_idx=source)
+            results = self._new_results(payload, num_rows, window, previous)
+            self._transfer(payload, routing, results, config, num_experts // self._num_ranks, uses_rings)
+            self.talk.meet(facts.ARRIVED_AT)
+            self._unpack(source, results, num_rows, bool(num_worst_tokens))
+            event = self._gpu.stream.end(run_async)
+        self._keep(run_async, previous, *self._inputs(payload), *counts, *routing)
+        if window < 0:
+            self._keep(run_async, previous, *results)
+        if expert_alignment > 1:
+            by_expert = [align(count, expert_alignment) for count in by_expert]
+        return Received(
+            results.x,
+            results.scales,
+            results.topk_idx,
+            results.topk_weights,
+            by_expert,
+            routing,  # type: ignore[arg-type]
+            event,
+        )
+
+    def cached_dispatch(
+        self,
+        call: Call,
+        payload: Payload,
+        routing: GpuRouting,
+        config: Config,
+        previous: EventOverlap | None,
+        run_async: bool,
+    ) -> Received:
+        """A dispatch along a known routing: a short letter, no counts."""
+
+        def whole_call() -> Received:
+            header = self._dispatch_header(payload, config, 0)
+            window = self._offer_exactly(header, payload, routing.num_recv_rows)
+            with self._call(call, previous):
+                self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=False)
+                results = self._new_results(payload, routing.num_recv_rows, window, previous)
+                self._transfer(payload, routing, results, config, 0, uses_rings=True)
+                self.talk.meet(facts.ARRIVED_AT)
+                event = self._gpu.stream.end(run_async)
+            self._keep(run_async, previous, *self._inputs(payload), *routing)
+            if window < 0:
+                self._keep(run_async, previous, *results)
+            return Received(
+                results.x, results.scales, None, None, [], routing, event  # type: ignore[arg-type]
+            )
+
+        return self.conversation.guarded(call, whole_call)
+
+    def _notify(
+        self,
+        call: Call,
+        header: Array,
+        payload: Payload,
+        counts: GpuCounts,
+        config: Config,
+        previous: EventOverlap | None,
+        host_waits: bool,
+    ) -> tuple[GpuRouting, int]:
+        """Number the rows, exchange letters with counts, and fill the routing."""
+        num_tokens, num_channels, num_ranks = payload.num_tokens, config.num_channels, self._num_ranks
+        local_experts = counts.by_expert.shape[0] // num_ranks
+        num_topk = payload.token.num_topk
+        position = self._new(previous, (num_tokens, num_ranks), torch.int32)
+        by_channel = self._new(previous, (num_ranks, num_channels), torch.int32)
+        routing = GpuRouting(
+            self._new(previous, (num_ranks, num_ranks), torch.int32),
+            self._new(previous, (num_ranks, num_channels), torch.int32),
+            self._new(previous, (num_ranks, num_channels), torch.int32),
+            position,
+            self._new(previous, (num_tokens, num_ranks), torch.bool),
+            self._new(previous, (num_tokens, num_ranks), torch.int32),
+        )
+        place = self.talk.launcher(
+            counting.place_tokens,
+            8,
+            NUM_RANKS=num_ranks,
+            TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
+            EXPERT_BLOCK=_power_of_two(local_experts + 1),
+            TILE_TOKENS=PLACE_TOKENS,
+        )
+        place(
+            self.communication_stream,
+            (num_ranks,),
+            counts.in_rank.view(torch.int8),
+            payload.topk_idx if payload.topk_idx is not None else self.talk.state,
+            counts.by_rank,
+            counts.by_expert,
+            position,
+            by_channel,
+            self.talk.state,
+            num_tokens,
+            num_channels,
+            max(1, -(-num_tokens // num_channels)),
+            num_topk,
+            local_experts,
+        )
+        ticket = self.talk.exchange_counts(
+            header,
+            call.kind,
+            routing.rank_prefix_matrix,
+            (counts.by_rank, by_channel, counts.by_expert),
+            (routing.channel_prefix_matrix, routing.recv_channel_prefix_matrix),
+            host_waits,
+        )
+        fill = self.talk.launcher(
+            letter_kernels.fill_send_head,
+            4,
+            NUM_RANKS=num_ranks,
+            RANK_BLOCK=self.talk.rank_block,
+            TILE_TOKENS=HEAD_TOKENS,
+        )
+        fill(
+            self.communication_stream,
+            (-(-num_tokens // HEAD_TOKENS),),
+            self.talk.facts,
+            position,
+            routing.rank_prefix_matrix,
+            routing.send_head,
+            num_tokens,
+        )
+        with self._gpu.on_communication_stream():
+            # The user may use his mask again; the handle keeps its own.
+            routing.is_token_in_rank.copy_(counts.in_rank)
+        self._keep(previous is not None, previous, position, by_channel)
+        return routing, ticket
+
+    def _dispatch_header(self, payload: Payload, config: Config, num_experts: int) -> Array:
+        token = payload.token
+        return signature(
+            row_bytes=token.hidden_bytes,
+            dtype=dtype_word(payload.x.dtype),
+            num_topk=token.num_topk,
+            num_scales=token.num_scales,
+            num_experts=num_experts,
+            num_channels=config.num_channels,
+            ring_rows=self.ring_area(config, token).num_rows,
+        )
+
+    def _offer(self, header: Array) -> None:
+        """Offer what is free; the receiver's rows will tell how much of it is needed."""
+        offers = self.windows.offers(MAX_OFFERS)
+        header[NUM_OFFERS] = len(offers)
+        for index, (offset, num_bytes) in enumerate(offers):
+            header[OFFERS + 2 * index] = offset
+            header[OFFERS + 2 * index + 1] = num_bytes
+
+    def _offer_exactly(self, header: Array, payload: Payload, num_rows: int) -> int:
+        """Take a window now, where the number of rows is known, and offer just that; -1 if there is none."""
+        num_bytes = max(payload.window(num_rows).num_bytes, 128)
+        offset = self.windows.allocate(num_bytes)
+        header[RESULT_ROWS] = num_rows
+        if offset is None:
+            return -1
+        header[NUM_OFFERS] = 1
+        header[OFFERS] = offset
+        header[OFFERS + 1] = num_bytes
+        return offset
+
+    def _take_offered(self, header: Array, payload: Payload, num_rows: int) -> int:
+        """Take the window that every rank chose from this rank's offers; -1 if none was large enough."""
+        needed = max(payload.window(num_rows).num_bytes, 128)
+        for index in range(int(header[NUM_OFFERS])):
+            offset, size = int(header[OFFERS + 2 * index]), int(header[OFFERS + 2 * index + 1])
+            if size >= needed:
+                self.windows.allocate_at(offset, needed)
+                return offset
+        return -1
+
+    def _grow(self, payload: Payload, num_rows: int, window: int) -> tuple[int, bool]:
+        """Some rank has no window: all ranks, which know it, add windows if they may.
+
+        This rank's window, and whether rows still go through rings.
+        """
+        needed = max(payload.window(int(rows)).num_bytes for rows in self.talk.rows_of)
+        first = self._connection.grow(max(needed, 128))
+        if first is None:
+            return window, True
+        token = payload.token
+        self.talk.place_in_new_block(first, token.hidden_bytes, token.num_topk, token.num_scales)
+        if window < 0:
+            self.windows.allocate_at(first, max(payload.window(num_rows).num_bytes, 128))
+            window = first
+        return window, False
+
+    def _new_results(
+        self, payload: Payload, num_rows: int, window: int, previous: EventOverlap | None
+    ) -> _Results:
+        """The tensors that a dispatch fills: in the window at `window`, or (-1) in own memory."""
+        token = payload.token
+        parts: list[tuple[tuple[int, int], torch.dtype] | None] = [
+            ((num_rows, payload.x.shape[1]), payload.x.dtype),
+            None,
+            ((num_rows, token.num_topk), torch.int64) if token.num_topk else None,
+            ((num_rows, token.num_topk), torch.float32) if token.num_topk else None,
+            ((num_rows, token.num_scales), payload.scales.dtype) if payload.scales is not None else None,
+        ]
+        if window < 0:
+            tensors = [part and self._new(previous, *part) for part in parts]
+        else:
+            places = payload.window(num_rows)
+            lent = self.windows.lend(
+                window, max(places.num_bytes, 128), for_good=self._gpu.stream.is_capturing()
+            )
+            tensors = [
+                part and lent[offset : offset + size].view(part[1]).view(part[0])
+                for part, offset, size in zip(parts, places.offsets(), places.sizes(), strict=True)
+            ]
+        x = tensors[0]
+        assert x is not None
+        return _Results(x, tensors[2], tensors[3], tensors[4])
+
+    def _transfer(
+        self,
+        payload: Payload,
+        routing: GpuRouting,
+        results: _Results,
+        config: Config,
+        experts_per_rank: int,
+        uses_rings: bool,
+    ) -> None:
+        """Move the rows: by window where the receiver has one, else through its rings."""
+        token, nothing = payload.token, self.talk.state
+        tile_tokens, tile_words, num_warps = self._dispatch_tile
+        scales = payload.scales
+        send = self.talk.launcher(
+            windows.send_to_windows,
+            num_warps,
+            NUM_RECEIVERS=self._num_ranks,
+            SCALE_BLOCK=_power_of_two(token.num_scales) if token.num_scales else 0,
+            TOPK_BLOCK=_power_of_two(token.num_topk) if token.num_topk else 0,
+            TILE_TOKENS=tile_tokens,
+            TILE_WORDS=tile_words,
+            CHUNK_TOKENS=CHUNK_TOKENS,
+        )
+        send(
+            self.communication_stream,
+            (config.num_sms,),
+            _words(payload.x),
+            scales.view(torch.int32) if scales is not None else nothing,
+            payload.topk_idx if payload.topk_idx is not None else nothing,
+            payload.topk_weights if payload.topk_weights is not None else nothing,
+            routing.send_head,
+            self.talk.places,
+            self.talk.state,
+            payload.num_tokens,
+            token.hidden_bytes // 4,
+            token.num_scales,
+            *(scales.stride() if scales is not None else (0, 0)),
+            token.num_topk,
+            experts_per_rank,
+        )
+
+    def _unpack(self, source: torch.Tensor, results: _Results, num_rows: int, pad: bool) -> None:
+        """Take what must outlive the window out of it."""
+        ids = results.topk_idx
+        unpack = self.talk.launcher(
+            windows.unpack_window, 4, PAD=pad and ids is not None, BLOCK=UNPACK_BLOCK
+        )
+        unpack(
+            self.communication_stream,
+            (-(-num_rows // UNPACK_BLOCK),),
+            self.talk.places,
+            self.talk.state,
+            self._rank,
+            source,
+            ids if ids is not None else self.talk.state,
+            num_rows,
+            ids.shape[1] if ids is not None else 0,
+        )
+
+    def _inputs(self, payload: Payload) -> tuple[torch.Tensor | None, ...]:
+        return payload.x, payload.scales, payload.topk_idx, payload.topk_weights
+
+    # Combine
+
+    def combine(
+        self, call: Call, outputs: Outputs, previous: EventOverlap | None, run_async: bool
+    ) -> Combined:
+        """The way back: every token's rows, added up at its source."""
+        return self.conversation.guarded(call, lambda: self._combine(call, outputs, previous, run_async))
+
+    def _combine(
+        self, call: Call, outputs: Outputs, previous: EventOverlap | None, run_async: bool
+    ) -> Combined:
+        x, routing, weights, biases, config = outputs
+        assert isinstance(routing, GpuRouting)
+        num_topk = weights.shape[1] if weights is not None else 0
+        row_bytes = x.shape[1] * x.element_size()
+        token = token_layout(row_bytes, 0, num_topk)
+        header = signature(
+            row_bytes=row_bytes,
+            dtype=dtype_word(x.dtype),
+            num_topk=num_topk,
+            num_channels=config.num_channels,
+            ring_rows=self.ring_area(config, token).num_rows,
+        )
+        header[RESULT_ROWS] = x.shape[0]
+        with self._call(call, previous):
+            taken = self._stage(header, x, weights)
+            out = self._new(previous, (routing.num_tokens, x.shape[1]), x.dtype)
+            out_weights = None
+            if weights is not None:
+                out_weights = self._new(previous, (routing.num_tokens, num_topk), torch.float32)
+            self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=True)
+            self._sum(outputs, out, out_weights)
+            # Until every reader is done, x must stay as it is.
+            self.talk.meet(facts.PULLED_AT)
+            event = self._gpu.stream.end(run_async)
+        self._keep(run_async, previous, x, weights, out, out_weights, *biases, *routing)
+        self._free_later(taken)
+        return Combined(out, out_weights, event)
+
+    def _sum(self, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+        x, routing, _, biases, config = outputs
+        assert isinstance(routing, GpuRouting)
+        tile_tokens, tile_values, num_warps = self._combine_tile
+        num_topk = out_weights.shape[1] if out_weights is not None else 0
+        pull = self.talk.launcher(
+            sums.pull_and_sum,
+            num_warps,
+            DTYPE=DTYPE_CODES[x.dtype],
+            NUM_BIASES=len(biases),
+            NUM_RANKS=self._num_ranks,
+            TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
+            TILE_TOKENS=tile_tokens,
+            TILE_VALUES=tile_values,
+            CHUNK_TOKENS=CHUNK_TOKENS,
+            IN_HARDWARE=self._gpu.rounds_in_hardware,
+        )
+        pull(
+            self.communication_stream,
+            (config.num_sms,),
+            _bits(out),
+            out_weights if out_weights is not None else self.talk.state,
+            *(_bits(bias) for bias in biases),
+            *(self.talk.state,) * (2 - len(biases)),
+            routing.send_head,
+            self.talk.places,
+            self.talk.state,
+            routing.num_tokens,
+            x.shape[1],
+            num_topk,
+        )
+
+    def _stage(self, header: Array, x: torch.Tensor, topk_weights: torch.Tensor | None) -> list[int]:
+        """Say where peers can read x and the weights: where they are, if that is a window, else in a copy.
+
+        Returns the windows that the call took. If there is no room, the rows go through rings.
+        """
+        taken: list[int] = []
+        offsets: list[int] = []
+        for tensor in (x, topk_weights):
+            if tensor is None or tensor.numel() == 0:
+                offsets.append(0)
+                continue
+            offset = self.windows.offset_of(tensor)
+            if offset is None:
+                num_bytes = tensor.numel() * tensor.element_size()
+                offset = self.windows.allocate(num_bytes)
+                if offset is None:
+                    for window in taken:
+                        self.windows.free(window)
+                    header[X_OFFSET], header[WEIGHTS_OFFSET] = -1, -1
+                    return []
+                taken.append(offset)
+                with self._gpu.on_communication_stream():
+                    copy = self.windows.lend(offset, num_bytes, for_good=True)
+                    copy.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            offsets.append(offset)
+        header[X_OFFSET], header[WEIGHTS_OFFSET] = offsets
+        return taken
+
+    def _free_later(self, taken: list[int]) -> None:
+        """Later calls on the communication stream come after this one: they may have its windows at once."""
+        if not self._gpu.stream.is_capturing():
+            for window in taken:
+                self.windows.free(window)
+
+    # Rings
+
+    def ring_area(self, config: Config, token: TokenLayout) -> RingArea:
+        """The rings of a call."""
+        return self._areas.area_for(config, token)
+
+    # Handles
+
+    def routing_of(self, handle: Any, last: tuple[Any, GpuRouting] | None) -> GpuRouting:
+        """A client's handle; what its tensors hold is judged where kernels read it."""
+        if last is not None and handle is last[0]:
+            return last[1]
+        if not isinstance(handle, tuple | list) or len(handle) != NUM_TENSORS:
+            raise InvalidCall(f"the handle must be the tuple of {NUM_TENSORS} tensors that dispatch returned")
+        for part in handle:
+            if not isinstance(part, torch.Tensor) or part.dim() == 0:
+                raise InvalidCall("the handle must hold tensors only, as dispatch returned it")
+        routing = GpuRouting(*(_plain(part) for part in handle))
+        num_tokens, num_channels = routing.send_head.shape[0], routing.channel_prefix_matrix.shape[-1]
+        ranks = self._num_ranks
+        for name, part, dtype, shape in (
+            ("rank_prefix_matrix", routing[0], torch.int32, (ranks, ranks)),
+            ("channel_prefix_matrix", routing[1], torch.int32, (ranks, max(1, num_channels))),
+            ("recv_channel_prefix_matrix", routing[2], torch.int32, (ranks, max(1, num_channels))),
+            ("recv_src_idx", routing[3], torch.int32, (routing[3].shape[0],)),
+            ("is_token_in_rank", routing[4], torch.bool, (num_tokens, ranks)),
+            ("send_head", routing[5], torch.int32, (num_tokens, ranks)),
+        ):
+            if part.dtype != dtype or tuple(part.shape) != shape or part.device != self._gpu.device:
+                raise InvalidCall(
+                    f"the handle's {name} is {part.dtype} {list(part.shape)} on {part.device}:"
+                    f" it must be {dtype} {list(shape)} on {self._gpu.device};"
+                    f" is the handle from another Buffer?"
+                )
+        return routing
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """Rows as words of 4 bytes."""
+    return x.view(torch.int32)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Values as kernels see them: those of 16 bits by their bits."""
+    return x.view(torch.uint16) if x.element_size() == 2 else x
+
+
+def _power_of_two(count: int) -> int:
+    return max(2, 1 << (count - 1).bit_length())

@@ -1,0 +1,332 @@
+"""How ranks talk on GPUs: the waits are in the kernels, and the host hears later what went wrong.
+
+What people and processes need to know of each other (who is dead, who failed and why, why a call was refused)
+goes through the hosts' shared memory, as on the CPU: that is the `Conversation`. Letters, flags and call
+numbers are in the GPUs' memory, and only kernels touch them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from anyep import outcomes
+from anyep.backends.cuda import facts
+from anyep.backends.cuda.kernels import letters as kernels
+from anyep.backends.cuda.launch import Launcher
+from anyep.backends.cuda.pinned import Headers
+from anyep.errors import AnyEPError, Disagreement, InvalidCall
+from anyep.headers import REFUSED_BY_COUNTS, Field
+from anyep.layout import NUM_MAX_CHANNELS, ControlRegion
+from anyep.modes.conversation import Array, Call, Conversation, Stall
+from anyep.modes.letters import NUM_WORDS, SIGNATURE_WORDS, signature, word_for_people
+from anyep.modes.status import Phase
+from anyep.modes.watch import Watch
+from anyep.sizes import NUM_MAX_LOCAL_EXPERTS
+
+SPIN_S: Final = 200e-6
+NAP_S: Final = 50e-6
+LOOK_S: Final = 0.2
+WAITS: Final = {
+    facts.MAILBOX_AT: ("letter", Phase.NOTIFY),
+    facts.ARRIVED_AT: ("rows", Phase.RECEIVE),
+    facts.PULLED_AT: ("acknowledgement", Phase.ACKNOWLEDGE),
+    facts.TAIL_AT: ("rows, or room in its ring,", Phase.RINGS),
+}
+FAILURES: Final = (outcomes.LATE, outcomes.STOPPED)
+"""After these the ranks are not at one any more."""
+
+
+class GpuTalk:
+    """One rank's side of the talk in the GPUs' memory: `heap` is this rank's, connected, its control zeros."""
+
+    def __init__(self, gpu: Any, conversation: Conversation, control: ControlRegion, heap: Any) -> None:
+        self.gpu = gpu
+        self.conversation = conversation
+        self.control = control
+        self.rank, self.num_ranks = conversation.rank, conversation.num_ranks
+        self.rank_block = max(2, 1 << (self.num_ranks - 1).bit_length())
+        self.heap = heap
+        self.heaps = gpu.table(self.heap.addresses)
+        self.state = gpu.table([0] * facts.NUM_STATES)
+        self.places = gpu.table([0] * (facts.PLACE_WORDS * self.num_ranks))
+        self.bases = gpu.table([0] * (facts.MAX_WINDOW_BLOCKS * self.num_ranks))
+        self.report = gpu.words(facts.REPORTED_HEADERS + NUM_WORDS * self.num_ranks)
+        self.totals = gpu.words(facts.TOTAL_BY_EXPERT + NUM_MAX_LOCAL_EXPERTS)
+        self.rows_of = gpu.words(self.num_ranks)
+        """What the letters of the last dispatch with counts said: the rows that come to each rank."""
+        self.headers = Headers(NUM_WORDS, gpu.words, gpu.now)
+        self.facts = gpu.table(self._facts())
+        self._ticket = 0
+        self._blocks = {"NUM_RANKS": self.num_ranks, "RANK_BLOCK": self.rank_block}
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
+        self._raise_here = Launcher(kernels.raise_alarms, 1, {"EVERYWHERE": False, **self._blocks})
+        self._raise_everywhere = Launcher(kernels.raise_alarms, 1, {"EVERYWHERE": True, **self._blocks})
+        # When they are needed it is too late to load them.
+        for launch in (self._raise_here, self._raise_everywhere):
+            launch(gpu.side_stream, (1,), self.facts, self.heaps, -1)
+        conversation.on_failure = self.give_up
+        self._watch = Watch(conversation.pids_of_peers, self.forget)
+
+    def _facts(self) -> list[int]:
+        control = self.control
+        mailbox, tail = control.block("mailbox"), control.block("ring tail")
+        words = [0] * facts.NUM_FACTS
+        words[facts.RANK] = self.rank
+        words[facts.PATIENCE_NS] = int(self.conversation.timeout_s * 1e9)
+        words[facts.ALARM_AT] = control.block("alarm").start
+        # The heap of a GPU has no use for the block of a rank's status: the host's has it.
+        words[facts.NUMBER_AT] = control.block("status").start
+        words[facts.MAILBOX_AT] = mailbox.start
+        words[facts.BOX_STRIDE] = mailbox.offset(0, 1) - mailbox.start
+        words[facts.LETTER_STRIDE] = mailbox.stride
+        words[facts.ARRIVED_AT] = control.block("window arrival").start
+        words[facts.PULLED_AT] = control.block("window pulled").start
+        words[facts.FLAG_STRIDE] = control.block("window pulled").stride
+        words[facts.GIVEN_UP_AT] = control.block("given up").start
+        words[facts.REPORT] = int(self.report.ctypes.data)
+        words[facts.TAIL_AT] = tail.start
+        words[facts.HEAD_AT] = control.block("ring head").start
+        words[facts.RING_STRIDE] = tail.stride
+        return words
+
+    def launcher(self, kernel: Any, num_warps: int, **constants: Any) -> Launcher:
+        """The kernel with these compile-time values."""
+        key = (kernel, num_warps, *constants.values())
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            launcher = Launcher(kernel, num_warps, constants)
+            self._launchers[key] = launcher
+        return launcher
+
+    def set_window_bases(self, addresses: Sequence[Sequence[int]]) -> None:
+        """Tell the kernels where every rank's blocks of windows lie, by block and rank."""
+        table = np.zeros((self.num_ranks, facts.MAX_WINDOW_BLOCKS), np.int64)
+        for block, by_rank in enumerate(addresses):
+            table[:, block] = by_rank
+        self.bases.copy_(torch.from_numpy(table.reshape(-1)))
+
+    # Letters
+
+    def exchange(self, header: Array, kind: int, routing: torch.Tensor, is_combine: bool) -> None:
+        """Letters without counts: all ranks go along the same routing."""
+        nothing = self.state
+        self._exchange(header, kind, routing, (nothing,) * 5, 0, (0, 0), is_combine, False)
+
+    def exchange_counts(
+        self,
+        header: Array,
+        kind: int,
+        rank_prefix: torch.Tensor,
+        counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        prefixes: tuple[torch.Tensor, torch.Tensor],
+        host_waits: bool,
+    ) -> int:
+        """Letters with counts, which fill the prefix sums; the host may wait for the ticket returned."""
+        by_channel, by_expert = counts[1], counts[2]
+        sizes = (by_channel.shape[1], by_expert.shape[0] // self.num_ranks)
+        ticket = 0
+        if host_waits:
+            self._ticket += 1
+            ticket = self._ticket
+        self._exchange(header, kind, rank_prefix, (*counts, *prefixes), ticket, sizes, False, False)
+        return ticket
+
+    def _exchange(
+        self,
+        header: Array,
+        kind: int,
+        routing: torch.Tensor,
+        tables: tuple[torch.Tensor, ...],
+        ticket: int,
+        sizes: tuple[int, int],
+        is_combine: bool,
+        is_refused: bool,
+    ) -> None:
+        header[Field.KIND] = kind
+        num_channels, local_experts = sizes
+        launch = self.launcher(
+            kernels.exchange_letters,
+            4,
+            **self._blocks,
+            IS_COMBINE=is_combine,
+            IS_REFUSED=is_refused,
+            CHANNEL_BLOCK=_block(num_channels, NUM_MAX_CHANNELS),
+            EXPERT_BLOCK=_block(local_experts, NUM_MAX_LOCAL_EXPERTS),
+        )
+        launch(
+            self.gpu.stream.stream,
+            (1,),
+            self.facts,
+            self.heaps,
+            self.bases,
+            self.state,
+            self.places,
+            self.headers.keep(header, self.gpu.stream.is_capturing()),
+            routing,
+            *tables,
+            int(self.totals.ctypes.data),
+            int(self.rows_of.ctypes.data),
+            ticket,
+            num_channels,
+            local_experts,
+        )
+
+    def place_in_new_block(self, offset: int, row_bytes: int, num_topk: int, num_scales: int) -> None:
+        """Give every receiver without a window one at this offset, where a block has just been added."""
+        launch = self.launcher(kernels.place_in_new_block, 1, **self._blocks)
+        launch(
+            self.gpu.stream.stream,
+            (1,),
+            self.bases,
+            self.state,
+            self.places,
+            offset,
+            row_bytes,
+            num_topk,
+            num_scales,
+        )
+
+    def meet(self, flags_at: int) -> None:
+        """Let every rank's part of the call be done before any rank goes on."""
+        launch = self.launcher(kernels.meet, 1, FLAGS_AT=flags_at, **self._blocks)
+        launch(self.gpu.stream.stream, (1,), self.facts, self.heaps, self.state)
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        """Tell the peers that this rank's call was wrong; they raise instead of waiting."""
+        if self.gpu.stream.is_capturing():
+            return
+        text = call.number % 2
+        self.conversation.say_refusal(text, str(error))
+        header = signature()
+        header[Field.REFUSED] = 1 + text
+        self.gpu.stream.begin(None)
+        nothing = (self.state,) * 5
+        self._exchange(header, call.kind, self.state, nothing, 0, (0, 0), False, True)
+        self.gpu.stream.end(False)
+
+    def wait_for_totals(self, call: Call, ticket: int) -> Array:
+        """Wait until the letters of a dispatch have told how many rows come; they always do, or say why not."""
+        words = self.totals
+        began = looked = time.monotonic()
+        while words[facts.TICKET] != ticket:
+            now = time.monotonic()
+            if now - began > SPIN_S:
+                time.sleep(NAP_S)
+            if now - looked > LOOK_S:
+                looked = now
+                self.gpu.look_for_errors()
+        if words[facts.TOTAL_OUTCOME]:
+            self.raise_reported()
+        return words
+
+    # What went wrong
+
+    def raise_reported(self) -> None:
+        """Raise what a kernel found wrong since the last time that somebody looked."""
+        report = self.report
+        if report[facts.NUM_REPORTS] == report[facts.NUM_READ]:
+            return
+        outcome = int(report[facts.REPORTED_OUTCOME])
+        call = Call(int(report[facts.REPORTED_NUMBER]), int(report[facts.REPORTED_KIND]))
+        try:
+            error = self._error_of(call, outcomes.code_of(outcome), outcomes.rank_of(outcome))
+        finally:
+            report[facts.NUM_READ] = report[facts.NUM_REPORTS]
+        if outcomes.code_of(outcome) in FAILURES:
+            self.conversation.fail(call, error)
+        raise error
+
+    def _error_of(self, call: Call, code: int, rank: int) -> AnyEPError:
+        if code == outcomes.DIFFERENT:
+            return self._disagreement(call)
+        if code == outcomes.TOO_MANY:
+            limit = int(self._reported_headers()[rank, Field.RESULT_ROWS])
+            return InvalidCall(
+                f"num_worst_tokens is {limit} on rank {rank}, but more rows would arrive there:"
+                f" nothing was sent; pass at least the largest number of rows that can arrive"
+            )
+        if code == outcomes.BAD_HANDLE:
+            return InvalidCall(
+                f"the handle of {call} does not fit together: it names rows that rank {rank} does not have"
+            )
+        flags = int(self.report[facts.REPORTED_WAIT])
+        what, phase = WAITS[flags]
+        stall = Stall([rank], what, self._flag_of(rank, flags, call.number), call.number)
+        if code == outcomes.LATE:
+            return self.conversation.too_late(call, stall, phase.name.lower())
+        gone = self.conversation.gone()
+        who = rank if rank in gone or not gone else min(gone)
+        if not gone:
+            alarm = int(self.heap.tensor(self._facts()[facts.ALARM_AT], (1,), torch.int64))
+            who = max(0, alarm - 1)
+        return self.conversation.lost(call, who, stall, phase.name.lower())
+
+    def _flag_of(self, rank: int, flags: int, number: int) -> int:
+        """What a rank's flag holds that was waited for."""
+        words = self._facts()
+        stride = words[facts.LETTER_STRIDE if flags == facts.MAILBOX_AT else facts.FLAG_STRIDE]
+        if flags == facts.TAIL_AT:
+            stride = words[facts.RING_STRIDE]
+        box = words[facts.BOX_STRIDE] * (number % 2) if flags == facts.MAILBOX_AT else 0
+        return int(self.heap.tensor(words[flags] + box + rank * stride, (1,), torch.int64))
+
+    def _reported_headers(self) -> Array:
+        headers: Array = self.report[facts.REPORTED_HEADERS :].reshape(self.num_ranks, NUM_WORDS)
+        return headers
+
+    def _disagreement(self, call: Call) -> AnyEPError:
+        headers = self._reported_headers()
+        wrong = int(self.report[facts.REPORTED_WRONG])
+        if wrong:
+            return InvalidCall(contradiction(wrong, self.num_ranks))
+        refused = headers[:, Field.REFUSED]
+        if (refused == REFUSED_BY_COUNTS).any():
+            rank = int(np.flatnonzero(refused == REFUSED_BY_COUNTS)[0])
+            return Disagreement(
+                f"rank {rank} refused its {call}: its counts contradict its choices of experts"
+            )
+        text = max(0, int(refused.max()) - 1)
+        return self.conversation.disagreement(call, headers, text, SIGNATURE_WORDS, word_for_people)
+
+    # The end
+
+    def close(self) -> None:
+        """Stop watching the peers."""
+        self._watch.close()
+
+    def give_up(self) -> None:
+        """Let no kernel of any rank wait for this rank any more."""
+        self._raise_everywhere(self.gpu.side_stream, (1,), self.facts, self.heaps, self.rank)
+
+    def forget(self, rank: int) -> None:
+        """Let no kernel here wait for a rank that is gone."""
+        self._raise_here(self.gpu.side_stream, (1,), self.facts, self.heaps, rank)
+
+
+def contradiction(wrong: int, num_ranks: int) -> str:
+    """What is wrong with a caller's counts, as `place_tokens` found it.
+
+    >>> contradiction(facts.WRONG_EXPERT_COUNT + 4 * 7, 2)
+    'num_tokens_per_expert and topk_idx disagree about expert 7: pass both from one get_dispatch_layout'
+    """
+    how, where = wrong % 4, wrong // 4
+    if how == facts.WRONG_RANK_COUNT:
+        problem = f"num_tokens_per_rank and is_token_in_rank disagree about rank {where}"
+    elif how == facts.WRONG_EXPERT_COUNT:
+        problem = f"num_tokens_per_expert and topk_idx disagree about expert {where}"
+    else:
+        token, rank = divmod(where, num_ranks)
+        problem = f"topk_idx and is_token_in_rank disagree whether token {token} goes to rank {rank}"
+    return f"{problem}: pass both from one get_dispatch_layout"
+
+
+def _block(count: int, most: int) -> int:
+    """A power of two that holds so many, 0 for none; few different ones, as each is compiled for."""
+    if count == 0:
+        return 0
+    return 16 if count <= 16 else min(1 << (count - 1).bit_length(), 1 << (most - 1).bit_length())

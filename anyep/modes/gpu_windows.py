@@ -1,0 +1,125 @@
+"""The windows of a rank on a GPU: pieces of symmetric memory, lent to results until the last of them dies.
+
+A tensor dies in the host's time, when kernels that read it may still be waiting for their turn. Its window is
+given away again when the stream that was current at its death, and the communication stream, have come so
+far. What was lent while a graph was captured stays lent: the graph may be replayed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+
+from anyep.backends.cuda.facts import WINDOW_BLOCK_BITS
+from anyep.freelist import FreeList
+
+
+class GpuWindows:
+    """Blocks of windows; an offset has the number of its block above `WINDOW_BLOCK_BITS` bits."""
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu = gpu
+        self._blocks: list[Any] = []
+        self._free_lists: list[FreeList] = []
+        self._returned: deque[tuple[int, Any]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, block: Any) -> int:
+        """Windows in one more block; the offset where it begins."""
+        self._blocks.append(block)
+        self._free_lists.append(FreeList(block.num_bytes))
+        return (len(self._blocks) - 1) << WINDOW_BLOCK_BITS
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.num_bytes for block in self._blocks)
+
+    def addresses(self) -> list[list[int]]:
+        """Where each rank's blocks lie here, by block."""
+        return [block.addresses for block in self._blocks]
+
+    def offers(self, most: int) -> list[tuple[int, int]]:
+        """Free windows as (offset, bytes): those of the newest block first, which is the largest."""
+        with self._lock:
+            self._take_back()
+            found: list[tuple[int, int]] = []
+            for index in reversed(range(len(self._blocks))):
+                first = index << WINDOW_BLOCK_BITS
+                room = most - len(found)
+                if room:
+                    found += [
+                        (first + offset, size) for offset, size in self._free_lists[index].offers(room)
+                    ]
+            return found
+
+    def allocate(self, num_bytes: int) -> int | None:
+        with self._lock:
+            self._take_back()
+            for index in reversed(range(len(self._blocks))):
+                offset = self._free_lists[index].allocate(num_bytes)
+                if offset is not None:
+                    return (index << WINDOW_BLOCK_BITS) + offset
+            return None
+
+    def allocate_at(self, offset: int, num_bytes: int) -> None:
+        with self._lock:
+            self._free_list(offset).allocate_at(_within(offset), num_bytes)
+
+    def free(self, offset: int) -> None:
+        with self._lock:
+            self._free_list(offset).free(_within(offset))
+
+    def lend(self, window: int, num_bytes: int, for_good: bool) -> torch.Tensor:
+        """The bytes of a window, which comes back when the tensor and its views are gone."""
+        block = self._blocks[window >> WINDOW_BLOCK_BITS]
+        on_death = _nothing if for_good else partial(self._died, window)
+        tensor: torch.Tensor = block.lend(_within(window), num_bytes, on_death)
+        return tensor
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where a tensor's data lies in the windows, or None if it lies elsewhere."""
+        if not tensor.numel():
+            return None
+        for index, block in enumerate(self._blocks):
+            offset = tensor.data_ptr() - block.address
+            if 0 <= offset < block.num_bytes:
+                return (index << WINDOW_BLOCK_BITS) + int(offset)
+        return None
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            self._take_back()
+            return sum(free_list.used_bytes for free_list in self._free_lists)
+
+    def _free_list(self, offset: int) -> FreeList:
+        return self._free_lists[offset >> WINDOW_BLOCK_BITS]
+
+    def _died(self, window: int) -> None:
+        """Called by the garbage collector, at any time and in any thread."""
+        self._returned.append((window, self._gpu.last_use()))
+
+    def _take_back(self) -> None:
+        if self._gpu.stream.is_capturing():
+            return
+        while self._returned:
+            window, last_use = self._returned.popleft()
+            if last_use is not None:
+                self._gpu.wait_before_next_call(last_use)
+                self._free_list(window).free(_within(window))
+
+
+def _within(offset: int) -> int:
+    return offset & ((1 << WINDOW_BLOCK_BITS) - 1)
+
+
+def _nothing() -> None:
+    """What was lent for good does not come back."""

@@ -1,0 +1,44 @@
+"""How a kernel on a GPU says what went wrong: one word, 0 if nothing did, else a code and a rank.
+
+Kernels never raise, and nobody may be there to read the word at once: a later call on the host does.
+
+    >>> outcome_of(LATE, 3), code_of(49), rank_of(49)
+    (49, 1, 3)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+GOOD: Final = 0
+LATE: Final = 1
+"""A rank did not come in time."""
+DIFFERENT: Final = 2
+"""A rank called something else, or refused its call."""
+STOPPED: Final = 3
+"""A rank failed or died, and its peers were told not to wait."""
+TOO_MANY: Final = 4
+"""More rows would arrive at a rank than it has said at most."""
+BAD_HANDLE: Final = 5
+"""A handle names rows that a rank does not have."""
+MASKED: Final = 6
+"""The other ranks go on without this one."""
+MISSING: Final = 7
+"""A rank has no row for a token that should have been there."""
+BAD_COUNTS: Final = 8
+"""This rank's counts contradict its choices of experts."""
+
+NUM_CODES: Final = 16
+"""A power of two; the rank stands above the code."""
+
+
+def outcome_of(code: int, rank: int) -> int:
+    return code + NUM_CODES * rank
+
+
+def code_of(outcome: int) -> int:
+    return outcome % NUM_CODES
+
+
+def rank_of(outcome: int) -> int:
+    return outcome // NUM_CODES

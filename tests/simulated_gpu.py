@@ -1,0 +1,155 @@
+"""A GPU without a GPU: kernels run in Triton's interpreter, on CPU tensors in memory that processes share.
+
+Streams are the order of the program, and what is launched has run when the launch returns. A kernel that waits
+for another rank waits for another process, so the whole protocol runs; only kernels whose own programs wait
+for each other cannot. `use_simulated_gpu()` makes Buffers of this process with device "cuda" use it: in a
+process that has not loaded any kernels yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from anyep.backends import cpu
+from anyep.events import EventHandle, EventOverlap
+
+
+class SimulatedBlock:
+    """Symmetric memory out of shared memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._own = cpu.OwnBlock("simulated", num_bytes)
+        self.address = self._own.address
+        self.addresses: list[int] = []
+        self._opened: list[Any] = []
+
+    def connect(self, group: Any) -> None:
+        shares: list[Any] = [None] * group.size()
+        dist.all_gather_object(shares, self._own.share(), group=group)
+        for rank, share in enumerate(shares):
+            self._opened.append(self._own if rank == group.rank() else cpu.open_block(share, rank))
+        dist.barrier(group=group)
+        self._own.close()
+        self.addresses = [block.address for block in self._opened]
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._own.tensor(offset, shape, dtype)
+
+    def lend(self, offset: int, num_bytes: int, on_death: Callable[[], None]) -> torch.Tensor:
+        return self._own.lend(offset, (num_bytes,), torch.uint8, on_death)
+
+
+class SimulatedStream:
+    """The order of the program."""
+
+    stream = None
+
+    def begin(self, previous: EventOverlap | None) -> None:
+        pass
+
+    def end(self, run_async: bool) -> EventHandle | None:
+        return EventHandle() if run_async else None
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class SimulatedEvent:
+    """A moment that has come."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+class SimulatedGpu:
+    """What `Gpu` is, of CPU memory."""
+
+    rounds_in_hardware = False
+    num_sms = 132
+    identity = "simulated"
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.stream = SimulatedStream()
+        self.side_stream = None
+
+    def new_block(self, num_bytes: int) -> SimulatedBlock:
+        return SimulatedBlock(num_bytes)
+
+    def words(self, count: int) -> Any:
+        return np.zeros(count, np.int64)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # Whatever is read before it is written should be noticed.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.full((num_bytes,), 0x5A, dtype=torch.uint8).view(dtype).view(shape)
+
+    def table(self, words: list[int]) -> torch.Tensor:
+        return torch.tensor(words, dtype=torch.int64)
+
+    def now(self) -> SimulatedEvent:
+        return SimulatedEvent()
+
+    def on_communication_stream(self) -> Any:
+        return contextlib.nullcontext()
+
+    def used_by_both(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def last_use(self) -> SimulatedEvent:
+        return SimulatedEvent()
+
+    def wait_before_next_call(self, event: Any) -> None:
+        pass
+
+    def is_idle(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def synchronize_device(self) -> None:
+        pass
+
+    def look_for_errors(self) -> None:
+        pass
+
+    def free_memory_bytes(self) -> int:
+        return 1 << 30
+
+
+def use_simulated_gpu() -> None:
+    """Let Buffers with device "cuda" take CPU tensors, and run their kernels in Triton's interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests import triton_interpreter
+
+    triton_interpreter.prepare()
+    from anyep import buffer
+    from anyep.backends.cuda import gpu
+
+    gpu.Gpu = SimulatedGpu  # type: ignore[assignment,misc]
+    checked = buffer._checked_device
+
+    class Simulated:
+        """A device that is called cuda, and has CPU tensors."""
+
+        type = "cuda"
+
+        def __eq__(self, other: object) -> bool:
+            return other == torch.device("cpu")
+
+        def __ne__(self, other: object) -> bool:
+            return not self == other
+
+        __hash__ = None  # type: ignore[assignment]
+
+    buffer._checked_device = lambda device: Simulated() if device == "cuda" else checked(device)  # type: ignore
