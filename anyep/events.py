@@ -25,7 +25,7 @@ class EventHandle:
         self.moment: Any = None
         """A CUDA event, if CUDA is in use."""
         self._error: BaseException | None = None
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._record(torch.cuda.current_stream())
 
     @classmethod

@@ -25,8 +25,6 @@ MASKED: Final = 6
 """The other ranks go on without this one."""
 MISSING: Final = 7
 """A rank has no row for a token that should have been there."""
-BAD_COUNTS: Final = 8
-"""This rank's counts contradict its choices of experts."""
 
 NUM_CODES: Final = 16
 """A power of two; the rank stands above the code."""

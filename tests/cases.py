@@ -116,12 +116,17 @@ def _rows(dtype: str, shape: tuple[int, int], generator: torch.Generator) -> tor
     return (torch.randn(shape, generator=generator) * 3).to(kind)
 
 
-def buffer_for(context: RankContext, num_window_bytes: int | None, num_nvl_bytes: int = NVL_BYTES) -> Buffer:
+def buffer_for(
+    context: RankContext,
+    num_window_bytes: int | None,
+    num_nvl_bytes: int = NVL_BYTES,
+    device: str = "cpu",
+) -> Buffer:
     """A Buffer that lives as long as the pool."""
     key = ("buffer", num_window_bytes, num_nvl_bytes)
     if key not in context.keep:
         context.keep[key] = Buffer(
-            context.group, num_nvl_bytes, device="cpu", num_window_bytes=num_window_bytes
+            context.group, num_nvl_bytes, device=device, num_window_bytes=num_window_bytes
         )
     return context.keep[key]  # type: ignore[no-any-return]
 
@@ -149,16 +154,17 @@ def run_case(context: RankContext, case: Case) -> None:
         conversation.between_steps = None
 
 
-def check_case(context: RankContext, case: Case, buffer: Buffer) -> None:
+def check_case(context: RankContext, case: Case, buffer: Buffer, device: str = "cpu") -> None:
+    """The same, with tensors on a device."""
     rank = context.rank
     inputs = inputs_of(case)
-    given = inputs[rank]
+    given = inputs[rank].to(device)
     expected = oracle.dispatch(inputs, rank, case.num_experts, case.alignment)
-    topk_idx = _routing_of(case, rank)
+    topk_idx = _routing_of(case, rank).to(device)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, case.num_experts)
     for mine, reference in zip(
         (per_rank, per_expert, in_rank),
-        oracle.layout(topk_idx, case.num_experts, case.num_ranks),
+        oracle.layout(topk_idx.cpu(), case.num_experts, case.num_ranks),
         strict=True,
     ):
         assert oracle.same_bits(mine, reference)
@@ -199,7 +205,7 @@ def check_case(context: RankContext, case: Case, buffer: Buffer) -> None:
         assert oracle.same_bits(recv_weights[:num_rows], expected.topk_weights)
         assert (recv_ids[num_rows:] == -1).all()
         assert counts == ([] if num_worst else expected.tokens_per_expert)
-    check_handle(case, inputs, rank, handle, expected)
+    check_handle(case, inputs, rank, tuple(part.cpu() for part in handle), expected)
 
     again, *nothing, event = buffer.dispatch(rows, handle=handle, config=case.config, **overlap)
     event.current_stream_wait()
@@ -210,7 +216,7 @@ def check_case(context: RankContext, case: Case, buffer: Buffer) -> None:
         assert again_scales is not None
         assert oracle.same_bits(again_scales[:num_rows], expected.scales)
 
-    check_combine(case, inputs, rank, buffer, handle, recv_x, overlap)
+    check_combine(case, inputs, rank, buffer, handle, recv_x, overlap, device)
 
 
 def check_combine(
@@ -221,6 +227,7 @@ def check_combine(
     handle: Any,
     recv_x: torch.Tensor,
     overlap: dict[str, Any],
+    device: str = "cpu",
 ) -> None:
     """The experts are a function of (expert rank, row), so that every rank knows all their outputs."""
     dtype = case.dtype if case.dtype in ("bfloat16", "float16", "float32") else "bfloat16"
@@ -233,23 +240,24 @@ def check_combine(
     generator = torch.Generator().manual_seed(case.seed * 99 + rank)
     shape = (case.tokens[rank], case.hidden)
     biases = tuple(_rows(dtype, shape, generator) for _ in range(case.num_biases))
+    biases_there = tuple(bias.to(device) for bias in biases)
     in_rank = [given.is_token_in_rank for given in inputs]
     num_rows = len(outputs[rank])
     if case.combine_from_window and recv_x.dtype == outputs[rank].dtype:
         x = recv_x
         x[:num_rows] = outputs[rank]
     else:
-        x = torch.zeros(recv_x.shape, dtype=outputs[rank].dtype)
+        x = torch.zeros(recv_x.shape, dtype=outputs[rank].dtype, device=device)
         x[:num_rows] = outputs[rank]
     own_weights = None
     if case.combine_weights:
-        own_weights = torch.zeros(len(x), 3)
+        own_weights = torch.zeros(len(x), 3, device=device)
         own_weights[:num_rows] = weights[rank]
     combined, combined_weights, event = buffer.combine(
         x,
         handle,
         topk_weights=own_weights,
-        bias=None if not biases else biases[0] if len(biases) == 1 else biases,  # type: ignore[arg-type]
+        bias=None if not biases else biases_there[0] if len(biases) == 1 else biases_there,  # type: ignore
         config=case.config,
         **overlap,
     )

@@ -20,6 +20,11 @@ class RankInput:
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
 
+    def to(self, device: str) -> RankInput:
+        """The same on a device; the strides of scales stay."""
+        parts = (self.x, self.is_token_in_rank, self.scales, self.topk_idx, self.topk_weights)
+        return RankInput(*(part if part is None else part.to(device) for part in parts))  # type: ignore
+
 
 @dataclass(frozen=True)
 class RankOutput:
@@ -105,6 +110,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal to the last bit (and NaN where NaN is)."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
+    left, right = left.cpu(), right.cpu()
     if left.is_floating_point() and left.element_size() > 1:
         nan = left.isnan()
         if not torch.equal(nan, right.isnan()):

@@ -201,6 +201,16 @@ def test_bench_prints_json() -> None:
             "there is no folder '/no/such/folder' to write the plot",
         ),
         (("bench", "--plot", "x.pdf"), "its name must end in .png or .svg"),
+        (("demo", "--device", "tpu"), "device is 'tpu': choose cpu or cuda"),
+        (("bench", "--device", "tpu"), "device is 'tpu': choose cpu or cuda"),
+        (("bench", "--sms", "8"), "sms are for --device cuda in normal mode"),
+        (("bench", "--sweep-sms"), "sms are for --device cuda in normal mode"),
+        (
+            ("bench", "--device", "cuda", "--mode", "low-latency", "--sms", "8"),
+            "sms are for --device cuda in normal mode",
+        ),
+        (("bench", "--device", "cuda", "--sms", "3"), "num_sms is 3: it must be even"),
+        (("bench", "--device", "cuda", "--ranks", "3"), "256 experts cannot be shared by 3 ranks"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:

@@ -66,13 +66,18 @@ def test_it_ends_with_a_killed_parent() -> None:
         "with MultiProcessService() as environment:\n"
         "    environment |= os.environ\n"
         f"    subprocess.run([sys.executable, '-c', {USE_THE_GPU!r}], env=environment, check=True)\n"
-        "    print('up', flush=True)\n"
+        "    print(environment['CUDA_MPS_PIPE_DIRECTORY'], flush=True)\n"
         "    time.sleep(100)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "3.0\n"
-        assert parent.stdout.readline() == "up\n"
+        folder = Path(parent.stdout.readline().strip())
+        assert folder.is_dir()
         assert processes()
         parent.send_signal(signal.SIGKILL)
     wait_until_gone()
+    deadline = time.monotonic() + 20
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not folder.exists()

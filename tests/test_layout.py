@@ -234,6 +234,7 @@ def test_control_region_in_full() -> None:
         "low-latency note": (64 + 8192, 2, 2),
         "low-latency packed": (8, 2, 2),
         "mask": (16, 2, 1),
+        "given up": (8, 2, 1),
         "offer": (64 + 16, 2, 2),
     }
     assert list(found) == list(expected)

@@ -93,17 +93,16 @@ def copy_of(source: torch.Tensor, label: Label, meet: Callable[[], Any], in_grap
 
 def measure(setup: Setup, placement: Placement, show_progress: bool) -> Report:
     """Run every case on so many GPUs."""
-    progress = ProgressLine(show_progress)
+    with ProgressLine(show_progress) as progress:
 
-    def on_report(rank: int, doing: Any) -> None:
-        if rank == 0:
-            progress.show(doing)
+        def on_report(rank: int, doing: Any) -> None:
+            if rank == 0:
+                progress.show(doing)
 
-    progress.show("starting ranks, preparing kernels")
-    by_rank: list[RankReport] = run_ranks(
-        setup.ranks, _measure_on_rank, setup, placement.num_gpus, on_report=on_report, placement=placement
-    )
-    progress.clear()
+        progress.show("starting ranks, preparing kernels")
+        by_rank: list[RankReport] = run_ranks(
+            setup.ranks, _measure_on_rank, setup, placement.num_gpus, on_report=on_report, placement=placement
+        )
     no_rival = setup.mode == "normal" and setup.ranks > placement.num_gpus
     return Report(
         _description(setup, placement, by_rank[0]),

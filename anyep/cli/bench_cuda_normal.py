@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,11 @@ from anyep.cli.bench_cuda import GpuCase, Label, copy_of, equals
 from anyep.cli.bench_measure import Setup
 from anyep.cli.bench_rival import AllToAll
 from anyep.cli.ranks import Rank
-from anyep.sizes import CHANNELS_PER_SCALE, NUM_MAX_SCALES
+from anyep.sizes import CHANNELS_PER_SCALE, NUM_BUFFER_ALIGNMENT_BYTES, NUM_MAX_SCALES, align
+
+NUM_WINDOWS: Final = 8
+"""What is received, what is being received, and what each graph keeps for good. Windows that grow by
+themselves do so in a dispatch without a handle only, and no case is to fall back on rings."""
 
 
 class Traffic:
@@ -61,6 +65,13 @@ class Traffic:
     def num_bytes(self) -> int:
         return len(self.rows) * self._setup.row_bytes
 
+    @property
+    def num_window_bytes(self) -> int:
+        """Windows for all results that are held at once, on the rank that receives most."""
+        by_rank = torch.cat([self._in_rank_of(source) for source in range(self._num_ranks)]).sum(0)
+        row_bytes = self._setup.row_bytes + 16 * self._setup.topk
+        return align(NUM_WINDOWS * (int(by_rank.max()) * row_bytes + 4096), NUM_BUFFER_ALIGNMENT_BYTES)
+
     def combined(self) -> torch.Tensor:
         """What comes back when every rank sends back the rows that came to it."""
         total = torch.zeros(self.x.shape, device=self.x.device)
@@ -76,11 +87,11 @@ class Traffic:
         return data, self._arriving(lambda source: self._fp8_of(source)[1])
 
 
-def _buffer_for(rank: Rank, setup: Setup, **options: Any) -> Buffer:
-    """A Buffer with room for the rings of both calls, with as many SMs as are set."""
+def _buffer_for(rank: Rank, setup: Setup, num_window_bytes: int) -> Buffer:
+    """A Buffer with these windows, and room for the rings of both calls, with as many SMs as are set."""
     configs = Buffer.get_dispatch_config(rank.num_ranks), Buffer.get_combine_config(rank.num_ranks)
     hint = max(config.get_nvl_buffer_size_hint(setup.row_bytes, rank.num_ranks) for config in configs)
-    return Buffer(rank.group, hint, device=setup.device, **options)
+    return Buffer(rank.group, hint, device=setup.device, num_window_bytes=num_window_bytes)
 
 
 def _routing(buffer: Buffer, traffic: Traffic, setup: Setup) -> dict[str, Any]:
@@ -111,7 +122,7 @@ def cases_of(rank: Rank, setup: Setup, tokens: int, sms: int, with_nccl: bool) -
         label = Label(name, path, tokens, traffic.num_bytes, sms, ("bf16",), "nccl" if with_nccl else "")
         return GpuCase(label, work, is_right, in_graph)
 
-    with _buffer_for(rank, setup) as buffer:
+    with _buffer_for(rank, setup, traffic.num_window_bytes) as buffer:
         routing = _routing(buffer, traffic, setup)
         received, _, _, _, handle, _ = buffer.dispatch(x, **routing)
         assert isinstance(received, torch.Tensor)
@@ -188,7 +199,7 @@ def _with_sms(
     rank: Rank, setup: Setup, traffic: Traffic, combined: torch.Tensor, sms: int
 ) -> Iterator[GpuCase]:
     Buffer.set_num_sms(sms)
-    with _buffer_for(rank, setup) as buffer:
+    with _buffer_for(rank, setup, traffic.num_window_bytes) as buffer:
         received, _, _, _, handle, _ = buffer.dispatch(traffic.x, **_routing(buffer, traffic, setup))
         assert isinstance(received, torch.Tensor)
         assert handle is not None

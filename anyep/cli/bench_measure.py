@@ -127,7 +127,7 @@ class Report:
 
 
 class ProgressLine:
-    """What rank 0 is at, in one line of the terminal that is written again and again."""
+    """What rank 0 is at, in one line of the terminal that is written again and again, and gone at the end."""
 
     def __init__(self, is_shown: bool) -> None:
         self._is_shown = is_shown
@@ -135,26 +135,28 @@ class ProgressLine:
 
     def show(self, text: str) -> None:
         if self._is_shown:
-            print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
+            print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
             self._width = len(text)
 
-    def clear(self) -> None:
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.show("")
         self.show("")
 
 
 def measure(setup: Setup, show_progress: bool) -> Report:
     """Run every case."""
-    progress = ProgressLine(show_progress)
+    with ProgressLine(show_progress) as progress:
 
-    def on_report(rank: int, done: Any) -> None:
-        if rank == 0:
-            tokens, repeat, repeats = done
-            progress.show(f"{tokens} tokens: repeat {repeat} of {repeats}")
+        def on_report(rank: int, done: Any) -> None:
+            if rank == 0:
+                tokens, repeat, repeats = done
+                progress.show(f"{tokens} tokens: repeat {repeat} of {repeats}")
 
-    progress.show("starting ranks")
-    by_rank: list[list[Timing]] = run_ranks(setup.ranks, _measure_on_rank, setup, on_report=on_report)
-    progress.clear()
+        progress.show("starting ranks")
+        by_rank: list[list[Timing]] = run_ranks(setup.ranks, _measure_on_rank, setup, on_report=on_report)
     return Report(setup.description(), _records(setup, by_rank))
 
 

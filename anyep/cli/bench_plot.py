@@ -5,13 +5,14 @@ On GPUs also the rates themselves, and how they grow with the number of SMs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from anyep.cli.bench_measure import GpuRecord, Record, Report
 from anyep.cli.bench_table import RIVALS
+from anyep.cli.units import format_rate
 from anyep.errors import NotSupported
 
 BLUE, VIOLET, GREEN, RED = "#2e86ab", "#8367c7", "#3a9d6e", "#e4572e"
@@ -24,7 +25,7 @@ class Bars:
 
     title: str
     values: dict[str, float]
-    unit: str
+    in_words: Callable[[float], str]
     colour: str
     are_ratios: bool = True
 
@@ -61,27 +62,28 @@ def _rows_of(records: Sequence[Record]) -> list[Bars]:
         Bars(
             "rate, as a multiple of a plain copy of the same bytes",
             {_name(record): record.of_copy or 0.0 for record in records},
-            "{:.2f}",
+            "{:.2f}".format,
             BLUE,
         )
     ]
     for rival in sorted({rival for record in records for rival in record.vs}):
         values = {_name(record): record.vs[rival] for record in records if rival in record.vs}
-        rows.append(Bars(f"speed, as a multiple of {RIVALS[rival]}", values, "{:.1f}x", VIOLET))
+        rows.append(Bars(f"speed, as a multiple of {RIVALS[rival]}", values, "{:.1f}x".format, VIOLET))
     if any(isinstance(record, GpuRecord) for record in records):
         rates = {_name(record): record.gbps for record in records}
         title = "rate, GB/s per rank of received bytes"
-        rows.append(Bars(title, rates, "{:.0f}", GREEN, are_ratios=False))
+        rows.append(Bars(title, rates, format_rate, GREEN, are_ratios=False))
     return rows
 
 
 def _name(record: Record) -> str:
-    return f"{record.case}\n{record.path}"
+    words = f"{record.case}\n{record.path}"
+    return words.replace("_", "\n").replace(", ", "\n")
 
 
 def _draw_bars(axes: Any, row: Bars) -> None:
     bars = axes.bar(list(row.values), list(row.values.values()), color=row.colour)
-    axes.bar_label(bars, [row.unit.format(value) for value in row.values.values()], fontsize=8)
+    axes.bar_label(bars, [row.in_words(value) for value in row.values.values()], fontsize=8)
     if row.are_ratios:
         axes.axhline(1, color=RED, linewidth=1)
     axes.set_title(row.title, loc="left", fontsize=10)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from anyep.cli.bench_measure import GpuRecord, Record, Report
-from anyep.cli.units import format_seconds
+from anyep.cli.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +36,7 @@ def _table_of(records: Sequence[Record]) -> Table:
     for record, slowest in zip(records, p99, strict=True):
         cells = [record.case, record.path, str(record.tokens), format_seconds(record.median_s)]
         cells += [format_seconds(slowest)] if slowest else []
-        cells.append(f"{record.gbps:.2f}" if record.gbps else "")
+        cells.append(format_rate(record.gbps) if record.gbps else "")
         cells.append(f"{record.of_copy:.2f}" if record.of_copy else "")
         cells += [f"{record.vs[rival]:.1f}x" if rival in record.vs else "" for rival in rivals]
         table.add_row(*cells)
@@ -57,7 +57,7 @@ def _table_of_sweep(records: Sequence[GpuRecord]) -> Table:
         for case in cases:
             record = found[case, sms]
             arrow = "▸ " if record.enough else ""
-            cells += [f"{arrow}{record.gbps:.2f}", f"{record.gbps / best[case]:.0%}"]
+            cells += [f"{arrow}{format_rate(record.gbps)}", f"{record.gbps / best[case]:.0%}"]
         table.add_row(*cells)
     table.caption = "▸ the fewest SMs that reach 80 % of the best rate"
     return table

@@ -1,4 +1,4 @@
-"""Bytes and times as people write and read them."""
+"""Bytes, times and rates as people write and read them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,18 @@ def format_bytes(num_bytes: int) -> str:
 def format_seconds(seconds: float) -> str:
     """A short time, in milliseconds or microseconds.
 
-    >>> format_seconds(0.01234), format_seconds(0.00034)
-    ('12.34 ms', '340 us')
+    >>> format_seconds(0.01234), format_seconds(0.00034), format_seconds(0.0000076)
+    ('12.34 ms', '340 us', '7.6 us')
     """
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e6:.0f} us" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"
+
+
+def format_rate(gbps: float) -> str:
+    """A rate in GB/s, without its unit.
+
+    >>> format_rate(1039.4), format_rate(3.456)
+    ('1039', '3.46')
+    """
+    return f"{gbps:.0f}" if gbps >= 100 else f"{gbps:.2f}"

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from anyep.backends.cuda import facts
-from anyep.backends.cuda.kernels import counting, sums, windows
+from anyep.backends.cuda.kernels import counting, rings, sums, windows
 from anyep.backends.cuda.kernels import letters as letter_kernels
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
@@ -25,7 +25,7 @@ from anyep.layout import RingArea
 from anyep.modes.conversation import Array, Call, Conversation
 from anyep.modes.gpu_connection import GpuConnection
 from anyep.modes.gpu_windows import GpuWindows
-from anyep.modes.intranode import Combined, Outputs, Payload, Received
+from anyep.modes.intranode import Combined, Outputs, Payload, Received, slot_offsets
 from anyep.modes.letters import (
     NUM_OFFERS,
     OFFERS,
@@ -43,6 +43,8 @@ from anyep.sizes import Config, TokenLayout, align, token_layout
 DISPATCH_TILES: Final = {2: (16, 1024, 32), 4: (8, 512, 16), 8: (16, 1024, 32)}
 """Tokens and words of a tile, and warps, by the number of ranks; what was fastest on an H200."""
 COMBINE_TILES: Final = {2: (32, 1024, 32), 4: (8, 1024, 32), 8: (16, 1024, 32)}
+RING_TILE: Final = (16, 256, 16, 2)
+"""Tokens and words of a tile, warps, and how many pieces of it are on their way plus one."""
 CHUNK_TOKENS: Final = 128
 LAYOUT_TOKENS: Final = 64
 PLACE_TOKENS: Final = 512
@@ -196,8 +198,9 @@ class GpuIntranode:
         self.conversation.end(call)
 
     def _new(self, previous: EventOverlap | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a result. What the caller's stream still has to do may not use the same memory: if
-        communication does not wait for it, the memory is taken from the communication stream's."""
+        """Memory for a result, to be had before communication waits for the caller's stream: what that still
+        has to do may use (and torch may fill) the same memory. Where communication does not wait for it, the
+        memory is taken from the communication stream's."""
         if previous is None:
             return self._gpu.empty(shape, dtype)  # type: ignore[no-any-return]
         with self._gpu.on_communication_stream():
@@ -222,9 +225,9 @@ class GpuIntranode:
         """Count tokens per rank and per expert, and mark which token goes to which rank."""
         num_tokens, num_topk = topk_idx.shape
         num_ranks = self._num_ranks
-        self._gpu.stream.begin(previous)
         counts = self._new(previous, (num_ranks + num_experts,), torch.int32)
         in_rank = self._new(previous, (num_tokens, num_ranks), torch.bool)
+        self._gpu.stream.begin(previous)
         with self._gpu.on_communication_stream():
             counts.zero_()
         launch = self.talk.launcher(
@@ -296,29 +299,39 @@ class GpuIntranode:
                     " pass num_worst_tokens, or a handle"
                 )
             self._offer(header)
+        routing, scratch = self._new_routing(payload, config, previous)
+        local_experts = num_experts // self._num_ranks
         with self._call(call, previous):
-            routing, ticket = self._notify(
-                call, header, payload, counts, config, previous, not num_worst_tokens
+            ticket = self._notify(
+                call, header, payload, counts, config, routing, scratch, not num_worst_tokens
             )
-            num_rows, by_expert, uses_rings = num_worst_tokens, [], True
-            if not num_worst_tokens:
+            num_rows, by_expert = num_worst_tokens, []
+            if num_worst_tokens:
+                results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
+                self._transfer(payload, routing, results, source, config, local_experts)
+                self.talk.meet(facts.ARRIVED_AT)
+            else:
+                # Rows are on their way before the host knows how many, if all receivers have windows.
+                self._send_to_windows(payload, routing, config, local_experts, all_or_none=True)
+                self.talk.meet(facts.ARRIVED_AT, unless_rings=True)
                 totals = self.talk.wait_for_totals(call, ticket)
                 num_rows = int(totals[facts.TOTAL_ROWS])
-                uses_rings = bool(totals[facts.TOTAL_USES_RINGS])
-                local_experts = num_experts // self._num_ranks
-                first = facts.TOTAL_BY_EXPERT
-                by_expert = totals[first : first + local_experts].tolist()
+                by_expert = totals[facts.TOTAL_BY_EXPERT :][:local_experts].tolist()
                 window = self._take_offered(header, payload, num_rows)
+                uses_rings = bool(totals[facts.TOTAL_USES_RINGS])
                 if uses_rings:
-                    window, uses_rings = self._grow(payload, num_rows, window)
-            source = self._new(previous, (num_rows,), torch.int32)
+                    window = self._grow(payload, num_rows, window)
+                results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
+                if previous is None:
+                    # For the memory that was just taken.
+                    self._gpu.stream.begin(None)
+                if uses_rings:
+                    self._transfer(payload, routing, results, source, config, local_experts)
+                    self.talk.meet(facts.ARRIVED_AT)
             routing = routing._replace(recv_src_idx=source)
-            results = self._new_results(payload, num_rows, window, previous)
-            self._transfer(payload, routing, results, config, num_experts // self._num_ranks, uses_rings)
-            self.talk.meet(facts.ARRIVED_AT)
             self._unpack(source, results, num_rows, bool(num_worst_tokens))
             event = self._gpu.stream.end(run_async)
-        self._keep(run_async, previous, *self._inputs(payload), *counts, *routing)
+        self._keep(run_async, previous, *self._inputs(payload), *counts, *routing, *scratch)
         if window < 0:
             self._keep(run_async, previous, *results)
         if expert_alignment > 1:
@@ -347,10 +360,10 @@ class GpuIntranode:
         def whole_call() -> Received:
             header = self._dispatch_header(payload, config, 0)
             window = self._offer_exactly(header, payload, routing.num_recv_rows)
+            results, source = self._new_results(payload, routing.num_recv_rows, window, previous)
             with self._call(call, previous):
                 self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=False)
-                results = self._new_results(payload, routing.num_recv_rows, window, previous)
-                self._transfer(payload, routing, results, config, 0, uses_rings=True)
+                self._transfer(payload, routing, results, source, config, 0)
                 self.talk.meet(facts.ARRIVED_AT)
                 event = self._gpu.stream.end(run_async)
             self._keep(run_async, previous, *self._inputs(payload), *routing)
@@ -362,6 +375,26 @@ class GpuIntranode:
 
         return self.conversation.guarded(call, whole_call)
 
+    def _new_routing(
+        self, payload: Payload, config: Config, previous: EventOverlap | None
+    ) -> tuple[GpuRouting, tuple[torch.Tensor, torch.Tensor]]:
+        """A routing to be filled, without source indices yet; and room for each token's number among the rows
+        of a rank, and for the rows by channel. All in one piece of memory: each piece would take its time."""
+        num_ranks = self._num_ranks
+        by_rank = (payload.num_tokens, num_ranks)
+        by_channel = (num_ranks, config.num_channels)
+        shapes = ((num_ranks, num_ranks), by_channel, by_channel, by_channel, by_rank, by_rank)
+        sizes = [align(shape[0] * shape[1], 4) for shape in shapes]
+        total = sum(sizes)
+        memory = self._new(previous, (total + align(by_rank[0] * num_ranks, 4) // 4,), torch.int32)
+        parts, at = [], 0
+        for shape, size in zip(shapes, sizes, strict=True):
+            parts.append(memory.as_strided(shape, (shape[1], 1), at))
+            at += size
+        in_rank = memory.view(torch.bool).as_strided(by_rank, (num_ranks, 1), 4 * total)
+        routing = GpuRouting(parts[0], parts[1], parts[2], parts[4], in_rank, parts[5])
+        return routing, (parts[4], parts[3])
+
     def _notify(
         self,
         call: Call,
@@ -369,23 +402,15 @@ class GpuIntranode:
         payload: Payload,
         counts: GpuCounts,
         config: Config,
-        previous: EventOverlap | None,
+        routing: GpuRouting,
+        scratch: tuple[torch.Tensor, torch.Tensor],
         host_waits: bool,
-    ) -> tuple[GpuRouting, int]:
-        """Number the rows, exchange letters with counts, and fill the routing."""
+    ) -> int:
+        """Number the rows, exchange letters with counts, and fill the routing; the ticket of the letters."""
         num_tokens, num_channels, num_ranks = payload.num_tokens, config.num_channels, self._num_ranks
         local_experts = counts.by_expert.shape[0] // num_ranks
         num_topk = payload.token.num_topk
-        position = self._new(previous, (num_tokens, num_ranks), torch.int32)
-        by_channel = self._new(previous, (num_ranks, num_channels), torch.int32)
-        routing = GpuRouting(
-            self._new(previous, (num_ranks, num_ranks), torch.int32),
-            self._new(previous, (num_ranks, num_channels), torch.int32),
-            self._new(previous, (num_ranks, num_channels), torch.int32),
-            position,
-            self._new(previous, (num_tokens, num_ranks), torch.bool),
-            self._new(previous, (num_tokens, num_ranks), torch.int32),
-        )
+        position, by_channel = scratch
         place = self.talk.launcher(
             counting.place_tokens,
             8,
@@ -406,7 +431,7 @@ class GpuIntranode:
             self.talk.state,
             num_tokens,
             num_channels,
-            max(1, -(-num_tokens // num_channels)),
+            _tokens_per_channel(num_tokens, config),
             num_topk,
             local_experts,
         )
@@ -432,13 +457,11 @@ class GpuIntranode:
             position,
             routing.rank_prefix_matrix,
             routing.send_head,
+            # The user may use his mask again; the handle keeps its own.
+            routing.is_token_in_rank.view(torch.int8),
             num_tokens,
         )
-        with self._gpu.on_communication_stream():
-            # The user may use his mask again; the handle keeps its own.
-            routing.is_token_in_rank.copy_(counts.in_rank)
-        self._keep(previous is not None, previous, position, by_channel)
-        return routing, ticket
+        return ticket
 
     def _dispatch_header(self, payload: Payload, config: Config, num_experts: int) -> Array:
         token = payload.token
@@ -482,26 +505,32 @@ class GpuIntranode:
                 return offset
         return -1
 
-    def _grow(self, payload: Payload, num_rows: int, window: int) -> tuple[int, bool]:
-        """Some rank has no window: all ranks, which know it, add windows if they may.
-
-        This rank's window, and whether rows still go through rings.
-        """
+    def _grow(self, payload: Payload, num_rows: int, window: int) -> int:
+        """Some rank has no window: all ranks, which know it, add windows if they may. This rank's window."""
         needed = max(payload.window(int(rows)).num_bytes for rows in self.talk.rows_of)
         first = self._connection.grow(max(needed, 128))
         if first is None:
-            return window, True
+            return window
         token = payload.token
         self.talk.place_in_new_block(first, token.hidden_bytes, token.num_topk, token.num_scales)
         if window < 0:
             self.windows.allocate_at(first, max(payload.window(num_rows).num_bytes, 128))
             window = first
-        return window, False
+        return window
 
     def _new_results(
-        self, payload: Payload, num_rows: int, window: int, previous: EventOverlap | None
-    ) -> _Results:
-        """The tensors that a dispatch fills: in the window at `window`, or (-1) in own memory."""
+        self,
+        payload: Payload,
+        num_rows: int,
+        window: int,
+        previous: EventOverlap | None,
+        with_source: bool = False,
+    ) -> tuple[_Results, torch.Tensor]:
+        """The tensors that a dispatch fills: in the window at `window`, or (-1) in own memory; and the source
+        indices, which a handle keeps longer than anybody keeps rows."""
+        source = self.talk.state
+        if with_source or window < 0:
+            source = self._new(previous, (num_rows,), torch.int32)
         token = payload.token
         parts: list[tuple[tuple[int, int], torch.dtype] | None] = [
             ((num_rows, payload.x.shape[1]), payload.x.dtype),
@@ -514,27 +543,32 @@ class GpuIntranode:
             tensors = [part and self._new(previous, *part) for part in parts]
         else:
             places = payload.window(num_rows)
-            lent = self.windows.lend(
-                window, max(places.num_bytes, 128), for_good=self._gpu.stream.is_capturing()
-            )
+            lent = self.windows.lend(window, max(places.num_bytes, 128))
             tensors = [
                 part and lent[offset : offset + size].view(part[1]).view(part[0])
                 for part, offset, size in zip(parts, places.offsets(), places.sizes(), strict=True)
             ]
         x = tensors[0]
         assert x is not None
-        return _Results(x, tensors[2], tensors[3], tensors[4])
+        return _Results(x, tensors[2], tensors[3], tensors[4]), source
 
     def _transfer(
         self,
         payload: Payload,
         routing: GpuRouting,
         results: _Results,
+        source: torch.Tensor,
         config: Config,
         experts_per_rank: int,
-        uses_rings: bool,
     ) -> None:
         """Move the rows: by window where the receiver has one, else through its rings."""
+        if self.windows.num_bytes:
+            self._send_to_windows(payload, routing, config, experts_per_rank, all_or_none=False)
+        self._send_through_rings(payload, routing, results, source, config, experts_per_rank)
+
+    def _send_to_windows(
+        self, payload: Payload, routing: GpuRouting, config: Config, experts_per_rank: int, all_or_none: bool
+    ) -> None:
         token, nothing = payload.token, self.talk.state
         tile_tokens, tile_words, num_warps = self._dispatch_tile
         scales = payload.scales
@@ -547,6 +581,7 @@ class GpuIntranode:
             TILE_TOKENS=tile_tokens,
             TILE_WORDS=tile_words,
             CHUNK_TOKENS=CHUNK_TOKENS,
+            ALL_OR_NONE=all_or_none,
         )
         send(
             self.communication_stream,
@@ -611,19 +646,21 @@ class GpuIntranode:
             ring_rows=self.ring_area(config, token).num_rows,
         )
         header[RESULT_ROWS] = x.shape[0]
+        out = self._new(previous, (routing.num_tokens, x.shape[1]), x.dtype)
+        out_weights = None
+        if weights is not None:
+            out_weights = self._new(previous, (routing.num_tokens, num_topk), torch.float32)
         with self._call(call, previous):
             taken = self._stage(header, x, weights)
-            out = self._new(previous, (routing.num_tokens, x.shape[1]), x.dtype)
-            out_weights = None
-            if weights is not None:
-                out_weights = self._new(previous, (routing.num_tokens, num_topk), torch.float32)
             self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=True)
-            self._sum(outputs, out, out_weights)
+            if self.windows.num_bytes:
+                self._sum(outputs, out, out_weights)
+            self._combine_through_rings(outputs, out, out_weights)
             # Until every reader is done, x must stay as it is.
             self.talk.meet(facts.PULLED_AT)
             event = self._gpu.stream.end(run_async)
         self._keep(run_async, previous, x, weights, out, out_weights, *biases, *routing)
-        self._free_later(taken)
+        self._give_back(taken)
         return Combined(out, out_weights, event)
 
     def _sum(self, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
@@ -658,12 +695,14 @@ class GpuIntranode:
             num_topk,
         )
 
-    def _stage(self, header: Array, x: torch.Tensor, topk_weights: torch.Tensor | None) -> list[int]:
+    def _stage(
+        self, header: Array, x: torch.Tensor, topk_weights: torch.Tensor | None
+    ) -> list[tuple[int, int]]:
         """Say where peers can read x and the weights: where they are, if that is a window, else in a copy.
 
         Returns the windows that the call took. If there is no room, the rows go through rings.
         """
-        taken: list[int] = []
+        taken: list[tuple[int, int]] = []
         offsets: list[int] = []
         for tensor in (x, topk_weights):
             if tensor is None or tensor.numel() == 0:
@@ -674,29 +713,152 @@ class GpuIntranode:
                 num_bytes = tensor.numel() * tensor.element_size()
                 offset = self.windows.allocate(num_bytes)
                 if offset is None:
-                    for window in taken:
-                        self.windows.free(window)
+                    self._give_back(taken)
                     header[X_OFFSET], header[WEIGHTS_OFFSET] = -1, -1
                     return []
-                taken.append(offset)
+                taken.append((offset, num_bytes))
                 with self._gpu.on_communication_stream():
-                    copy = self.windows.lend(offset, num_bytes, for_good=True)
-                    copy.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                    self.windows.tensor(offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
             offsets.append(offset)
         header[X_OFFSET], header[WEIGHTS_OFFSET] = offsets
         return taken
 
-    def _free_later(self, taken: list[int]) -> None:
+    def _give_back(self, taken: list[tuple[int, int]]) -> None:
         """Later calls on the communication stream come after this one: they may have its windows at once."""
-        if not self._gpu.stream.is_capturing():
-            for window in taken:
-                self.windows.free(window)
+        for window, num_bytes in taken:
+            self.windows.give_back(window, num_bytes)
 
     # Rings
 
     def ring_area(self, config: Config, token: TokenLayout) -> RingArea:
         """The rings of a call."""
         return self._areas.area_for(config, token)
+
+    def _send_through_rings(
+        self,
+        payload: Payload,
+        routing: GpuRouting,
+        results: _Results,
+        source: torch.Tensor,
+        config: Config,
+        experts_per_rank: int,
+    ) -> None:
+        """Rows for receivers without a window, and what comes if this rank has none; nothing if all have."""
+        token, scales, nothing = payload.token, payload.scales, self.talk.state
+        area = self.ring_area(config, token)
+        tile_tokens, tile_words, num_warps, stages = self._ring_tile(area)
+        launch = self.talk.launcher(
+            rings.dispatch_through_rings,
+            num_warps,
+            NUM_RANKS=self._num_ranks,
+            RANK_BLOCK=self.talk.rank_block,
+            SCALE_BLOCK=_power_of_two(token.num_scales) if token.num_scales else 0,
+            TOPK_BLOCK=_power_of_two(token.num_topk) if token.num_topk else 0,
+            TILE_TOKENS=tile_tokens,
+            TILE_WORDS=tile_words,
+            STAGES=stages,
+        )
+        parts = (results.x, source, results.topk_idx, results.topk_weights, results.scales)
+        addresses = [part.data_ptr() if part is not None else 0 for part in parts]
+        meta_at, scales_at, ids_at, weights_at, slot_bytes = slot_offsets(token).tolist()
+        launch(
+            self.communication_stream,
+            (config.num_sms,),
+            _words(payload.x),
+            scales.view(torch.int32) if scales is not None else nothing,
+            payload.topk_idx if payload.topk_idx is not None else nothing,
+            payload.topk_weights if payload.topk_weights is not None else nothing,
+            routing.send_head,
+            self.talk.places,
+            self.talk.keep_addresses(addresses),
+            routing.rank_prefix_matrix,
+            routing.recv_channel_prefix_matrix,
+            *self._ring_arguments(area, slot_bytes),
+            meta_at,
+            scales_at,
+            ids_at,
+            weights_at,
+            payload.num_tokens,
+            _tokens_per_channel(payload.num_tokens, config),
+            token.hidden_bytes // 4,
+            token.num_scales,
+            *(scales.stride() if scales is not None else (0, 0)),
+            token.num_topk,
+            experts_per_rank,
+        )
+
+    def _combine_through_rings(
+        self, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor | None
+    ) -> None:
+        """The sums of rows of which some lie in no window; nothing if all do."""
+        x, routing, weights, biases, config = outputs
+        assert isinstance(routing, GpuRouting)
+        num_topk = weights.shape[1] if weights is not None else 0
+        token = token_layout(x.shape[1] * x.element_size(), 0, num_topk)
+        area = self.ring_area(config, token)
+        tile_tokens, tile_words, num_warps, stages = self._ring_tile(area)
+        *_, weights_at, slot_bytes = slot_offsets(token).tolist()
+        launch = self.talk.launcher(
+            rings.combine_through_rings,
+            num_warps,
+            DTYPE=DTYPE_CODES[x.dtype],
+            NUM_BIASES=len(biases),
+            NUM_RANKS=self._num_ranks,
+            RANK_BLOCK=self.talk.rank_block,
+            TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
+            TILE_TOKENS=tile_tokens,
+            TILE_WORDS=tile_words,
+            STAGES=stages,
+            TILE_VALUES=2 * tile_words,
+            SUM_STAGES=stages,
+            IN_HARDWARE=self._gpu.rounds_in_hardware,
+        )
+        launch(
+            self.communication_stream,
+            (config.num_sms,),
+            _words(x),
+            weights if weights is not None else self.talk.state,
+            _bits(out),
+            out_weights if out_weights is not None else self.talk.state,
+            *(_bits(bias) for bias in biases),
+            *(self.talk.state,) * (2 - len(biases)),
+            routing.send_head,
+            self.talk.places,
+            routing.rank_prefix_matrix,
+            routing.recv_channel_prefix_matrix,
+            *self._ring_arguments(area, slot_bytes),
+            weights_at,
+            routing.num_tokens,
+            _tokens_per_channel(routing.num_tokens, config),
+            x.shape[1],
+            num_topk,
+        )
+
+    def _ring_arguments(self, area: RingArea, slot_bytes: int) -> tuple[Any, ...]:
+        """What both ring kernels take: where the rings are, and how long to wait."""
+        talk, control = self.talk, self.talk.control
+        tail, head = control.block("ring tail"), control.block("ring head")
+        return (
+            talk.heaps,
+            talk.state,
+            talk.alarm,
+            talk.patience_ns,
+            self._rank,
+            area.start,
+            tail.start,
+            tail.stride,
+            head.start,
+            head.stride,
+            area.num_rows,
+            slot_bytes,
+        )
+
+    def _ring_tile(self, area: RingArea) -> tuple[int, int, int, int]:
+        """Tokens and words of a tile, warps, stages; a tile may not have more tokens than a ring has slots."""
+        tokens, words, warps, stages = RING_TILE
+        while tokens > area.num_rows:
+            tokens //= 2
+        return tokens, words, warps, stages
 
     # Handles
 
@@ -727,6 +889,10 @@ class GpuIntranode:
                     f" is the handle from another Buffer?"
                 )
         return routing
+
+
+def _tokens_per_channel(num_tokens: int, config: Config) -> int:
+    return max(1, -(-num_tokens // config.num_channels))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from anyep.sizes import NUM_MAX_LOCAL_EXPERTS
 SPIN_S: Final = 200e-6
 NAP_S: Final = 50e-6
 LOOK_S: Final = 0.2
+NUM_ADDRESSES: Final = 8
 WAITS: Final = {
     facts.MAILBOX_AT: ("letter", Phase.NOTIFY),
     facts.ARRIVED_AT: ("rows", Phase.RECEIVE),
@@ -60,7 +61,10 @@ class GpuTalk:
         self.rows_of = gpu.words(self.num_ranks)
         """What the letters of the last dispatch with counts said: the rows that come to each rank."""
         self.headers = Headers(NUM_WORDS, gpu.words, gpu.now)
+        self._addresses = Headers(NUM_ADDRESSES, gpu.words, gpu.now)
         self.facts = gpu.table(self._facts())
+        self.alarm = heap.address + control.block("alarm").start
+        self.patience_ns = int(conversation.timeout_s * 1e9)
         self._ticket = 0
         self._blocks = {"NUM_RANKS": self.num_ranks, "RANK_BLOCK": self.rank_block}
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
@@ -110,6 +114,12 @@ class GpuTalk:
             table[:, block] = by_rank
         self.bases.copy_(torch.from_numpy(table.reshape(-1)))
 
+    def keep_addresses(self, addresses: Sequence[int]) -> int:
+        """Where a kernel finds some addresses that are too many to be arguments."""
+        words = np.zeros(NUM_ADDRESSES, np.int64)
+        words[: len(addresses)] = addresses
+        return self._addresses.keep(words, self.gpu.stream.is_capturing())
+
     # Letters
 
     def exchange(self, header: Array, kind: int, routing: torch.Tensor, is_combine: bool) -> None:
@@ -151,7 +161,7 @@ class GpuTalk:
         num_channels, local_experts = sizes
         launch = self.launcher(
             kernels.exchange_letters,
-            4,
+            1,
             **self._blocks,
             IS_COMBINE=is_combine,
             IS_REFUSED=is_refused,
@@ -191,9 +201,11 @@ class GpuTalk:
             num_scales,
         )
 
-    def meet(self, flags_at: int) -> None:
+    def meet(self, flags_at: int, unless_rings: bool = False) -> None:
         """Let every rank's part of the call be done before any rank goes on."""
-        launch = self.launcher(kernels.meet, 1, FLAGS_AT=flags_at, **self._blocks)
+        launch = self.launcher(
+            kernels.meet, 1, FLAGS_AT=flags_at, UNLESS_RINGS=unless_rings, **self._blocks
+        )
         launch(self.gpu.stream.stream, (1,), self.facts, self.heaps, self.state)
 
     def refuse(self, call: Call, error: AnyEPError) -> None:
@@ -222,7 +234,8 @@ class GpuTalk:
                 self.gpu.look_for_errors()
         if words[facts.TOTAL_OUTCOME]:
             self.raise_reported()
-        return words
+        found: Array = words
+        return found
 
     # What went wrong
 

@@ -2,7 +2,8 @@
 
 A tensor dies in the host's time, when kernels that read it may still be waiting for their turn. Its window is
 given away again when the stream that was current at its death, and the communication stream, have come so
-far. What was lent while a graph was captured stays lent: the graph may be replayed.
+far. What was lent while a graph was captured stays with that graph, which may be replayed at any time: only
+later calls in the same graph may have it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class GpuWindows:
         self._blocks: list[Any] = []
         self._free_lists: list[FreeList] = []
         self._returned: deque[tuple[int, Any]] = deque()
+        self._of_graphs: dict[int, tuple[int, int]] = {}
+        """Windows that no tensor holds any more, the graph that each belongs to, and its bytes."""
         self._lock = threading.Lock()
 
     def add(self, block: Any) -> int:
@@ -63,6 +66,14 @@ class GpuWindows:
     def allocate(self, num_bytes: int) -> int | None:
         with self._lock:
             self._take_back()
+            if self._of_graphs and self._gpu.stream.is_capturing():
+                graph = self._gpu.stream.graph()
+                for window, (owner, size) in self._of_graphs.items():
+                    if graph == owner != 0 and size >= num_bytes:
+                        del self._of_graphs[window]
+                        # Whoever reads it in this graph does so before.
+                        self._gpu.stream.begin(None)
+                        return window
             for index in reversed(range(len(self._blocks))):
                 offset = self._free_lists[index].allocate(num_bytes)
                 if offset is not None:
@@ -77,12 +88,28 @@ class GpuWindows:
         with self._lock:
             self._free_list(offset).free(_within(offset))
 
-    def lend(self, window: int, num_bytes: int, for_good: bool) -> torch.Tensor:
+    def give_back(self, window: int, num_bytes: int) -> None:
+        """Free a window that only calls on the communication stream have used."""
+        if self._gpu.stream.is_capturing():
+            self._of_graphs[window] = (self._gpu.stream.graph(), num_bytes)
+        else:
+            self.free(window)
+
+    def lend(self, window: int, num_bytes: int) -> torch.Tensor:
         """The bytes of a window, which comes back when the tensor and its views are gone."""
         block = self._blocks[window >> WINDOW_BLOCK_BITS]
-        on_death = _nothing if for_good else partial(self._died, window)
+        on_death = partial(self._died, window)
+        if self._gpu.stream.is_capturing():
+            keep = (self._gpu.stream.graph(), num_bytes)
+            on_death = partial(self._of_graphs.__setitem__, window, keep)
         tensor: torch.Tensor = block.lend(_within(window), num_bytes, on_death)
         return tensor
+
+    def tensor(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a window that is not lent."""
+        block = self._blocks[window >> WINDOW_BLOCK_BITS]
+        found: torch.Tensor = block.tensor(_within(window), shape, dtype)
+        return found
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where a tensor's data lies in the windows, or None if it lies elsewhere."""
@@ -93,6 +120,14 @@ class GpuWindows:
             if 0 <= offset < block.num_bytes:
                 return (index << WINDOW_BLOCK_BITS) + int(offset)
         return None
+
+    def fill_free(self, value: int) -> None:
+        """Write a byte all over what is free; for tests, which find out who reads what was not written."""
+        with self._lock:
+            self._take_back()
+            for block, free_list in zip(self._blocks, self._free_lists, strict=True):
+                for offset, num_bytes in free_list.blocks():
+                    block.tensor(offset, (num_bytes,), torch.uint8).fill_(value)
 
     @property
     def used_bytes(self) -> int:
@@ -112,14 +147,12 @@ class GpuWindows:
             return
         while self._returned:
             window, last_use = self._returned.popleft()
-            if last_use is not None:
-                self._gpu.wait_before_next_call(last_use)
-                self._free_list(window).free(_within(window))
+            if last_use is None:
+                # It died while a graph was captured.
+                continue
+            self._gpu.wait_before_next_call(last_use)
+            self._free_list(window).free(_within(window))
 
 
 def _within(offset: int) -> int:
     return offset & ((1 << WINDOW_BLOCK_BITS) - 1)
-
-
-def _nothing() -> None:
-    """What was lent for good does not come back."""

@@ -798,7 +798,7 @@ class Intranode:
             rings.taken,
             rings.num_rows,
             config.num_max_nvl_chunked_send_tokens,
-            _slot_offsets(token),
+            slot_offsets(token),
             *arguments,
         )
         streaming = int(num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
@@ -952,7 +952,7 @@ def _first_tokens(num_tokens: int, num_channels: int) -> Array:
     return np.arange(num_channels, dtype=np.int64) * max(1, -(-num_tokens // num_channels))
 
 
-def _slot_offsets(token: TokenLayout) -> Array:
+def slot_offsets(token: TokenLayout) -> Array:
     """Where source meta, scales, ids and weights lie in a slot, and the bytes of a slot."""
     parts = token.parts()
     offsets = np.cumsum(list(parts.values()))

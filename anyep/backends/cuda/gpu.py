@@ -23,6 +23,8 @@ class Gpu:
         self.stream = Stream()
         self.side_stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         """For what must run while a kernel waits."""
+        self._events: list[Any] = []
+        """Events to be used again."""
         properties = torch.cuda.get_device_properties(self.device)
         self.num_sms = int(properties.multi_processor_count)
         self.identity = str(properties.uuid)
@@ -50,24 +52,25 @@ class Gpu:
 
     def on_communication_stream(self) -> contextlib.AbstractContextManager[Any]:
         """What torch does inside happens on the communication stream."""
-        return torch.cuda.stream(self.stream.stream)  # type: ignore[no-any-return]
+        return torch.cuda.stream(self.stream.stream)
 
     def used_by_both(self, tensor: torch.Tensor) -> None:
         """Keep a tensor's memory until what both streams were given has run, however soon the tensor dies."""
         tensor.record_stream(self.stream.stream)
-        tensor.record_stream(torch.cuda.current_stream())
+        tensor.record_stream(self.stream.current())
 
     def last_use(self) -> Any:
         """An event after what the current stream was given; None while a graph is captured."""
-        if torch.cuda.is_current_stream_capturing():
+        if self.stream.is_capturing():
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream())
+        event = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.stream.current())
         return event
 
     def wait_before_next_call(self, event: Any) -> None:
         """Let what the communication stream is given from here on wait for an event."""
         self.stream.stream.wait_event(event)
+        self._events.append(event)
 
     def is_idle(self) -> bool:
         idle: bool = self.stream.stream.query()

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
+import triton
 from triton import JITFunction
+
+KNOWN_VERSIONS: Final = ("3.6",)
 
 
 class Launcher:
@@ -25,22 +28,12 @@ class Launcher:
         self, kernel: Any, num_warps: int, constants: Mapping[str, Any], fuses_products: bool = False
     ) -> None:
         self._kernel = kernel
-        names = list(kernel.arg_names)
         self._constants = dict(constants)
-        self._constant_values = tuple(constants[name] for name in names if name in constants)
+        self._constant_values = tuple(constants[name] for name in kernel.arg_names if name in constants)
         self._options = {"num_warps": num_warps, "enable_fp_fusion": fuses_products}
-        is_compiled = isinstance(kernel, JITFunction)
-        self._is_interpreted = not is_compiled
-        # Numbers that Triton compiles in if they are 1 or multiples of 16.
-        self._specialised = (
-            [
-                index
-                for index, parameter in enumerate(kernel.params)
-                if not parameter.is_constexpr and not parameter.do_not_specialize
-            ]
-            if is_compiled
-            else []
-        )
+        self._is_interpreted = not isinstance(kernel, JITFunction)
+        self._numbers: list[int] | None = None
+        """The arguments that are numbers which Triton compiles in if they are 1 or multiples of 16."""
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, stream: Any, grid: tuple[int, ...], *arguments: Any) -> None:
@@ -50,44 +43,61 @@ class Launcher:
         if self._is_interpreted:
             self._kernel[grid](*arguments, **self._constants)
             return
-        key = tuple(
-            arguments[index] if arguments[index].__class__ is int else arguments[index] is None
-            for index in self._specialised
-        )
-        compiled = self._compiled.get(key)
-        if compiled is None:
+        if self._numbers is None:
+            self._numbers = [
+                index
+                for index, argument in enumerate(arguments)
+                if isinstance(argument, int) and not self._kernel.params[index].do_not_specialize
+            ]
+        key = tuple([arguments[index] for index in self._numbers])
+        launch = self._compiled.get(key)
+        if launch is None:
             with torch.cuda.stream(stream):
                 compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
-            self._compiled[key] = _direct_launch_of(compiled)
+            self._compiled[key] = _direct_launch(compiled) or self._outer_launch
             return
-        if compiled is _NOT_KNOWN:
-            with torch.cuda.stream(stream):
-                self._kernel[grid](*arguments, **self._constants, **self._options)
-            return
-        compiled.run(
-            grid[0],
-            grid[1] if len(grid) > 1 else 1,
-            grid[2] if len(grid) > 2 else 1,
-            stream.cuda_stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *arguments,
-            *self._constant_values,
-        )
+        launch(stream, grid, arguments, self._constant_values)
+
+    def _outer_launch(
+        self, stream: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], _: tuple[Any, ...]
+    ) -> None:
+        with torch.cuda.stream(stream):
+            self._kernel[grid](*arguments, **self._constants, **self._options)
 
 
-_NOT_KNOWN = object()
+def _direct_launch(compiled: Any) -> Any:
+    """A function that launches a compiled kernel; None where Triton's inside is not the one we know."""
+    with contextlib.suppress(AttributeError):
+        launcher = compiled.run
+        needs_scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+        if triton.__version__.startswith(KNOWN_VERSIONS) and not needs_scratch:
+            run, function, metadata = launcher.launch, compiled.function, compiled.packed_metadata
+            cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
 
+            def launch(
+                stream: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[Any, ...]
+            ) -> None:
+                run(
+                    grid[0],
+                    grid[1] if len(grid) > 1 else 1,
+                    grid[2] if len(grid) > 2 else 1,
+                    stream.cuda_stream,
+                    function,
+                    cooperative,
+                    dependent,
+                    None,
+                    None,
+                    metadata,
+                    None,
+                    None,
+                    None,
+                    # An address is taken as it is; of a tensor Triton would ask the driver where it lies.
+                    *[
+                        argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+                        for argument in arguments
+                    ],
+                    *constants,
+                )
 
-def _direct_launch_of(compiled: Any) -> Any:
-    """A compiled kernel whose `run` we know how to call; `_NOT_KNOWN` if this Triton has another one."""
-    with contextlib.suppress(Exception):
-        import triton
-
-        major, minor = (int(part) for part in triton.__version__.split(".")[:2])
-        if (major, minor) in ((3, 5), (3, 6), (3, 7)) and hasattr(compiled, "packed_metadata"):
-            return compiled
-    return _NOT_KNOWN
+            return launch
+    return None

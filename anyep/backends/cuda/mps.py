@@ -61,10 +61,13 @@ class MultiProcessService:
             raise NotSupported(f"{CONTROL} is not on the path: it comes with NVIDIA's driver")
         self._folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
         try:
+            # It serves all GPUs: clients choose by this variable among those that the service sees.
+            environment = os.environ | self.environment
+            environment.pop("CUDA_VISIBLE_DEVICES", None)
             # In a session of its own: Ctrl-C is for us, and the service is still needed while the ranks end.
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, self._folder],
-                env=os.environ | self.environment,
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -6,6 +6,8 @@ asynchronous, the caller's stream goes on after it. The host waits for nothing.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from typing import Any
 
 import torch
@@ -18,15 +20,25 @@ class Stream:
 
     def __init__(self) -> None:
         self.stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._device = torch.cuda.current_device()
         self._begin = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._known: dict[int, Any] = {}
+
+    def current(self) -> Any:
+        """The caller's stream; torch's own way to ask for it takes longer than to launch a kernel."""
+        raw = torch._C._cuda_getCurrentRawStream(self._device)
+        stream = self._known.get(raw)
+        if stream is None:
+            stream = self._known[raw] = torch.cuda.current_stream()
+        return stream
 
     def begin(self, previous: EventOverlap | None) -> None:
         """Let what comes wait for the caller's stream, or for an event of his."""
         event = previous.event.moment if previous is not None and previous.event is not None else None
         if event is None:
             event = self._begin
-            event.record(torch.cuda.current_stream())
+            event.record(self.current())
         self.stream.wait_event(event)
 
     def end(self, run_async: bool) -> EventHandle | None:
@@ -34,9 +46,20 @@ class Stream:
         if run_async:
             return EventHandle.on(self.stream)
         self._end.record(self.stream)
-        torch.cuda.current_stream().wait_event(self._end)
+        self.current().wait_event(self._end)
         return None
 
     def is_capturing(self) -> bool:
         """Whether calls are recorded into a CUDA graph instead of being run."""
-        return torch.cuda.is_current_stream_capturing()
+        capturing: bool = torch._C._cuda_isCurrentStreamCapturing()
+        return capturing
+
+    def graph(self) -> int:
+        """A number for the graph that is captured now, another one for each; 0 where that is not known."""
+        status, number = ctypes.c_int(0), ctypes.c_uint64(0)
+        with contextlib.suppress(OSError, AttributeError):
+            ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+            stream = ctypes.c_void_p(self.current().cuda_stream)
+            if ask(stream, ctypes.byref(status), ctypes.byref(number), None, None, None) == 0:
+                return number.value
+        return 0

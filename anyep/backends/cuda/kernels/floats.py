@@ -46,22 +46,29 @@ def values_at(address, DTYPE: tl.constexpr):
     """The pointer to the values at an address (int64), which is a multiple of 16 bytes."""
     # A pointer out of a table is not known to be aligned; ours are.
     if DTYPE == FP32:
-        return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
-    return tl.multiple_of(address.to(tl.pointer_type(tl.uint16)), 16)
+        values = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+    else:
+        values = tl.multiple_of(address.to(tl.pointer_type(tl.uint16)), 16)
+    return values
 
 
 @triton.jit
-def load_rows(pointers, mask, DTYPE: tl.constexpr):
+def load_rows(pointers, mask, DTYPE: tl.constexpr, STARTS_FROM_ZERO: tl.constexpr = False):
     """The values there as float32: of the bf16 0x3F80 or the fp16 0x3C00 it is 1.0.
 
-    Outside the mask it is -0.0, which changes no sum: +0.0 would change one that is -0.0 so far.
+    Outside the mask it is -0.0, which changes no sum: +0.0 would change one that is -0.0 so far. A sum that
+    began with +0.0 never is; there +0.0 will do. (A load of 16 bits cannot have 0x8000 for what is masked:
+    Triton 3.6 would make 0xFFFF8000 of two of them.)
     """
-    if DTYPE == FP32:
-        return tl.load(pointers, mask=mask, other=-0.0)
-    bits = tl.load(pointers, mask=mask, other=0x8000)
-    if DTYPE == BF16:
-        return bf16_bits_to_float(bits)
-    return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    values = tl.load(pointers, mask=mask, other=0)
+    if DTYPE == FP16:
+        values = values.to(tl.float16, bitcast=True).to(tl.float32)
+    elif DTYPE != FP32:
+        values = bf16_bits_to_float(values)
+    if not STARTS_FROM_ZERO:
+        # By its bits: Triton takes the literal -0.0 for +0.0.
+        values = tl.where(mask, values, tl.full((), 0x80000000, tl.uint32).to(tl.float32, bitcast=True))
+    return values
 
 
 @triton.jit

@@ -454,7 +454,7 @@ def exchange_letters(
     outcome = first_bad(bad, ranks, is_rank, RANK_BLOCK)
     tl.store(state + USES_RINGS, uses_rings)
     tl.store(state + OUTCOME, outcome)
-    if CHANNEL_BLOCK:
+    if CHANNEL_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
         if ticket != 0:
             words = words_at(totals)
             tl.store(words + TOTAL_OUTCOME, outcome)
@@ -475,19 +475,30 @@ def exchange_letters(
 
 
 @triton.jit
-def meet(facts, heaps, state, FLAGS_AT: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+def meet(
+    facts,
+    heaps,
+    state,
+    FLAGS_AT: tl.constexpr,
+    UNLESS_RINGS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+):
     """Say at every peer that this rank's part of the call is done, and wait until all have said so here.
 
     One program; what kernels before it stored is visible to who acquires its flags. FLAGS_AT is the fact that
     says where the flags lie. In call 5 this rank's flags at its peers become 5; with flags [5, 4] here and no
     patience left the outcome is 1 (late) + 16 * 1 (rank 1). A call that went wrong on all ranks has no
-    flags; one that went wrong here alone has.
+    flags; one that went wrong here alone has. UNLESS_RINGS: nor has one where some rows go through rings.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
     outcome = tl.load(state + OUTCOME)
     code = outcome % NUM_CODES
-    if (code == GOOD) | (code == BAD_HANDLE):
+    is_met = (code == GOOD) | (code == BAD_HANDLE)
+    if UNLESS_RINGS:
+        is_met = is_met & (tl.load(state + USES_RINGS) == 0)
+    if is_met:
         rank = tl.load(facts + RANK)
         own = tl.load(heaps + rank)
         alarm = own + tl.load(facts + ALARM_AT)
@@ -513,14 +524,16 @@ def fill_send_head(
     position,
     rank_prefix,
     send_head,
+    in_rank,
     num_tokens,
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Where each token's row lies at each receiver: after the rows of lower ranks.
+    """Where each token's row lies at each receiver: after the rows of lower ranks; and whether it has one.
 
-    For rank 1 with rank_prefix [[2, 1], ...] position [[0, 0], [-1, 1]] gives send_head [[2, 1], [-1, 2]].
+    For rank 1 with rank_prefix [[2, 1], ...] position [[0, 0], [-1, 1]] gives send_head [[2, 1], [-1, 2]] and
+    in_rank [[1, 1], [0, 1]].
     """
     rank = tl.load(facts + RANK)
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -531,6 +544,7 @@ def fill_send_head(
     index = tokens[:, None] * NUM_RANKS + peers[None, :]
     place = tl.load(position + index, mask=is_place, other=-1)
     tl.store(send_head + index, tl.where(place >= 0, place + before[None, :], -1), mask=is_place)
+    tl.store(in_rank + index, (place >= 0).to(tl.int8), mask=is_place)
 
 
 @triton.jit(do_not_specialize=["gone"])

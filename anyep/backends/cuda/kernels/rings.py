@@ -1,17 +1,18 @@
 """Rings: any amount of rows through a fixed number of slots, sending and receiving in one kernel.
 
-A ring for one (channel, sender) lies at the receiver: slots, each for a row and what goes with it. The sender's
-counter `tail` lies at the receiver too, the receiver's counter `head` at the sender: each is where it is
-polled. Both only grow, over all calls, and one program writes each: a call begins with what they hold, so that
-no argument changes from call to call. Row n of a ring lies in slot n % ring_rows.
+A ring for one (channel, sender) lies at the receiver: slots, each for a row and what goes with it. The
+counter `tail`, which the sender advances, lies there too; the receiver's counter `head` lies at the sender:
+each is where it is polled. They only grow, over all calls, and one program alone writes each: a call begins
+with what they hold, so no argument has to change from call to call. Row n of a ring lies in its slot n %
+ring_rows.
 
-A kernel has two programs per channel: the even ones send, the odd ones receive, and all of all ranks must be
-resident at once. Who sends tokens, or sums them, takes a tile of them when every peer is ready for it. Who
-drains rings, or pushes rows, takes what is there from anybody, and never waits for one peer: so nobody waits in
+A kernel has two programs per channel, the even ones send and the odd ones receive; those of all ranks must be
+resident at once. Who sends tokens, or sums them, takes the next tile of them when all peers are ready for it.
+Who drains rings, or pushes rows, takes what there is, and never waits for one peer alone: so nobody waits in
 a circle. A tile may not hold more tokens than a ring has slots.
 
-A wait ends when nothing has moved for `patience_ns`, or when the alarm is raised; the outcome then says for
-whom it was. Addresses and sizes of rows and slots are multiples of 16 bytes.
+A wait ends when nothing has moved for `patience_ns`, or when the alarm is raised; the outcome then says whom
+it was for. Addresses and sizes of rows and slots are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ import triton
 import triton.language as tl
 
 from anyep import outcomes
+from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels.atomics import is_raised, load_acquire, nanoseconds, release_max
 from anyep.backends.cuda.kernels.floats import FP32, load_rows, store_rows, values_at
 
+GOOD = tl.constexpr(outcomes.GOOD)
 LATE = tl.constexpr(outcomes.LATE)
 STOPPED = tl.constexpr(outcomes.STOPPED)
 BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
 NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
-PLACE_WORDS = tl.constexpr(6)
+PLACE_WORDS = tl.constexpr(facts.PLACE_WORDS)
+PLACE_ROWS = tl.constexpr(facts.PLACE_ROWS)
 PLACE_WEIGHTS = tl.constexpr(3)
-PLACE_ROWS = tl.constexpr(5)
+USES_RINGS = tl.constexpr(facts.USES_RINGS)
 
 VARYING = [
-    *("alarm", "patience_ns", "rank", "ring_rows", "meta_at", "scales_at", "ids_at", "weights_at"),
+    *("results", "alarm", "patience_ns", "rank", "ring_rows", "meta_at", "scales_at", "ids_at", "weights_at"),
     *("num_tokens", "tokens_per_channel", "num_scales", "stride_token", "stride_scale", "num_topk"),
     "experts_per_rank",
 ]
@@ -57,7 +61,7 @@ class Area(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """The rings of a channel between this rank and each peer, as their senders or their receivers see them."""
+    """The rings of a channel between this rank and its peers, as their sender or their receiver sees them."""
 
     ranks: Any
     is_rank: Any
@@ -95,8 +99,9 @@ class Beside(NamedTuple):
 def rings_of(area, channel, TO_PEERS: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
     """A channel's rings to the peers, whose slots and tails lie there and whose heads lie here; or from them.
 
-    With 2 ranks, heaps at 0 and 1000, rows at 100, 3 slots of 16 bytes: the rings of channel 0 from rank 1 lie
-    at 100 + 48 and 1000 + 100 + 48, those to it at 1000 + 100 and 1000 + 100 + 48.
+    On rank 1 of 2, with heaps at 0 and 1024, rows at 96 and 3 slots of 16 bytes: channel 0 has its rings to
+    the peers at 144 and 1168, those from them at 1120 and 1168. With tails at 16, heads at 48 and strides of
+    8, it advances the tails at 24 and 1048, and the peers advance the heads at 1072 and 1080.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -128,7 +133,7 @@ def rings_of(area, channel, TO_PEERS: tl.constexpr, NUM_RANKS: tl.constexpr, RAN
 def slots_at(rings, rank, counters, numbers):
     """The addresses of some slots of a rank's ring: those `numbers` after the one that its counter is at.
 
-    With 3 slots of 16 bytes at 1000, a counter at 4 and numbers [0, 1, 2]: [1016, 1032, 1000].
+    With 3 slots of 16 bytes at 1168, a counter at 4 and numbers [0, 1, 2, 3]: [1184, 1200, 1168, 1184].
     """
     next_slot = value_of(counters % rings.num_slots, rings.ranks, rank)
     slots = (next_slot.to(tl.uint32) + numbers.to(tl.uint32)) % rings.num_slots.to(tl.uint32)
@@ -183,11 +188,17 @@ def lanes(rank_prefix, recv_channel_prefix, rank, channel, rings, NUM_RANKS: tl.
 
 
 @triton.jit
+def is_good(outcome):
+    """Whether nothing went wrong so far. Other programs may write it now, but all warps see the same."""
+    return load_acquire(outcome, None) == 0
+
+
+@triton.jit
 def rows_of_tile(send_head, tokens, is_token, is_wanted, ranks, NUM_RANKS: tl.constexpr):
     """How many rows the tokens of a tile have at each wanted rank, and the first of them.
 
-    With send_head [[4, 0], [-1, 1]] for 2 tokens: counts [1, 2], first rows [4, 0]. Rows of later tokens follow
-    those of earlier ones without a gap.
+    With send_head [[4, 0], [-1, 1]] for 2 tokens: counts [1, 2], first rows [4, 0]. A later token's row at a
+    rank follows that of the one before without a gap.
     """
     at = send_head + tokens[:, None] * NUM_RANKS + ranks[None, :]
     rows = tl.load(at, mask=is_token[:, None] & is_wanted[None, :], other=-1)
@@ -196,15 +207,30 @@ def rows_of_tile(send_head, tokens, is_token, is_wanted, ranks, NUM_RANKS: tl.co
 
 
 @triton.jit
+def is_hopeless(deadline, waiting):
+    """Whether to wait no longer: the alarm is raised, perhaps by this program, when its deadline has passed.
+
+    Warps read different times. One thread raises the alarm, and all warps see the same alarm: were they to go
+    by their own clocks, some would leave a loop whose barriers hold up the others.
+    """
+    alarm = waiting.alarm.to(tl.pointer_type(tl.int64))
+    release_max(alarm, (1 + waiting.rank).to(tl.int64), nanoseconds() >= deadline)
+    return is_raised(waiting.alarm)
+
+
+@triton.jit
 def wait_for_counters(counters, seen, expected, waiting):
     """Spin until every counter has reached what is expected of it; what they hold then.
 
-    They are known to hold `seen` at least, and are looked at only where that is not enough.
+    They are known to hold `seen` at least, and are looked at only where that is not enough. Who raised the
+    alarm may have left because all was done: so the last look comes after it.
     """
     if any_of(seen < expected):
         deadline = nanoseconds() + waiting.patience_ns
         seen = tl.where(seen < expected, load_acquire(counters, seen < expected), seen)
-        while any_of(seen < expected) & (nanoseconds() < deadline) & ~is_raised(waiting.alarm):
+        is_over = tl.full((), False, tl.int1)
+        while any_of(seen < expected) & ~is_over:
+            is_over = is_hopeless(deadline, waiting)
             seen = tl.where(seen < expected, load_acquire(counters, seen < expected), seen)
         tl.debug_barrier()
     return seen
@@ -212,24 +238,24 @@ def wait_for_counters(counters, seen, expected, waiting):
 
 @triton.jit
 def give_up(is_missing, rings, waiting):
-    """Say whom this rank waited for in vain, and let its other programs wait no longer either.
+    """Say whom this rank waited for in vain, unless something is said already; the alarm is raised.
 
-    If rank 2 is missing, and the alarm was not raised before, the outcome is 1 (late) + 16 * 2.
+    If rank 2 is missing, and this rank itself raised the alarm, the outcome is 1 (late) + 16 * 2; if another
+    one did, it is 3 (stopped) + 16 * 2.
     """
-    is_late = ~is_raised(waiting.alarm)
-    tl.debug_barrier()
-    silent = tl.min(tl.where(is_missing, rings.ranks, rings.ranks.shape[0]), axis=0)
-    outcome = tl.where(is_late, LATE, STOPPED) + NUM_CODES * silent
-    # Whoever raised the alarm here has said why.
-    is_news = tl.load(waiting.outcome, volatile=True) == 0
+    is_other = is_missing & (rings.ranks != waiting.rank)
+    # Its own rows are missing only if it waits for somebody else, too.
+    silent = tl.min(tl.where(is_other, rings.ranks, rings.ranks.shape[0]), axis=0)
+    silent = tl.where(any_of(is_other), silent, waiting.rank)
+    raised_by = load_acquire(waiting.alarm.to(tl.pointer_type(tl.int64)), None) - 1
+    outcome = tl.where(raised_by == waiting.rank, LATE, STOPPED) + NUM_CODES * silent
+    is_news = load_acquire(waiting.outcome, None) == 0
     tl.store(waiting.outcome, outcome.to(tl.int64), mask=is_news)
-    alarm = waiting.alarm.to(tl.pointer_type(tl.int64))
-    release_max(alarm, (1 + waiting.rank).to(tl.int64), is_late)
 
 
 @triton.jit
 def copy_rows(source, target, is_row, row_words, TILE_WORDS: tl.constexpr, STAGES: tl.constexpr):
-    """Copy some rows of words from their addresses to others; pieces of STAGES tiles are on their way at once."""
+    """Copy rows of words from some addresses to others; STAGES - 1 pieces of them are on their way."""
     for start in tl.range(0, row_words, TILE_WORDS, num_stages=STAGES):
         words = start + tl.arange(0, TILE_WORDS)
         mask = is_row[:, None] & (words < row_words)[None, :]
@@ -245,7 +271,7 @@ def dispatch_through_rings(
     topk_weights,
     send_head,
     places,
-    results,
+    results: tl.int64,
     rank_prefix,
     recv_channel_prefix,
     heaps,
@@ -316,7 +342,7 @@ def dispatch_through_rings(
     )
     # A row is a multiple of 4 words, and the compiler is to know it.
     row_words = row_words // 4 * 4
-    if tl.load(outcome) == 0:
+    if is_good(outcome) & (tl.load(outcome + USES_RINGS) != 0):
         if tl.program_id(0) % 2 == 0:
             first_token = channel * tokens_per_channel
             send_tokens(
@@ -346,7 +372,7 @@ def dispatch_through_rings(
             rings = rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK)
             begin, end = lanes(rank_prefix, recv_channel_prefix, rank, channel, rings, NUM_RANKS)
             take_rows(
-                results,
+                results.to(tl.pointer_type(tl.int64)),
                 tl.load(places + PLACE_WORDS * rank + PLACE_ROWS),
                 begin,
                 end,
@@ -415,7 +441,7 @@ def send_tokens(
             give_up(taken < expected, rings, waiting)
             token = end_token
         else:
-            targets = ()
+            targets = tl.tuple(())
             is_read = is_token & False
             for receiver in tl.static_range(NUM_RANKS):
                 rows = tl.load(send_head + tokens * NUM_RANKS + receiver, mask=is_token, other=-1)
@@ -481,6 +507,7 @@ def take_rows(
     scales_to = tl.load(results + 4)
     taken = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
     deadline = nanoseconds() + waiting.patience_ns
+    is_over = tl.full((), False, tl.int1)
     is_open = begin < end
     while any_of(is_open):
         arrived = tl.where(is_open, load_acquire(rings.theirs, is_open) - taken, 0)
@@ -519,9 +546,11 @@ def take_rows(
             release_max(rings.ours, taken, counts > 0)
             deadline = nanoseconds() + waiting.patience_ns
             is_open = begin < end
-        elif (nanoseconds() >= deadline) | is_raised(waiting.alarm):
+        elif is_over:
             give_up(is_open, rings, waiting)
             is_open = ranks < 0
+        else:
+            is_over = is_hopeless(deadline, waiting)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -560,24 +589,27 @@ def combine_through_rings(
     TOPK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
-    TILE_VALUES: tl.constexpr,
     STAGES: tl.constexpr,
+    TILE_VALUES: tl.constexpr,
+    SUM_STAGES: tl.constexpr,
     IN_HARDWARE: tl.constexpr = True,
 ):
-    """Push this rank's rows back to their sources unless they lie in a window, and add up its own tokens' rows.
+    """Push this rank's rows back to their sources, unless they lie in a window, and sum its own tokens' rows.
 
     `places[r]` holds the address of rank r's rows, or 0 where they come through rings, that of their weights,
-    and their number. Rows of a channel come in the order of its tokens. With one channel, rings of 3 slots
-    with counters that stand at 2, and no windows: rank 0 has send_head [[0, -1], [1, 0]]. Its first row of out
-    is what rank 0 put into slot 2 of the ring to itself; the second one is slot 0 of that ring plus slot 2 of
-    the ring from rank 1. The heads at both are 4 and 3 then. Sums start from bias_0 + bias_1, or from bias_0,
-    or from +0.0, and are added in float32, ranks ascending; top-k weights likewise, per slot, without bias. A
-    row that a window does not have is left out: the outcome is then 5 (bad handle) + 16 * its rank. Nothing
-    is done if the outcome of what came before is not 0.
+    and their number. The rows of a channel come in the order of its tokens. With one channel, rings of 3
+    slots with counters that stand at 2, and no windows: rank 0 has send_head [[0, -1], [1, 0]]. Its first row
+    of out is what it put itself into slot 2 of its ring to itself; the second one is slot 0 of that ring plus
+    slot 2 of the ring from rank 1. The heads are 4 and 3 then. Sums are in float32, ranks ascending, starting
+    from bias_0 + bias_1, or from bias_0, or from +0.0; top-k weights likewise, per slot, without bias. A row
+    that a window does not have is left out: the outcome is then 5 (bad handle) + 16 * its rank. Nothing is
+    done if the outcome of what came before is not 0.
 
-    x is seen as words of 4 bytes, out and biases as their bits (uint16) or as float32. `TOPK_BLOCK` is a
-    power of two that holds a token's slots; 0 where there are none.
+    x is seen as words of 4 bytes, out and biases as their bits (uint16) or as float32. Rows are pushed in
+    tiles of `TILE_TOKENS` x `TILE_WORDS`, and summed in tiles of `TILE_TOKENS` x `TILE_VALUES`. `TOPK_BLOCK`
+    is a power of two that holds a token's slots; 0 where there are none.
     """
+    tl.static_assert(TILE_WORDS != TILE_VALUES, "tiles of one shape get one layout, which suits one of them")
     channel = tl.program_id(0) // 2
     area = Area(
         heaps=heaps,
@@ -593,7 +625,7 @@ def combine_through_rings(
     waiting = Waiting(rank=rank, patience_ns=patience_ns, alarm=alarm, outcome=outcome)
     # A row is a multiple of 4 words, and the compiler is to know it.
     row_words = hidden // 4 * 4 if DTYPE == FP32 else hidden // 8 * 4
-    if tl.load(outcome) == 0:
+    if is_good(outcome) & (tl.load(outcome + USES_RINGS) != 0):
         if tl.program_id(0) % 2 == 0:
             if tl.load(places + PLACE_WORDS * rank) == 0:
                 rings = rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK)
@@ -637,7 +669,7 @@ def combine_through_rings(
                 TOPK_BLOCK,
                 TILE_TOKENS,
                 TILE_VALUES,
-                STAGES,
+                SUM_STAGES,
                 IN_HARDWARE,
             )
 
@@ -669,6 +701,7 @@ def push_rows(
     slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     sent = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
     deadline = nanoseconds() + waiting.patience_ns
+    is_over = tl.full((), False, tl.int1)
     is_open = begin < end
     while any_of(is_open):
         room = tl.where(is_open, load_acquire(rings.theirs, is_open) + rings.num_slots - sent, 0)
@@ -695,9 +728,11 @@ def push_rows(
             release_max(rings.ours, sent, counts > 0)
             deadline = nanoseconds() + waiting.patience_ns
             is_open = begin < end
-        elif (nanoseconds() >= deadline) | is_raised(waiting.alarm):
+        elif is_over:
             give_up(is_open, rings, waiting)
             is_open = ranks < 0
+        else:
+            is_over = is_hopeless(deadline, waiting)
 
 
 @triton.jit
@@ -721,7 +756,7 @@ def sum_tokens(
     TOPK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_VALUES: tl.constexpr,
-    STAGES: tl.constexpr,
+    SUM_STAGES: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
 ):
     """Add up the rows of a channel's tokens, tile by tile: from windows where they lie, else from rings."""
@@ -735,6 +770,7 @@ def sum_tokens(
     slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     taken = tl.load(rings.ours, mask=by_ring, other=0, volatile=True)
     arrived = tl.zeros_like(taken)
+    bad = tl.full((), GOOD, tl.int32)
     while token < end_token:
         tokens = (token + tl.arange(0, TILE_TOKENS)).to(tl.int64)
         is_token = tokens < end_token
@@ -745,16 +781,15 @@ def sum_tokens(
             give_up(arrived < expected, rings, waiting)
             token = end_token
         else:
-            sources = ()
-            weights = ()
+            sources = tl.tuple(())
+            weights = tl.tuple(())
             for rank in tl.static_range(NUM_RANKS):
                 rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
                 window = value_of(windows, ranks, rank)
                 is_pushed = (rows >= 0) & (window == 0)
                 is_pulled = (rows >= 0) & (window != 0) & (rows < value_of(num_rows, ranks, rank))
                 is_beyond = any_of((rows >= 0) & ~is_pushed & ~is_pulled)
-                bad = tl.full((), BAD_HANDLE + NUM_CODES * rank, tl.int64)
-                tl.store(waiting.outcome, bad, mask=is_beyond)
+                bad = tl.where(is_beyond, BAD_HANDLE + NUM_CODES * rank, bad)
                 slot = slots_at(rings, rank, taken, rows - value_of(first_rows, ranks, rank))
                 rows = rows.to(tl.int64)
                 source = tl.where(is_pushed, slot, window + rows * (4 * row_words))
@@ -764,7 +799,7 @@ def sum_tokens(
                     source = float32_at(tl.where(is_pushed, slot + weights_at, in_window))
                     mask = (is_pushed | is_pulled)[:, None] & (slots < num_topk)[None, :]
                     weights += (tl.load(source[:, None] + slots[None, :], mask=mask, other=0.0),)
-            for start in tl.range(0, hidden, TILE_VALUES, num_stages=STAGES):
+            for start in tl.range(0, hidden, TILE_VALUES, num_stages=SUM_STAGES):
                 columns = start + tl.arange(0, TILE_VALUES)
                 is_column = (columns < hidden)[None, :]
                 is_value = is_token[:, None] & is_column
@@ -776,7 +811,8 @@ def sum_tokens(
                     sums += load_rows(bias_1 + index, is_value, DTYPE)
                 for rank in tl.static_range(NUM_RANKS):
                     values = values_at(sources[rank], DTYPE)[:, None] + columns[None, :]
-                    sums += load_rows(values, (sources[rank] != 0)[:, None] & is_column, DTYPE)
+                    is_there = (sources[rank] != 0)[:, None] & is_column
+                    sums += load_rows(values, is_there, DTYPE, NUM_BIASES == 0)
                 store_rows(out + index, sums, is_value, DTYPE, IN_HARDWARE)
             if TOPK_BLOCK:
                 sums = tl.zeros((TILE_TOKENS, TOPK_BLOCK), tl.float32)
@@ -787,3 +823,4 @@ def sum_tokens(
             taken += counts
             release_max(rings.ours, taken, counts > 0)
             token += TILE_TOKENS
+    tl.store(waiting.outcome, bad.to(tl.int64), mask=bad != GOOD)

@@ -8,6 +8,7 @@ import triton.language as tl
 from anyep import outcomes
 from anyep.backends.cuda import facts as words_of
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows, values_at
+from anyep.backends.cuda.kernels.windows import is_below, num_rows_there
 
 PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
 PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
@@ -55,42 +56,41 @@ def pull_and_sum(
         is_token = tokens < num_tokens
         for start in range(0, hidden, TILE_VALUES):
             columns = start + tl.arange(0, TILE_VALUES)
-            is_value = is_token[:, None] & (columns < hidden)[None, :]
-            index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+            is_column = columns < hidden
             sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
             if NUM_BIASES > 0:
+                index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+                is_value = is_token[:, None] & is_column[None, :]
                 sums = load_rows(bias_0 + index, is_value, DTYPE)
-            if NUM_BIASES > 1:
-                sums += load_rows(bias_1 + index, is_value, DTYPE)
+                if NUM_BIASES > 1:
+                    sums += load_rows(bias_1 + index, is_value, DTYPE)
             for rank in tl.static_range(NUM_RANKS):
                 rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
                 window = values_at(tl.load(places + PLACE_WORDS * rank), DTYPE)
-                num_rows = tl.load(places + PLACE_WORDS * rank + PLACE_ROWS)
-                is_there = (rows >= 0) & (rows < num_rows)
+                is_there = is_below(rows, num_rows_there(places, rank))
                 source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
-                values = load_rows(source, is_there[:, None] & (columns < hidden)[None, :], DTYPE)
-                if NUM_BIASES > 0:
-                    sums = tl.where(is_there[:, None], sums + values, sums)
-                else:
-                    # Adding +0.0 changes nothing: a sum that began with +0.0 is never -0.0.
-                    sums += values
-                if start == 0:
-                    is_beyond = tl.max((rows >= num_rows).to(tl.int32), axis=0) > 0
-                    tl.store(state + OUTCOME, BAD_HANDLE + NUM_CODES * rank, mask=is_beyond)
-            store_rows(out + index, sums, is_value, DTYPE, IN_HARDWARE)
-    if TOPK_BLOCK:
-        slots = tl.arange(0, TOPK_BLOCK)
-        num_chunks = tl.where(is_mine, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
-        for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
-            tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
-            is_token = tokens < num_tokens
+                is_row = is_there[:, None] & is_column[None, :]
+                sums += load_rows(source, is_row, DTYPE, NUM_BIASES == 0)
+            # Not before the loop: addresses that live through it would cost the registers that rows need.
+            target = out + tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+            store_rows(target, sums, is_token[:, None] & is_column[None, :], DTYPE, IN_HARDWARE)
+    num_chunks = tl.where(is_mine, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
+    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+        tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
+        is_token = tokens < num_tokens
+        for rank in tl.static_range(NUM_RANKS):
+            rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
+            is_beyond = rows >= tl.load(places + PLACE_WORDS * rank + PLACE_ROWS)
+            problem = BAD_HANDLE + NUM_CODES * rank
+            tl.store(state + OUTCOME, problem, mask=tl.max(is_beyond.to(tl.int32), axis=0) > 0)
+        if TOPK_BLOCK:
+            slots = tl.arange(0, TOPK_BLOCK)
             is_slot = (slots < num_topk)[None, :]
             weights = tl.zeros((CHUNK_TOKENS, TOPK_BLOCK), tl.float32)
             for rank in tl.static_range(NUM_RANKS):
                 rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
                 theirs = tl.load(places + PLACE_WORDS * rank + 3).to(tl.pointer_type(tl.float32))
-                num_rows = tl.load(places + PLACE_WORDS * rank + PLACE_ROWS)
-                is_there = ((rows >= 0) & (rows < num_rows))[:, None] & is_slot
+                is_there = is_below(rows, num_rows_there(places, rank))[:, None] & is_slot
                 source = theirs + rows.to(tl.int64)[:, None] * num_topk + slots[None, :]
                 weights += tl.load(source, mask=is_there, other=0.0)
             to = out_weights + tokens.to(tl.int64)[:, None] * num_topk + slots[None, :]

@@ -12,8 +12,22 @@ PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
 PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
 OUTCOME = tl.constexpr(words_of.OUTCOME)
 NUM_ROWS = tl.constexpr(words_of.NUM_ROWS)
+USES_RINGS = tl.constexpr(words_of.USES_RINGS)
 BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
 NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
+
+
+@triton.jit
+def num_rows_there(places, receiver):
+    """The rows of a receiver's window; none where it has no window."""
+    has_window = tl.load(places + PLACE_WORDS * receiver) != 0
+    return tl.where(has_window, tl.load(places + PLACE_WORDS * receiver + PLACE_ROWS), 0).to(tl.int32)
+
+
+@triton.jit
+def is_below(rows, limit):
+    """0 <= rows < limit, in one comparison: of [-1, 0, 3] only the 0 is below 3."""
+    return rows.to(tl.uint32, bitcast=True) < limit.to(tl.uint32, bitcast=True)
 
 
 # What varies from call to call is not to be compiled in.
@@ -39,22 +53,27 @@ def send_to_windows(
     TILE_TOKENS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr,
+    ALL_OR_NONE: tl.constexpr,
 ):
     """Read each token's row once and write it to every receiver with a window.
 
     `places[r]` holds the addresses of receiver r's x, source indices, top-k ids, top-k weights and scales, or
-    zeros where r has no window, and the number of its rows. With send_head [[0, 2], [-1, 3]] row 0 of x goes to row 0 at receiver 0 and
-    to row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source indices there are 0, 0 and 1. An
-    expert id is written as the receiver's local one; where the expert is not there, -1 and weight 0. Nothing
-    is sent if the outcome of what came before is not 0. A row that receiver r does not have is not written:
-    the outcome is then 5 (bad handle) + 16 * r.
+    zeros where r has no window, and the number of its rows. With send_head [[0, 2], [-1, 3]] row 0 of x goes
+    to row 0 at receiver 0 and to row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source indices
+    there are 0, 0 and 1. An expert id is written as the receiver's local one; where the expert is not there,
+    -1 and weight 0. Nothing is sent if the outcome of what came before is not 0, nor if ALL_OR_NONE and some
+    receiver has no window. A row that receiver r does not have is not written: the outcome is then 5 (bad
+    handle) + 16 * r.
 
     x is seen as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
     `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Scales and top-k are sent in
     chunks of `CHUNK_TOKENS` tokens. `SCALE_BLOCK` and `TOPK_BLOCK` are powers
     of two that hold a token's scales and slots; 0 where there are none.
     """
-    num_tiles = tl.where(tl.load(state + OUTCOME) == 0, tl.cdiv(num_tokens, TILE_TOKENS), 0)
+    is_good = tl.load(state + OUTCOME) == 0
+    if ALL_OR_NONE:
+        is_good = is_good & (tl.load(state + USES_RINGS) == 0)
+    num_tiles = tl.where(is_good, tl.cdiv(num_tokens, TILE_TOKENS), 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tokens = tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         is_token = tokens < num_tokens
@@ -69,26 +88,22 @@ def send_to_windows(
                 # A pointer out of a table is not known to be aligned; ours are.
                 window = tl.multiple_of(place.to(tl.pointer_type(tl.int32)), 16)
                 target = window + rows.to(tl.int64)[:, None] * row_words + words[None, :]
-                num_rows = tl.load(places + PLACE_WORDS * receiver + PLACE_ROWS)
-                is_sent = (rows >= 0) & (rows < num_rows) & (place != 0)
+                is_sent = is_below(rows, num_rows_there(places, receiver))
                 tl.store(target, values, mask=is_sent[:, None] & is_word[None, :])
-                if start == 0:
-                    sources = tl.load(places + PLACE_WORDS * receiver + 1).to(tl.pointer_type(tl.int32))
-                    tl.store(sources + rows, tokens, mask=is_sent)
-                    is_beyond = tl.max((rows >= num_rows).to(tl.int32), axis=0) > 0
-                    tl.store(state + OUTCOME, BAD_HANDLE + NUM_CODES * receiver, mask=is_beyond)
-    # Scales and top-k are little: a chunk of many tokens takes no longer than one of a few.
-    num_chunks = tl.where(tl.load(state + OUTCOME) == 0, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
-    if TOPK_BLOCK + SCALE_BLOCK == 0:
-        num_chunks *= 0
+    # The rest is little: a chunk of many tokens takes no longer than one of a few.
+    num_chunks = tl.where(is_good, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         is_token = tokens < num_tokens
         for receiver in tl.static_range(NUM_RECEIVERS):
             rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
-            num_rows = tl.load(places + PLACE_WORDS * receiver + PLACE_ROWS)
-            is_sent = (rows >= 0) & (rows < num_rows) & (tl.load(places + PLACE_WORDS * receiver) != 0)
+            is_sent = is_below(rows, num_rows_there(places, receiver))
+            is_beyond = rows >= tl.load(places + PLACE_WORDS * receiver + PLACE_ROWS)
+            problem = BAD_HANDLE + NUM_CODES * receiver
+            tl.store(state + OUTCOME, problem, mask=tl.max(is_beyond.to(tl.int32), axis=0) > 0)
             rows = rows.to(tl.int64)
+            sources = tl.load(places + PLACE_WORDS * receiver + 1).to(tl.pointer_type(tl.int32))
+            tl.store(sources + rows, tokens, mask=is_sent)
             if TOPK_BLOCK:
                 slots = tl.arange(0, TOPK_BLOCK)
                 is_slot = is_sent[:, None] & (slots < num_topk)[None, :]

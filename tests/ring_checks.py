@@ -1,0 +1,733 @@
+"""Checks of the GPU's ring kernels against the CPU's results: on a GPU, or in Triton's interpreter ("cpu").
+
+All ranks wait for each other. On a GPU each has a stream of its own, and rings are tiny. The interpreter runs
+the programs of a rank one after the other, so there each rank is a process, and a ring holds what a channel
+sends in one call; its counters go around it over several calls. What the CPU's kernels write to windows, or
+read there, is the right result: it does not depend on the way that rows take.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from anyep import outcomes
+from anyep.backends import cpu
+from anyep.sizes import TokenLayout
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
+tl = importlib.import_module("triton.language")
+floats = importlib.import_module("anyep.backends.cuda.kernels.floats")
+rings = importlib.import_module("anyep.backends.cuda.kernels.rings")
+
+GUARD = 7
+PATIENCE_NS = 20 * 10**9
+STRIDE = 128
+ALARM_AT, TAIL_AT = 0, 128
+EXPERTS_PER_RANK = 3
+DTYPES = {torch.bfloat16: cpu.BF16, torch.float16: cpu.FP16, torch.float32: cpu.FP32}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of rings, and of the tiles that go through them; the tokens of a call are a call's own."""
+
+    num_ranks: int
+    num_channels: int
+    ring_rows: int
+    tile_tokens: int
+    token: TokenLayout
+
+    @property
+    def head_at(self) -> int:
+        return TAIL_AT + self.num_ranks * STRIDE
+
+    @property
+    def rows_at(self) -> int:
+        return self.head_at + self.num_ranks * STRIDE
+
+    @property
+    def heap_bytes(self) -> int:
+        num_slots = self.num_channels * self.num_ranks * self.ring_rows
+        return self.rows_at + num_slots * self.token.token_bytes
+
+    @property
+    def rank_block(self) -> int:
+        return int(triton.next_power_of_2(self.num_ranks))
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which tokens go where; for each rank its choices, and the parts of its handle that kernels read."""
+
+    sizes: Sizes
+    topk_idx: list[torch.Tensor]
+
+    @cached_property
+    def wanted(self) -> list[torch.Tensor]:
+        """[tokens, ranks]."""
+        ranks = torch.arange(self.sizes.num_ranks)
+        return [(ids[:, :, None] // EXPERTS_PER_RANK == ranks).any(1) for ids in self.topk_idx]
+
+    @cached_property
+    def rank_prefix(self) -> torch.Tensor:
+        return torch.stack([wanted.sum(0) for wanted in self.wanted]).cumsum(0).int()
+
+    @cached_property
+    def send_head(self) -> list[torch.Tensor]:
+        before = self.rank_prefix - torch.stack([wanted.sum(0) for wanted in self.wanted]).int()
+        return [
+            torch.where(wanted, wanted.cumsum(0) - 1 + first, -1).int()
+            for wanted, first in zip(self.wanted, before, strict=True)
+        ]
+
+    def per_channel(self, rank: int) -> int:
+        return max(1, -(-len(self.topk_idx[rank]) // self.sizes.num_channels))
+
+    def recv_channel_prefix(self, rank: int) -> torch.Tensor:
+        rows = []
+        for sender, wanted in enumerate(self.wanted):
+            starts = torch.arange(self.sizes.num_channels) * self.per_channel(sender)
+            before = torch.cat([torch.zeros(1), wanted[:, rank].cumsum(0)])
+            rows.append(before[starts.clamp(max=len(wanted))])
+        return torch.stack(rows).int()
+
+    def num_rows(self, rank: int) -> int:
+        return int(self.rank_prefix[-1, rank])
+
+
+def routing(sizes: Sizes, num_tokens: list[int], seed: int) -> Routing:
+    """At random; some choices are no experts."""
+    generator = torch.Generator().manual_seed(seed)
+    num_experts, num_topk = EXPERTS_PER_RANK * sizes.num_ranks, max(sizes.token.num_topk, 2)
+    choices = []
+    for count in num_tokens:
+        ids = torch.rand(count, num_experts, generator=generator).topk(num_topk, dim=-1).indices
+        choices.append(torch.where(torch.rand(ids.shape, generator=generator) < 0.2, -1, ids))
+    return Routing(sizes, choices)
+
+
+@dataclass
+class Ranks:
+    """All ranks, in one process: their heaps, and how to run something on all of them at a time."""
+
+    sizes: Sizes
+    device: str
+    heaps: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_bytes = self.sizes.heap_bytes
+        self.heaps = [self.there(torch.zeros(num_bytes, dtype=torch.uint8)) for _ in range(self.num_ranks)]
+        self.bases = self.there(torch.tensor([heap.data_ptr() for heap in self.heaps]))
+        self.outcomes = [self.there(torch.zeros(1, dtype=torch.int64)) for _ in range(self.num_ranks)]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.sizes.num_ranks
+
+    def there(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the device; on the CPU where all processes see what one of them writes."""
+        return tensor.clone().share_memory_() if self.device == "cpu" else tensor.to(self.device, copy=True)
+
+    def words(self, rank: int, at: int, count: int) -> torch.Tensor:
+        return self.heaps[rank][at : at + 8 * count].view(torch.int64)
+
+    def counters(self, kind: str) -> list[list[list[int]]]:
+        """The tails, or the heads, that lie at each rank, by [peer][channel]."""
+        start = TAIL_AT if kind == "tail" else self.sizes.head_at
+        return [
+            [
+                self.words(rank, start + peer * STRIDE, self.sizes.num_channels).tolist()
+                for peer in range(self.num_ranks)
+            ]
+            for rank in range(self.num_ranks)
+        ]
+
+    def set_counters(self, value: int) -> None:
+        for heap in self.heaps:
+            heap[TAIL_AT : self.sizes.rows_at].view(torch.int64).fill_(value)
+
+    def slot(self, rank: int, channel: int, sender: int, slot: int) -> torch.Tensor:
+        number = (channel * self.num_ranks + sender) * self.sizes.ring_rows + slot
+        start = self.sizes.rows_at + number * self.sizes.token.token_bytes
+        return self.heaps[rank][start : start + self.sizes.token.token_bytes].cpu()
+
+    def run(self, launch: Callable[[int], None], ranks: list[int] | None = None) -> list[int]:
+        """Launch on all ranks, or some, at the same time; the outcomes."""
+        ranks = list(range(self.num_ranks)) if ranks is None else ranks
+        if self.device == "cpu":
+            processes = [multiprocessing.get_context("fork").Process(target=launch, args=(r,)) for r in ranks]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
+                assert process.exitcode == 0
+        else:
+            # To load a kernel may have to wait for running ones: the first time it does nothing.
+            said = [outcome.clone() for outcome in self.outcomes]
+            for outcome in self.outcomes:
+                outcome.fill_(outcomes.MASKED)
+            for rank in ranks:
+                launch(rank)
+            for outcome, before in zip(self.outcomes, said, strict=True):
+                outcome.copy_(before)
+            streams = [torch.cuda.Stream() for _ in ranks]  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+            for rank, stream in zip(ranks, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    launch(rank)
+            torch.cuda.synchronize()
+        return [int(outcome) for outcome in self.outcomes]
+
+    def arguments(self, rank: int, patience_ns: int) -> tuple[Any, ...]:
+        """What both kernels take."""
+        return (
+            self.bases,
+            self.outcomes[rank],
+            self.heaps[rank].data_ptr() + ALARM_AT,
+            patience_ns,
+            rank,
+            self.sizes.rows_at,
+            TAIL_AT,
+            STRIDE,
+            self.sizes.head_at,
+            STRIDE,
+            self.sizes.ring_rows,
+            self.sizes.token.token_bytes,
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"num_warps": 8, "enable_fp_fusion": False} if self.device != "cpu" else {}
+
+
+def slot_offsets(token: TokenLayout) -> list[int]:
+    """Where source meta, scales, ids and weights lie in a slot."""
+    return [int(offset) for offset in np.cumsum(list(token.parts().values()))[:4]]
+
+
+def block_of(count: int) -> int:
+    return int(triton.next_power_of_2(count)) if count else 0
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return tensor.data_ptr() if tensor is not None and tensor.numel() else 0
+
+
+# Dispatch
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One dispatch: who has a window, and how many of its rows a rank has no room for."""
+
+    routing: Routing
+    seed: int
+    in_window: tuple[int, ...] = ()
+    num_too_many: int = 0
+    patience_ns: int = PATIENCE_NS
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.routing.sizes
+
+    @cached_property
+    def x(self) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        words = self.sizes.token.hidden_bytes // 4
+        shapes = [(len(ids), words) for ids in self.routing.topk_idx]
+        return [torch.randint(-(2**31), 2**31, shape, generator=generator).int() for shape in shapes]
+
+    @cached_property
+    def weights(self) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return [torch.rand(ids.shape, generator=generator) for ids in self.routing.topk_idx]
+
+    @cached_property
+    def scales(self) -> list[torch.Tensor]:
+        """Column by column, as FP8 casts make them."""
+        generator = torch.Generator().manual_seed(self.seed)
+        width = max(1, self.sizes.token.num_scales)
+        return [torch.rand(width, len(ids), generator=generator).t() for ids in self.routing.topk_idx]
+
+    def new_results(self) -> list[list[torch.Tensor]]:
+        """Of each rank: x, source indices, ids, weights and scales."""
+        token = self.sizes.token
+        kinds = (
+            (token.hidden_bytes // 4, torch.int32),
+            (1, torch.int32),
+            (token.num_topk, torch.int64),
+            (token.num_topk, torch.float32),
+            (token.num_scales, torch.float32),
+        )
+        return [
+            [torch.full((self.routing.num_rows(rank), width), GUARD, dtype=dtype) for width, dtype in kinds]
+            for rank in range(self.sizes.num_ranks)
+        ]
+
+    def right_results(self) -> list[list[torch.Tensor]]:
+        results, token = self.new_results(), self.sizes.token
+        table = np.array([[part.data_ptr() for part in parts] for parts in results])
+        table[list(self.in_window)] = 0
+        for rank, ids in enumerate(self.routing.topk_idx):
+            scales = self.scales[rank]
+            cpu.send_to_windows(
+                0,
+                len(ids),
+                0,
+                self.routing.send_head[rank].numpy(),
+                table,
+                self.x[rank].data_ptr(),
+                token.hidden_bytes,
+                scales.data_ptr(),
+                *scales.stride(),
+                token.num_scales,
+                ids.numpy() if token.num_topk else np.zeros((0, 0), np.int64),
+                self.weights[rank].numpy() if token.num_topk else np.zeros((0, 0), np.float32),
+                EXPERTS_PER_RANK,
+            )
+        for parts in results:
+            for part in parts:
+                part[max(0, len(part) - self.num_too_many) :] = GUARD
+        return results
+
+    def run(self, ranks: Ranks, only: list[int] | None = None) -> tuple[list[int], list[list[torch.Tensor]]]:
+        """The outcomes, and the results."""
+        sizes, token = self.sizes, self.sizes.token
+        results = [[ranks.there(part) for part in parts] for parts in self.new_results()]
+        places = torch.zeros(sizes.num_ranks, 6, dtype=torch.int64)
+        places[list(self.in_window), 0] = GUARD
+        places[:, 5] = torch.tensor([self.routing.num_rows(r) for r in range(sizes.num_ranks)])
+        places[:, 5] -= self.num_too_many
+        # Everything is there before a kernel runs: on a GPU nothing may wait then.
+        of_rank = []
+        for rank, ids in enumerate(self.routing.topk_idx):
+            scales = ranks.there(self.scales[rank].t().contiguous()).t()
+            tensors = (
+                self.x[rank],
+                scales.view(torch.int32) if len(scales) else scales.int(),
+                ids,
+                self.weights[rank],
+                self.routing.send_head[rank],
+                places,
+                torch.tensor([address(part) for part in results[rank]]),
+                self.routing.rank_prefix,
+                self.routing.recv_channel_prefix(rank),
+            )
+            kept = tuple(part if part is tensors[1] else ranks.there(part) for part in tensors)
+            of_rank.append((kept, scales.stride()))
+
+        def launch(rank: int) -> None:
+            tensors, strides = of_rank[rank]
+            rings.dispatch_through_rings[(2 * sizes.num_channels,)](
+                *tensors,
+                *ranks.arguments(rank, self.patience_ns),
+                *slot_offsets(token),
+                len(self.x[rank]),
+                self.routing.per_channel(rank),
+                token.hidden_bytes // 4,
+                token.num_scales,
+                *strides,
+                token.num_topk,
+                EXPERTS_PER_RANK,
+                NUM_RANKS=sizes.num_ranks,
+                RANK_BLOCK=sizes.rank_block,
+                SCALE_BLOCK=block_of(token.num_scales),
+                TOPK_BLOCK=block_of(token.num_topk),
+                TILE_TOKENS=sizes.tile_tokens,
+                TILE_WORDS=16,
+                STAGES=2,
+                **ranks.options,
+            )
+
+        said = ranks.run(launch, only)
+        return said, [[part.cpu() for part in parts] for parts in results]
+
+    def check(self, ranks: Ranks) -> None:
+        said, ours = self.run(ranks)
+        assert said == [outcomes.GOOD] * self.sizes.num_ranks
+        for mine, right in zip(ours, self.right_results(), strict=True):
+            for part, expected in zip(mine, right, strict=True):
+                assert torch.equal(part, expected)
+
+
+def check_dispatch_example(device: str) -> None:
+    """That of the docstring."""
+    sizes = Sizes(2, 1, 3, 2, TokenLayout(hidden_bytes=64))
+    choices = [torch.tensor([[0, -1], [0, 3]]), torch.zeros(0, 2, dtype=torch.int64)]
+    call = Dispatch(Routing(sizes, choices), 1)
+    assert call.routing.send_head[0].tolist() == [[0, -1], [1, 0]]
+    ranks = Ranks(sizes, device)
+    ranks.set_counters(2)
+    call.check(ranks)
+    assert ranks.counters("tail") == [[[4], [2]], [[3], [2]]]
+    assert ranks.counters("head") == [[[4], [3]], [[2], [2]]]
+    for rank, slot, token in ((1, 2, 1), (0, 2, 0), (0, 0, 1)):
+        words = ranks.slot(rank, 0, 0, slot).view(torch.int32)
+        assert words[:17].tolist() == [*call.x[0][token].tolist(), token]
+
+
+def all_sizes(device: str, token: TokenLayout) -> list[tuple[Sizes, list[int]]]:
+    """Sizes with the tokens of each rank: in the interpreter a ring must hold the rows of a channel."""
+    if device == "cpu":
+        return [(Sizes(2, 1, 5, 4, token), [5, 4]), (Sizes(3, 2, 4, 2, token), [7, 0, 5])]
+    return [
+        (Sizes(2, 3, 2, 2, token), [101, 64]),
+        (Sizes(3, 2, 3, 2, token), [70, 0, 111]),
+        (Sizes(5, 2, 5, 4, token), [90, 33, 1, 200, 64]),
+        (Sizes(1, 4, 19, 16, token), [155]),
+    ]
+
+
+TOKENS = (TokenLayout(160), TokenLayout(80, num_scales=3, num_topk=2), TokenLayout(128, num_topk=3))
+
+
+def check_dispatch(device: str) -> None:
+    """Rows and all that goes beside them; the counters go around their rings over several calls."""
+    for token in TOKENS:
+        for sizes, num_tokens in all_sizes(device, token):
+            ranks = Ranks(sizes, device)
+            for seed in range(3):
+                Dispatch(routing(sizes, num_tokens[seed:] + num_tokens[:seed], seed), seed).check(ranks)
+            assert_rings_are_empty(ranks)
+
+
+def check_dispatch_beside_windows(device: str) -> None:
+    """Who has a window gets nothing through rings, and nobody writes rows that there is no room for."""
+    for sizes, num_tokens in all_sizes(device, TOKENS[1]):
+        ranks = Ranks(sizes, device)
+        call = Dispatch(routing(sizes, num_tokens, 3), 3, in_window=(0,))
+        call.check(ranks)
+        assert ranks.counters("tail")[0] == [[0] * sizes.num_channels] * sizes.num_ranks
+        Dispatch(call.routing, 4, tuple(range(sizes.num_ranks))).check(ranks)
+        Dispatch(call.routing, 5, num_too_many=2).check(ranks)
+        assert_rings_are_empty(ranks)
+
+
+def assert_rings_are_empty(ranks: Ranks) -> None:
+    tails, heads = ranks.counters("tail"), ranks.counters("head")
+    for receiver in range(ranks.num_ranks):
+        for sender in range(ranks.num_ranks):
+            assert tails[receiver][sender] == heads[sender][receiver]
+
+
+# Combine
+
+
+@dataclass(frozen=True)
+class Combine:
+    """One combine: who has its rows in a window, and how many of them are missing there."""
+
+    routing: Routing
+    seed: int
+    dtype: torch.dtype = torch.bfloat16
+    num_biases: int = 0
+    in_window: tuple[int, ...] = ()
+    patience_ns: int = PATIENCE_NS
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.routing.sizes
+
+    @property
+    def hidden(self) -> int:
+        return self.sizes.token.hidden_bytes // self.dtype.itemsize
+
+    def values(self, num_rows: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(97 * self.seed + seed)
+        values = torch.randn(num_rows, self.hidden, generator=generator) * 3
+        special = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 6e4, -6e4, 1e-7, 3e38])
+        hard = torch.rand(values.shape, generator=generator) < 0.2
+        chosen = torch.randint(0, len(special), values.shape, generator=generator)
+        return torch.where(hard, special[chosen], values).to(self.dtype)
+
+    @cached_property
+    def x(self) -> list[torch.Tensor]:
+        return [self.values(self.routing.num_rows(rank), rank) for rank in range(self.sizes.num_ranks)]
+
+    @cached_property
+    def weights(self) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return [torch.rand(len(x), self.sizes.token.num_topk, generator=generator) for x in self.x]
+
+    def biases(self, rank: int) -> list[torch.Tensor]:
+        """Some of them -0.0: where nothing is added they stay so."""
+        num_tokens = len(self.routing.topk_idx[rank])
+        return [self.values(num_tokens, 10 * rank + number + 50) for number in range(self.num_biases)]
+
+    def right_results(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        results = []
+        for rank, ids in enumerate(self.routing.topk_idx):
+            out = torch.empty(len(ids), self.hidden, dtype=self.dtype)
+            weights = torch.empty(len(ids), self.sizes.token.num_topk)
+            biases = self.biases(rank)
+            cpu.pull_and_sum(
+                0,
+                len(ids),
+                self.routing.send_head[rank].numpy(),
+                np.array([part.data_ptr() for part in self.x]),
+                np.array([part.data_ptr() for part in self.weights]),
+                out.data_ptr(),
+                *([bias.data_ptr() for bias in biases] + [0, 0])[:2],
+                self.hidden,
+                self.sizes.token.hidden_bytes,
+                DTYPES[self.dtype],
+                weights.numpy(),
+            )
+            results.append((out, weights))
+        return results
+
+    def run(self, ranks: Ranks, only: list[int] | None = None) -> tuple[list[int], list[list[torch.Tensor]]]:
+        """The outcomes, and the sums and weights of each rank."""
+        sizes, token = self.sizes, self.sizes.token
+        bits = torch.float32 if self.dtype == torch.float32 else torch.uint16
+        x = [ranks.there(part) for part in self.x]
+        weights = [ranks.there(part) for part in self.weights]
+        places = torch.zeros(sizes.num_ranks, 6, dtype=torch.int64)
+        for rank in range(sizes.num_ranks):
+            places[rank, 5] = len(x[rank])
+            if rank in self.in_window:
+                places[rank, 0], places[rank, 3] = x[rank].data_ptr(), weights[rank].data_ptr()
+        results = []
+        of_rank = []
+        for rank, ids in enumerate(self.routing.topk_idx):
+            out = ranks.there(torch.full((len(ids), self.hidden), GUARD, dtype=self.dtype))
+            out_weights = ranks.there(torch.full((len(ids), token.num_topk), GUARD, dtype=torch.float32))
+            results.append([out, out_weights])
+            biases = [ranks.there(bias).view(bits) for bias in self.biases(rank)]
+            tables = (self.routing.send_head[rank], places, self.routing.rank_prefix)
+            of_rank.append(
+                (
+                    x[rank].view(torch.int32),
+                    weights[rank],
+                    out.view(bits),
+                    out_weights,
+                    *(biases + [out.view(bits)] * 2)[:2],
+                    *(ranks.there(part) for part in (*tables, self.routing.recv_channel_prefix(rank))),
+                )
+            )
+
+        def launch(rank: int) -> None:
+            rings.combine_through_rings[(2 * sizes.num_channels,)](
+                *of_rank[rank],
+                *ranks.arguments(rank, self.patience_ns),
+                slot_offsets(token)[3],
+                len(self.routing.topk_idx[rank]),
+                self.routing.per_channel(rank),
+                self.hidden,
+                token.num_topk,
+                DTYPE=DTYPES[self.dtype],
+                NUM_BIASES=self.num_biases,
+                NUM_RANKS=sizes.num_ranks,
+                RANK_BLOCK=sizes.rank_block,
+                TOPK_BLOCK=block_of(token.num_topk),
+                TILE_TOKENS=sizes.tile_tokens,
+                TILE_WORDS=16,
+                STAGES=2,
+                TILE_VALUES=32,
+                SUM_STAGES=2,
+                IN_HARDWARE=ranks.device != "cpu",
+                **ranks.options,
+            )
+
+        said = ranks.run(launch, only)
+        return said, [[part.cpu() for part in parts] for parts in results]
+
+    def check(self, ranks: Ranks) -> None:
+        said, ours = self.run(ranks)
+        assert said == [outcomes.GOOD] * self.sizes.num_ranks
+        for (out, weights), (right, right_weights) in zip(ours, self.right_results(), strict=True):
+            assert torch.equal(weights, right_weights)
+            assert torch.equal(comparable(out), comparable(right))
+
+
+def comparable(values: torch.Tensor) -> torch.Tensor:
+    """Bits; those of a float32 NaN aside, since an addition makes others on a GPU."""
+    if values.dtype == torch.float32:
+        values = torch.where(values.isnan(), torch.nan, values)
+    return values.view(torch.uint8)
+
+
+def check_combine_example(device: str) -> None:
+    """That of the docstring."""
+    sizes = Sizes(2, 1, 3, 2, TokenLayout(hidden_bytes=64))
+    choices = [torch.tensor([[0, -1], [0, 3]]), torch.zeros(0, 2, dtype=torch.int64)]
+    call = Combine(Routing(sizes, choices), 1)
+    ranks = Ranks(sizes, device)
+    ranks.set_counters(2)
+    call.check(ranks)
+    assert ranks.counters("tail") == [[[4], [3]], [[2], [2]]]
+    assert ranks.counters("head") == [[[4], [2]], [[3], [2]]]
+    for sender, slot, row in ((0, 2, 0), (0, 0, 1), (1, 2, 0)):
+        found = ranks.slot(0, 0, sender, slot)[:64]
+        assert torch.equal(found, call.x[sender][row].view(torch.uint8))
+
+
+def check_combine(device: str) -> None:
+    """Sums of all types, with biases, with weights; the counters go around their rings over several calls."""
+    for token, dtype, num_biases in zip(
+        (TokenLayout(160), TokenLayout(80, num_topk=2), TokenLayout(128, num_topk=3)),
+        DTYPES,
+        (0, 1, 2),
+        strict=True,
+    ):
+        for sizes, num_tokens in all_sizes(device, token):
+            ranks = Ranks(sizes, device)
+            for seed in range(2):
+                of_call = routing(sizes, num_tokens[seed:] + num_tokens[:seed], seed)
+                Combine(of_call, seed, dtype, num_biases).check(ranks)
+            assert_rings_are_empty(ranks)
+
+
+def check_combine_beside_windows(device: str) -> None:
+    """Rows that lie in a window are read there, and added in the same order as the others."""
+    for sizes, num_tokens in all_sizes(device, TokenLayout(160, num_topk=2)):
+        ranks = Ranks(sizes, device)
+        of_call = routing(sizes, num_tokens, 3)
+        Combine(of_call, 3, in_window=(0,), num_biases=1).check(ranks)
+        Combine(of_call, 4, torch.float16, in_window=tuple(range(sizes.num_ranks))).check(ranks)
+        Combine(of_call, 5, torch.float32, num_biases=1).check(ranks)
+        assert_rings_are_empty(ranks)
+
+
+# When something goes wrong
+
+
+def two_ranks() -> Routing:
+    sizes = Sizes(2, 1, 4, 2, TokenLayout(hidden_bytes=64, num_topk=2))
+    return Routing(sizes, [torch.tensor([[0, 3], [3, 0], [0, -1]]), torch.tensor([[0, 3], [1, 4]])])
+
+
+LITTLE_PATIENCE_NS = 20 * 10**6
+LATE = outcomes.outcome_of(outcomes.LATE, 1)
+STOPPED = outcomes.outcome_of(outcomes.STOPPED, 1)
+
+
+def check_who_waits_in_vain_says_so(device: str) -> None:
+    """Rank 1 does not come: rank 0 waits for its rows, and then raises its own alarm."""
+    for kind in (Dispatch, Combine):
+        call = replace(kind(two_ranks(), 1), patience_ns=LITTLE_PATIENCE_NS)
+        for alarm, expected in ((0, LATE), (2, STOPPED)):
+            ranks = Ranks(call.sizes, device)
+            ranks.words(0, ALARM_AT, 1).fill_(alarm)
+            said, _ = call.run(ranks, [0])
+            assert said[0] == expected
+            assert int(ranks.words(0, ALARM_AT, 1)) == (alarm or 1)
+
+
+def check_who_finds_no_room_says_so(device: str) -> None:
+    """The ring to rank 1 has one free slot, and nobody empties it: what is in the others stays."""
+    for kind, num_sent in ((Dispatch, 0), (Combine, 1)):  # two tokens make a tile, but rows are pushed singly
+        call = replace(kind(two_ranks(), 1), patience_ns=LITTLE_PATIENCE_NS)
+        ranks = Ranks(call.sizes, device)
+        num_full = call.sizes.ring_rows - 1
+        ranks.words(1, TAIL_AT, 1).fill_(num_full)
+        ranks.heaps[1][call.sizes.rows_at :] = GUARD
+        assert call.run(ranks, [0])[0][0] == LATE
+        assert ranks.counters("tail")[1][0] == [num_full + num_sent]
+        for slot in range(num_full + 1):
+            assert bool((ranks.slot(1, 0, 0, slot) == GUARD).all()) == (slot < num_full + 1 - num_sent)
+
+
+def check_nothing_is_done_after_a_failure(device: str) -> None:
+    """An outcome that is not 0 stays as it is, and so does everything else."""
+    for kind in (Dispatch, Combine):
+        call = kind(two_ranks(), 1)
+        ranks = Ranks(call.sizes, device)
+        for outcome in ranks.outcomes:
+            outcome.fill_(outcomes.DIFFERENT)
+        said, results = call.run(ranks)
+        assert said == [outcomes.DIFFERENT] * 2
+        assert all((part == GUARD).all() for parts in results for part in parts)
+        assert all((heap == 0).all() for heap in ranks.heaps)
+
+
+def check_rows_that_a_window_does_not_have(device: str) -> None:
+    """A combine that needs one says so, and reads none."""
+    call = Combine(two_ranks(), 1, in_window=(0, 1))
+    call.x[1] = call.x[1][:1].clone()
+    said, _ = call.run(Ranks(call.sizes, device))
+    assert said == [outcomes.outcome_of(outcomes.BAD_HANDLE, 1)] * 2
+
+
+# The parts
+
+
+@triton.jit
+def ask_parts(heaps, rank_prefix, recv_channel_prefix, send_head, answers):
+    """What the small functions say in the examples of their docstrings."""
+    area = rings.Area(
+        heaps=heaps,
+        rank=1,
+        rows_at=96,
+        tail_at=16,
+        tail_stride=8,
+        head_at=48,
+        head_stride=8,
+        ring_rows=tl.full((), 3, tl.int32),
+        slot_bytes=16,
+    )
+    from_peers = rings.rings_of(area, 0, False, 2, 2)
+    to_peers = rings.rings_of(area, 0, True, 2, 2)
+    at = tl.arange(0, 2)
+    channel = tl.program_id(0) // 2
+    tl.store(answers + at, from_peers.rows)
+    tl.store(answers + 2 + at, to_peers.rows)
+    tl.store(answers + 4 + at, to_peers.ours.to(tl.int64))
+    tl.store(answers + 6 + at, to_peers.theirs.to(tl.int64))
+    begin, end = rings.lanes(rank_prefix, recv_channel_prefix, 1, channel, to_peers, 2)
+    tl.store(answers + 8 + 4 * channel + at, begin)
+    tl.store(answers + 10 + 4 * channel + at, end)
+    counts, first_rows = rings.rows_of_tile(send_head, at, at < 2, at < 2, at, 2)
+    tl.store(answers + 16 + at, counts)
+    tl.store(answers + 18 + at, first_rows)
+    numbers = tl.arange(0, 4)
+    tl.store(answers + 20 + numbers, rings.slots_at(to_peers, 1, at.to(tl.int64) + 3, numbers))
+
+
+def check_parts(device: str) -> None:
+    def there(values: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    heaps = there([0, 1024], torch.int64)
+    answers = there([0] * 24, torch.int64)
+    ask_parts[(4,)](
+        heaps,
+        there([[0, 2], [0, 3]], torch.int32),
+        there([[0, 1], [0, 0]], torch.int32),
+        there([[4, 0], [-1, 1]], torch.int32),
+        answers,
+    )
+    found = answers.view(-1, 2).tolist()
+    assert found[:4] == [[1120, 1168], [144, 1168], [24, 1048], [1072, 1080]]
+    assert found[4:8] == [[0, 2], [1, 2], [1, 2], [2, 3]]
+    assert found[8:] == [[1, 2], [4, 0], [1184, 1200], [1168, 1184]]
+
+
+def check_types(device: str) -> None:
+    """Types have the same numbers as in the CPU's kernels."""
+    assert (floats.BF16, floats.FP16, floats.FP32) == (cpu.BF16, cpu.FP16, cpu.FP32)
+
+
+CHECKS = (
+    check_parts,
+    check_types,
+    check_dispatch_example,
+    check_dispatch,
+    check_dispatch_beside_windows,
+    check_combine_example,
+    check_combine,
+    check_combine_beside_windows,
+    check_who_waits_in_vain_says_so,
+    check_who_finds_no_room_says_so,
+    check_nothing_is_done_after_a_failure,
+    check_rows_that_a_window_does_not_have,
+)

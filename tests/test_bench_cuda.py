@@ -1,0 +1,166 @@
+"""What `anyep bench --device cuda` makes of times that were taken: records, tables and pictures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyep.cli.bench_cuda import GpuTiming, Label, RankReport, fewest_sms, records_of
+from anyep.cli.bench_measure import GpuRecord, Report, Setup
+from anyep.cli.bench_plot import draw
+from anyep.cli.bench_table import print_report
+
+NORMAL = Setup("normal", 2, 64, 256, 8, 2, 2, 0, "cuda", 16, True)
+MEGABYTE = 10**6
+RATES = {4: 205.0, 8: 392.0, 16: 701.0, 24: 912.0, 32: 1004.0}
+
+
+def a_run(*timings: tuple[Label, list[float]], slower: float = 1.5) -> list[RankReport]:
+    """Two ranks; the second takes longer, and gets three times as much."""
+    first = [GpuTiming(label, seconds) for label, seconds in timings]
+    second = [
+        GpuTiming(replace(label, num_bytes=3 * label.num_bytes), [slower * second for second in seconds])
+        for label, seconds in timings
+    ]
+    return [RankReport("Stand-in", 132, 16, first), RankReport("Stand-in", 132, 16, second)]
+
+
+def the_normal_run() -> list[RankReport]:
+    case = Label("combine", "window, graph", 64, MEGABYTE, 16, ("bf16",), "nccl")
+    swept = [
+        (replace(case, sms=sms, rival="", is_swept=True), [2 * MEGABYTE / rate / 1e9] * 2)
+        for sms, rate in RATES.items()
+    ]
+    return a_run(
+        (Label("copy", "bf16", 64, MEGABYTE), [1e-3, 1e-3]),
+        (Label("layout", "local", 64, 0, 16), [1e-5, 1e-5]),
+        (case, [1e-3, 3e-3]),
+        (replace(case, path="nccl", rival=""), [8e-3, 8e-3]),
+        (replace(case, path="ring", rival="nccl"), [4e-3, 4e-3]),
+        *swept,
+        slower=1.0,
+    )
+
+
+def test_the_slowest_rank_counts() -> None:
+    label = Label("copy", "bf16", 64, MEGABYTE)
+    record = records_of(NORMAL, a_run((label, [1e-3, 2e-3, 10e-3])))[0]
+    assert record.median_s == pytest.approx(3e-3)
+    assert record.bytes == 2 * MEGABYTE
+    assert record.gbps == pytest.approx(2 * MEGABYTE / 3e-3 / 1e9)
+    assert record.p99_s is None
+
+
+def test_comparisons() -> None:
+    records = {(record.case, record.path): record for record in records_of(NORMAL, the_normal_run())}
+    assert ("combine", "nccl") not in records
+    record = records["combine", "ring"]
+    assert record.of_copy == pytest.approx(0.25)
+    assert record.vs == {"nccl": pytest.approx(2.0)}
+    assert (record.device, record.gpu, record.sms) == ("cuda", "Stand-in", 16)
+    assert records["layout", "local"].of_copy is None
+    assert records["copy", "bf16"].vs == {}
+
+
+def test_percentiles_in_low_latency_mode() -> None:
+    label = Label("dispatch", "fp8, graph", 4, MEGABYTE)
+    setup = replace(NORMAL, mode="low-latency", sms=None, sweep_sms=False)
+    seconds = [1e-3] * 97 + [9e-3] * 3
+    (record,) = records_of(setup, a_run((label, seconds), slower=1.0))
+    assert (record.median_s, record.p99_s) == (1e-3, 9e-3)
+
+
+def test_the_bounds_of_a_pair_add_up() -> None:
+    setup = replace(NORMAL, mode="low-latency", sms=None, sweep_sms=False)
+    run = a_run(
+        (Label("copy", "fp8", 4, MEGABYTE), [1e-3]),
+        (Label("copy", "bf16", 4, 2 * MEGABYTE), [2e-3]),
+        (Label("pair", "fp8 + bf16, graph", 4, 3 * MEGABYTE, bounds=("fp8", "bf16")), [6e-3]),
+    )
+    assert records_of(setup, run)[-1].of_copy == pytest.approx(0.5)
+
+
+def test_cases_stand_together_and_the_sweep_comes_last() -> None:
+    label = Label("dispatch", "window", 64, MEGABYTE, 16)
+    run = a_run(
+        (label, [1e-3]),
+        (replace(label, case="combine"), [1e-3]),
+        (replace(label, path="ring"), [1e-3]),
+        (replace(label, tokens=1), [1e-3]),
+        (replace(label, is_swept=True), [1e-3]),
+    )
+    assert [
+        (record.case, record.path, record.tokens, record.swept) for record in records_of(NORMAL, run)
+    ] == [
+        ("dispatch", "window", 64, False),
+        ("dispatch", "ring", 64, False),
+        ("combine", "window", 64, False),
+        ("dispatch", "window", 1, False),
+        ("dispatch", "window", 64, True),
+    ]
+
+
+def test_the_sweep_marks_the_fewest_sms() -> None:
+    swept = [record for record in records_of(NORMAL, the_normal_run()) if record.swept]
+    assert {record.sms: record.gbps for record in swept} == pytest.approx(RATES)
+    assert [record.sms for record in swept if record.enough] == [24]
+
+
+@given(st.dictionaries(st.integers(2, 64), st.floats(1, 1000), min_size=1))
+def test_fewest_sms(rates: dict[int, float]) -> None:
+    fewest = fewest_sms(rates)
+    best = max(rates.values())
+    assert rates[fewest] >= 0.8 * best
+    assert all(rate < 0.8 * best for sms, rate in rates.items() if sms < fewest)
+
+
+def a_report(mode: str) -> Report:
+    if mode == "normal":
+        return Report("what was measured", records_of(NORMAL, the_normal_run()), "something to say")
+    setup = replace(NORMAL, mode=mode, sms=None, sweep_sms=False)
+    copy = Label("copy", "fp8", 128, 8 * MEGABYTE)
+    graph = Label("dispatch", "fp8, graph", 128, 8 * MEGABYTE, bounds=("fp8",))
+    singly = replace(graph, path="fp8, singly")
+    run = a_run((copy, [20e-6]), (graph, [40.4e-6]), (singly, [200e-6]), slower=1.0)
+    return Report("what was measured", records_of(setup, run))
+
+
+def test_the_table_of_normal_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(a_report("normal"))
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines() if line]
+    assert ["combine", "ring", "64", "4.00", "ms", "0.50", "0.25", "2.0x"] in lines
+    assert ["24", "▸", "912", "91%"] in lines
+    assert ["32", "1004", "100%"] in lines
+    assert "vs NCCL" in printed
+    assert "p99" not in printed
+    assert printed.endswith("something to say\n")
+
+
+def test_the_table_of_low_latency_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(a_report("low-latency"))
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines() if line]
+    assert ["dispatch", "fp8,", "graph", "128", "40.4", "us", "40.4", "us", "396", "0.50"] in lines
+    assert ["dispatch", "fp8,", "singly", "128", "200", "us", "200", "us", "80.00", "0.10"] in lines
+    assert "p50" in printed
+    assert "vs" not in printed
+
+
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+@pytest.mark.parametrize(("ending", "magic"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_the_picture(tmp_path: Path, mode: str, ending: str, magic: bytes) -> None:
+    path = tmp_path / f"bench{ending}"
+    draw(a_report(mode), path)
+    assert path.read_bytes().startswith(magic)
+    if ending == ".svg":
+        assert ("SMs per rank" in path.read_text()) is (mode == "normal")
+
+
+def test_records_are_those_of_gpus() -> None:
+    assert all(isinstance(record, GpuRecord) for record in a_report("normal").records)
+    assert len(a_report("normal").sweep) == len(RATES)
