@@ -174,6 +174,13 @@ class Buffer:
         )
         self._heap = gpu_connection.heap
         self.runtime = GpuIntranode(gpu_connection, self.num_nvl_bytes)
+        if self.low_latency_mode:
+            from anyep.modes.gpu_low_latency import GpuLowLatency
+
+            start = self._connection.control.num_bytes + self.num_nvl_bytes
+            self._low_latency = GpuLowLatency(
+                gpu_connection, start, self.num_rdma_bytes, bool(self.enable_shrink)
+            )
 
     # Sizes and settings
 
@@ -467,8 +474,15 @@ class Buffer:
         call = mode.begin(Kind.LOW_LATENCY_DISPATCH)
 
         def check() -> Tokens:
-            self._check_usable().before(async_finish)
+            self._before_low_latency(mode, async_finish)
             low_latency_arguments.check_not_both(async_finish, return_recv_hook)
+            arguments.check_devices(
+                self._device,
+                x=x,
+                topk_idx=topk_idx,
+                cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
+                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
+            )
             return low_latency_arguments.check_tokens(
                 mode,
                 self.group_size,
@@ -485,7 +499,7 @@ class Buffer:
 
         tokens = self._refusing(call, check, mode.refuse)
         received, sent = mode.dispatch(call, tokens, async_finish, return_recv_hook)
-        layout_range = torch.from_numpy(received.layout_range)
+        layout_range = torch.as_tensor(received.layout_range)
         if sent.event is not None:
             self._fills_later(layout_range, sent.event)
         handle = (
@@ -496,7 +510,7 @@ class Buffer:
             tokens.sizes.num_experts,
         )
         rows = received.x if received.scales is None else (received.x, received.scales)
-        return rows, torch.from_numpy(received.counts), handle, EventOverlap(sent.event), sent.hook
+        return rows, torch.as_tensor(received.counts), handle, EventOverlap(sent.event), sent.hook
 
     def low_latency_combine(
         self,
@@ -516,8 +530,17 @@ class Buffer:
         call = mode.begin(Kind.LOW_LATENCY_COMBINE)
 
         def check() -> LowLatencyOutputs:
-            self._check_usable().before(async_finish)
+            self._before_low_latency(mode, async_finish)
             low_latency_arguments.check_not_both(async_finish, return_recv_hook)
+            arguments.check_devices(
+                self._device,
+                x=x,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                handle=handle,
+                out=out,
+                combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
+            )
             self._wait_until_handle_is_filled(handle, LAYOUT_RANGE)
             outputs = low_latency_arguments.check_outputs(
                 mode,
@@ -554,7 +577,7 @@ class Buffer:
         call = mode.begin(Kind.CLEAN)
 
         def check() -> LowLatencySizes:
-            self._check_usable().before(False)
+            self._before_low_latency(mode, False)
             mode.check_nothing_in_flight()
             checked = low_latency_arguments.check_sizes(
                 num_max_dispatch_tokens_per_rank, hidden, num_experts, self.group_size
@@ -606,6 +629,12 @@ class Buffer:
         if self._low_latency is None:
             raise InvalidCall("this Buffer has no low-latency mode: make it with low_latency_mode=True")
         return self._low_latency
+
+    def _before_low_latency(self, mode: LowLatency, run_async: bool) -> None:
+        """Raise what went wrong in an earlier call."""
+        self._check_usable().before(run_async)
+        if self._device.type != "cpu":
+            mode.raise_reported()  # type: ignore[attr-defined]
 
     def _check_shrinking(self) -> LowLatency:
         mode = self._check_low_latency()

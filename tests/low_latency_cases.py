@@ -71,7 +71,7 @@ def inputs_of(case: Case) -> list[low_latency_oracle.RankInput]:
 
 
 def buffer_for(context: RankContext, enable_shrink: bool = False) -> Buffer:
-    """A Buffer that lives as long as the pool."""
+    """A Buffer that lives as long as the pool, on the device of its ranks."""
     key = ("low-latency buffer", enable_shrink)
     if key not in context.keep:
         context.keep[key] = Buffer(
@@ -80,7 +80,7 @@ def buffer_for(context: RankContext, enable_shrink: bool = False) -> Buffer:
             RDMA_BYTES,
             low_latency_mode=True,
             enable_shrink=enable_shrink,
-            device="cpu",
+            device=context.keep.get("device", "cpu"),
         )
     return context.keep[key]  # type: ignore[no-any-return]
 
@@ -96,7 +96,7 @@ def run_case(context: RankContext, case: Case, clean: bool = True) -> None:
     if case.delay_seed is not None:
         conversation.between_steps = cases.delays(case.delay_seed, context.rank)
     try:
-        check_case(context.rank, case, buffer)
+        check_case(context.rank, case, buffer, device=context.keep.get("tensors", "cpu"))
     finally:
         conversation.between_steps = None
 
@@ -111,11 +111,21 @@ def finish(event: Any, hook: Any) -> None:
         hook()
 
 
-def check_case(rank: int, case: Case, buffer: Buffer, absent: frozenset[int] = frozenset()) -> None:
+def on(device: str, given: low_latency_oracle.RankInput) -> low_latency_oracle.RankInput:
+    return low_latency_oracle.RankInput(
+        given.x.to(device), given.topk_idx.to(device), given.topk_weights.to(device)
+    )
+
+
+def check_case(
+    rank: int, case: Case, buffer: Buffer, absent: frozenset[int] = frozenset(), device: str = "cpu"
+) -> None:
     inputs = inputs_of(case)
-    given = inputs[rank]
-    expert_stats = torch.full((case.local_experts,), 3, dtype=torch.int32) if case.stats else None
-    wait_stats = torch.zeros(case.num_ranks, dtype=torch.int64) if case.stats else None
+    given = on(device, inputs[rank])
+    expert_stats = wait_stats = None
+    if case.stats:
+        expert_stats = torch.full((case.local_experts,), 3, dtype=torch.int32, device=device)
+        wait_stats = torch.zeros(case.num_ranks, dtype=torch.int64, device=device)
     received, counts, handle, event, hook = buffer.low_latency_dispatch(
         given.x,
         given.topk_idx,
@@ -135,7 +145,7 @@ def check_case(rank: int, case: Case, buffer: Buffer, absent: frozenset[int] = f
         assert torch.equal(expert_stats, counts + 3)
         assert (wait_stats >= 0).all()
     for again in range(case.combines):
-        check_combine(rank, replace(case, seed=case.seed + again), inputs, buffer, handle, absent)
+        check_combine(rank, replace(case, seed=case.seed + again), inputs, buffer, handle, absent, device)
 
 
 def check_received(
@@ -148,11 +158,16 @@ def check_received(
     absent: frozenset[int],
 ) -> None:
     src_info, layout_range, *sizes = handle
+    src_info, layout_range, counts = src_info.cpu(), layout_range.cpu(), counts.cpu()
     assert sizes == [case.max_tokens, case.hidden, case.num_experts]
     num_rows = case.num_ranks * case.max_tokens
     data, scales = received if isinstance(received, tuple) else (received, None)
     assert data.shape == (case.local_experts, num_rows, case.hidden)
     assert data.is_contiguous()
+    if scales is not None:
+        assert scales.stride(-2) == 1
+        scales = scales.cpu()
+    data = data.cpu()
     assert counts.dtype == torch.int32
     for local in range(case.local_experts):
         expected = low_latency_oracle.rows_of_expert(inputs, rank * case.local_experts + local, absent)
@@ -172,7 +187,6 @@ def check_received(
         if case.travel == "fp8 ue8m0":
             right_scales = low_latency_oracle.ue8m0(right_scales)
         assert scales.shape == (case.local_experts, num_rows, right_scales.shape[-1])
-        assert scales.stride(-2) == 1
         assert oracle.same_bits(scales[local, :count].contiguous(), right_scales.contiguous())
 
 
@@ -201,8 +215,9 @@ def check_combine(
     buffer: Buffer,
     handle: Any,
     absent: frozenset[int],
+    device: str = "cpu",
 ) -> None:
-    given = inputs[rank]
+    given = on(device, inputs[rank])
     sources = [
         low_latency_oracle.rows_of_expert(inputs, expert, absent) for expert in range(case.num_experts)
     ]
@@ -211,12 +226,13 @@ def check_combine(
         x = buffer.get_next_low_latency_combine_buffer(handle)
     else:
         num_rows = case.num_ranks * case.max_tokens
-        x = torch.full((case.local_experts, num_rows, case.hidden), torch.nan, dtype=torch.bfloat16)
+        shape = (case.local_experts, num_rows, case.hidden)
+        x = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
     for local in range(case.local_experts):
         mine = outputs[rank * case.local_experts + local]
-        x[local, : len(mine)] = mine
-    out = torch.full(given.x.shape, torch.nan, dtype=torch.bfloat16) if case.in_place else None
-    wait_stats = torch.zeros(case.num_ranks, dtype=torch.int64) if case.stats else None
+        x[local, : len(mine)] = mine.to(device)
+    out = torch.full_like(given.x, torch.nan) if case.in_place else None
+    wait_stats = torch.zeros(case.num_ranks, dtype=torch.int64, device=device) if case.stats else None
     combined, event, hook = buffer.low_latency_combine(
         x,
         given.topk_idx,
@@ -235,4 +251,5 @@ def check_combine(
     missing = frozenset(
         expert for expert in range(case.num_experts) if expert // case.local_experts in absent
     )
-    assert oracle.same_bits(combined, low_latency_oracle.combine(given, rank, outputs, sources, missing))
+    right = low_latency_oracle.combine(inputs[rank], rank, outputs, sources, missing)
+    assert oracle.same_bits(combined.cpu(), right)

@@ -21,6 +21,7 @@ import torch
 
 from anyep import outcomes
 from anyep.backends import cpu
+from anyep.backends.cuda import facts
 from anyep.sizes import TokenLayout
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
@@ -127,11 +128,17 @@ class Ranks:
         num_bytes = self.sizes.heap_bytes
         self.heaps = [self.there(torch.zeros(num_bytes, dtype=torch.uint8)) for _ in range(self.num_ranks)]
         self.bases = self.there(torch.tensor([heap.data_ptr() for heap in self.heaps]))
-        self.outcomes = [self.there(torch.zeros(1, dtype=torch.int64)) for _ in range(self.num_ranks)]
+        state = torch.zeros(facts.NUM_STATES, dtype=torch.int64)
+        state[facts.USES_RINGS] = 1
+        self.states = [self.there(state) for _ in range(self.num_ranks)]
 
     @property
     def num_ranks(self) -> int:
         return self.sizes.num_ranks
+
+    @property
+    def outcomes(self) -> list[torch.Tensor]:
+        return [state[facts.OUTCOME] for state in self.states]
 
     def there(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the device; on the CPU where all processes see what one of them writes."""
@@ -191,7 +198,7 @@ class Ranks:
         """What both kernels take."""
         return (
             self.bases,
-            self.outcomes[rank],
+            self.states[rank],
             self.heaps[rank].data_ptr() + ALARM_AT,
             patience_ns,
             rank,
@@ -322,20 +329,21 @@ class Dispatch:
                 self.routing.rank_prefix,
                 self.routing.recv_channel_prefix(rank),
             )
-            kept = tuple(part if part is tensors[1] else ranks.there(part) for part in tensors)
-            of_rank.append((kept, scales.stride()))
+            of_rank.append([part if part is tensors[1] else ranks.there(part) for part in tensors])
 
         def launch(rank: int) -> None:
-            tensors, strides = of_rank[rank]
+            tensors = of_rank[rank]
             rings.dispatch_through_rings[(2 * sizes.num_channels,)](
-                *tensors,
+                *tensors[:6],
+                tensors[6].data_ptr(),
+                *tensors[7:],
                 *ranks.arguments(rank, self.patience_ns),
                 *slot_offsets(token),
                 len(self.x[rank]),
                 self.routing.per_channel(rank),
                 token.hidden_bytes // 4,
                 token.num_scales,
-                *strides,
+                *tensors[1].stride(),
                 token.num_topk,
                 EXPERTS_PER_RANK,
                 NUM_RANKS=sizes.num_ranks,
@@ -638,16 +646,17 @@ def check_who_finds_no_room_says_so(device: str) -> None:
 
 
 def check_nothing_is_done_after_a_failure(device: str) -> None:
-    """An outcome that is not 0 stays as it is, and so does everything else."""
+    """An outcome that is not 0 stays as it is, and so does everything else; also where all have windows."""
     for kind in (Dispatch, Combine):
-        call = kind(two_ranks(), 1)
-        ranks = Ranks(call.sizes, device)
-        for outcome in ranks.outcomes:
-            outcome.fill_(outcomes.DIFFERENT)
-        said, results = call.run(ranks)
-        assert said == [outcomes.DIFFERENT] * 2
-        assert all((part == GUARD).all() for parts in results for part in parts)
-        assert all((heap == 0).all() for heap in ranks.heaps)
+        for outcome, uses_rings in ((outcomes.DIFFERENT, 1), (outcomes.GOOD, 0)):
+            call = kind(two_ranks(), 1)
+            ranks = Ranks(call.sizes, device)
+            for state in ranks.states:
+                state[facts.OUTCOME], state[facts.USES_RINGS] = outcome, uses_rings
+            said, results = call.run(ranks)
+            assert said == [outcome] * 2
+            assert all((part == GUARD).all() for parts in results for part in parts)
+            assert all((heap == 0).all() for heap in ranks.heaps)
 
 
 def check_rows_that_a_window_does_not_have(device: str) -> None:

@@ -53,6 +53,9 @@ class SimulatedStream:
 
     stream = None
 
+    def current(self) -> None:
+        """The one stream that there is."""
+
     def begin(self, previous: EventOverlap | None) -> None:
         pass
 
@@ -65,6 +68,9 @@ class SimulatedStream:
 
 class SimulatedEvent:
     """A moment that has come."""
+
+    def record(self, stream: None) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass

@@ -24,13 +24,13 @@ def test_in_the_interpreter(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
 
-INT64 = ("topk_idx", "places", "results", "heaps", "outcome")
+INT64 = ("topk_idx", "places", "heaps", "outcome")
 INT32 = ("x", "scales", "send_head", "rank_prefix", "recv_channel_prefix")
 TYPES = {
     **dict.fromkeys(INT64, "*i64"),
     **dict.fromkeys(INT32, "*i32"),
     **dict.fromkeys(("topk_weights", "out_weights"), "*fp32"),
-    **dict.fromkeys(("alarm", "patience_ns"), "i64"),
+    **dict.fromkeys(("results", "alarm", "patience_ns"), "i64"),
 }
 
 

@@ -1,16 +1,73 @@
-"""Checks of the GPU's data kernels against the CPU's, bit for bit; on a GPU, or in Triton's interpreter."""
+"""Checks of the GPU's data kernels against the CPU's, bit for bit; on a GPU, or in Triton's interpreter
+("cpu"). Each kernel's example is among them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 
+from anyep import outcomes
 from anyep.backends import cpu
+from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import counting, letters, sums, windows
+from anyep.backends.cuda.kernels.floats import load_rows, store_rows
+from anyep.backends.cuda.launch import Launcher
+
+Array = np.ndarray[Any, Any]
+GUARD = 7
+CPU_DTYPES = {torch.bfloat16: cpu.BF16, torch.float16: cpu.FP16, torch.float32: cpu.FP32}
+
+
+@cache
+def launcher(kernel: Any, num_warps: int, constants: tuple[tuple[str, Any], ...]) -> Launcher:
+    return Launcher(kernel, num_warps, dict(constants))
+
+
+def launch(
+    kernel: Any, device: str, grid: int, *arguments: Any, num_warps: int = 4, **constants: Any
+) -> None:
+    """As a Buffer does it."""
+    stream = torch.cuda.current_stream() if device != "cpu" else None
+    launcher(kernel, num_warps, tuple(constants.items()))(stream, (grid,), *arguments)
+
+
+def power_of_two(count: int) -> int:
+    return int(triton.next_power_of_2(max(2, count)))
+
+
+def int32(values: Any, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def int64(values: Any, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def there(values: Array, device: str) -> torch.Tensor:
+    """A copy on the device."""
+    return torch.from_numpy(values.copy()).to(device)
+
+
+def guarded(shape: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Where nothing is written it stays what it is here."""
+    return torch.full(tuple(shape), GUARD, dtype=dtype, device=device)
+
+
+def state_of(device: str, **words: int) -> torch.Tensor:
+    """The state of a call; all other words are 0."""
+    state = torch.zeros(facts.NUM_STATES, dtype=torch.int64, device=device)
+    for name, value in words.items():
+        state[getattr(facts, name)] = value
+    return state
 
 
 def routing(num_tokens: int, num_topk: int, num_experts: int, seed: int) -> torch.Tensor:
@@ -20,82 +77,239 @@ def routing(num_tokens: int, num_topk: int, num_experts: int, seed: int) -> torc
     return torch.where(missing, torch.where(ids % 2 == 0, -1, num_experts + 3), ids)
 
 
-def check_layout(device: str) -> None:
-    """count_layout and place_tokens."""
-    for num_tokens, num_topk, num_experts, num_ranks, num_channels in (
-        (2, 2, 4, 2, 2),
-        (37, 3, 12, 3, 4),
-        (70, 8, 64, 8, 5),
-        (5, 1, 5, 1, 9),
-    ):
-        ids = routing(num_tokens, num_topk, num_experts, num_tokens)
+# Layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who gets how many tokens, by the CPU."""
+
+    ids: torch.Tensor
+    num_experts: int
+    num_ranks: int
+    per_rank: Array
+    per_expert: Array
+    in_rank: Array
+
+    @staticmethod
+    def of(ids: torch.Tensor, num_experts: int, num_ranks: int) -> Layout:
         per_rank, per_expert = np.empty(num_ranks, np.int32), np.empty(num_experts, np.int32)
-        in_rank = np.empty((num_tokens, num_ranks), np.bool_)
+        in_rank = np.empty((len(ids), num_ranks), np.bool_)
         cpu.count_layout(ids.numpy(), num_experts // num_ranks, per_rank, per_expert, in_rank)
-        counts = torch.zeros(num_ranks + num_experts, dtype=torch.int32, device=device)
-        mask = torch.full((num_tokens, num_ranks), 7, dtype=torch.int8, device=device)
-        tile = 16
-        counting.count_layout[(triton.cdiv(num_tokens, tile),)](
-            ids.to(device),
+        return Layout(ids, num_experts, num_ranks, per_rank, per_expert, in_rank)
+
+
+EXAMPLE = Layout.of(int64([[0, 1], [3, -1]]), 4, 2)
+
+
+def layouts() -> Iterator[Layout]:
+    yield EXAMPLE
+    for num_tokens, num_topk, num_experts, num_ranks in (
+        (37, 3, 12, 3),
+        (70, 8, 64, 8),
+        (5, 1, 5, 1),
+        (3, 2, 1024, 1),
+    ):
+        yield Layout.of(routing(num_tokens, num_topk, num_experts, num_tokens), num_experts, num_ranks)
+
+
+def check_layout(device: str) -> None:
+    """count_layout."""
+    assert EXAMPLE.per_rank.tolist() == [1, 1]
+    assert EXAMPLE.per_expert.tolist() == [1, 1, 0, 1]
+    assert EXAMPLE.in_rank.tolist() == [[True, False], [False, True]]
+    for right in layouts():
+        num_tokens, num_topk = right.ids.shape
+        counts = torch.zeros(right.num_ranks + right.num_experts, dtype=torch.int32, device=device)
+        mask = guarded((num_tokens, right.num_ranks), torch.int8, device)
+        launch(
+            counting.count_layout,
+            device,
+            triton.cdiv(num_tokens, 16),
+            right.ids.to(device),
             counts,
-            counts[num_ranks:],
+            counts[right.num_ranks :],
             mask,
             num_tokens,
             num_topk,
-            num_experts,
-            num_experts // num_ranks,
-            NUM_RANKS=num_ranks,
-            TOPK_BLOCK=triton.next_power_of_2(num_topk),
-            EXPERT_BLOCK=triton.next_power_of_2(num_experts + 1),
-            TILE_TOKENS=tile,
-        )
-        assert counts.tolist() == [*per_rank.tolist(), *per_expert.tolist()]
-        assert torch.equal(mask.cpu(), torch.from_numpy(in_rank).to(torch.int8))
-
-        position = np.empty((num_tokens, num_ranks), np.int32)
-        channel_counts = np.empty((num_ranks, num_channels), np.int32)
-        cpu.place_tokens(in_rank, per_rank, np.empty(num_ranks, np.int32), channel_counts, position)
-        placed = torch.full((num_tokens, num_ranks), 7, dtype=torch.int32, device=device)
-        by_channel = torch.full((num_ranks, num_channels), 7, dtype=torch.int32, device=device)
-        counting.place_tokens[(num_ranks,)](
-            mask,
-            placed,
-            by_channel,
-            num_tokens,
-            num_channels,
-            max(1, -(-num_tokens // num_channels)),
-            NUM_RANKS=num_ranks,
+            right.num_experts,
+            right.num_experts // right.num_ranks,
+            NUM_RANKS=right.num_ranks,
+            TOPK_BLOCK=power_of_two(num_topk),
+            EXPERT_BLOCK=power_of_two(right.num_experts + 1),
             TILE_TOKENS=16,
         )
-        assert torch.equal(placed.cpu(), torch.from_numpy(position))
-        assert torch.equal(by_channel.cpu(), torch.from_numpy(channel_counts))
+        assert counts.tolist() == [*right.per_rank.tolist(), *right.per_expert.tolist()]
+        assert torch.equal(mask.cpu(), torch.from_numpy(right.in_rank).to(torch.int8))
 
 
-def send_head_of(ids: torch.Tensor, num_experts: int, num_ranks: int) -> tuple[torch.Tensor, list[int]]:
+def place(
+    layout: Layout, num_channels: int, device: str, with_ids: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The positions, the rows by channel, and what is wrong with the counts."""
+    num_tokens, num_topk = layout.ids.shape
+    position = guarded((num_tokens, layout.num_ranks), torch.int32, device)
+    by_channel = guarded((layout.num_ranks, num_channels), torch.int32, device)
+    state = guarded((facts.NUM_STATES,), torch.int64, device)
+    state[facts.IS_WRONG] = 0
+    local_experts = layout.num_experts // layout.num_ranks
+    launch(
+        counting.place_tokens,
+        device,
+        layout.num_ranks,
+        there(layout.in_rank, device).view(torch.int8),
+        layout.ids.to(device) if with_ids else state,
+        there(layout.per_rank, device),
+        there(layout.per_expert, device),
+        position,
+        by_channel,
+        state,
+        num_tokens,
+        num_channels,
+        max(1, -(-num_tokens // num_channels)),
+        num_topk if with_ids else 0,
+        local_experts,
+        NUM_RANKS=layout.num_ranks,
+        TOPK_BLOCK=power_of_two(num_topk) if with_ids else 0,
+        EXPERT_BLOCK=power_of_two(local_experts + 1),
+        TILE_TOKENS=16,
+    )
+    wrong = int(state[facts.IS_WRONG])
+    state[facts.IS_WRONG] = GUARD
+    assert (state == GUARD).all(), "other words of the state were written"
+    return position.cpu(), by_channel.cpu(), wrong
+
+
+def check_place_tokens(device: str) -> None:
+    """place_tokens, where the counts are right."""
+    in_rank = np.array([[1, 0], [1, 1], [0, 1]], np.bool_)
+    counts = np.array([2, 2], np.int32)
+    example = Layout(int64([[0, -1], [0, 1], [1, -1]]), 2, 2, counts, counts, in_rank)
+    position, by_channel, wrong = place(example, 2, device)
+    assert position.tolist() == [[0, -1], [1, 0], [-1, 1]]
+    assert by_channel.tolist() == [[2, 0], [1, 1]]
+    assert not wrong
+    for layout, num_channels, with_ids in product(layouts(), (1, 4, 9), (True, False)):
+        position, by_channel, wrong = place(layout, num_channels, device, with_ids)
+        shape = layout.in_rank.shape
+        right, right_by_channel = np.empty(shape, np.int32), np.empty((shape[1], num_channels), np.int32)
+        cpu.place_tokens(
+            layout.in_rank, layout.per_rank, np.empty(shape[1], np.int32), right_by_channel, right
+        )
+        assert torch.equal(position, torch.from_numpy(right))
+        assert torch.equal(by_channel, torch.from_numpy(right_by_channel))
+        assert not wrong
+        assert cpu.first_contradiction(layout.ids.numpy(), layout.per_expert, layout.in_rank) == -1
+
+
+def changed(values: Array, at: Any, value: int) -> Array:
+    values = values.copy()
+    values[at] = value
+    return values
+
+
+def check_contradictions(device: str) -> None:
+    """place_tokens, where the counts contradict each other; with choices of experts and without."""
+    layout = Layout.of(routing(40, 3, 12, 3), 12, 3)
+    for rank, count in ((0, 0), (2, 41), (1, -1)):
+        contradictory = replace(layout, per_rank=changed(layout.per_rank, rank, count))
+        for with_ids in (True, False):
+            wrong = place(contradictory, 4, device, with_ids)[2]
+            assert wrong == facts.WRONG_RANK_COUNT + 4 * rank
+    for expert in (0, 3, 11):
+        count = layout.per_expert[expert] + 1
+        contradictory = replace(layout, per_expert=changed(layout.per_expert, expert, count))
+        right = cpu.first_contradiction(layout.ids.numpy(), contradictory.per_expert, layout.in_rank)
+        assert place(contradictory, 4, device)[2] == facts.WRONG_EXPERT_COUNT + 4 * right
+        assert place(contradictory, 4, device, with_ids=False)[2] == 0
+    for token, rank in ((0, 0), (17, 1), (39, 2)):
+        in_rank = changed(layout.in_rank, (token, rank), not layout.in_rank[token, rank])
+        contradictory = replace(layout, in_rank=in_rank, per_rank=in_rank.sum(0).astype(np.int32))
+        right = cpu.first_contradiction(layout.ids.numpy(), layout.per_expert, in_rank)
+        assert place(contradictory, 4, device)[2] == facts.WRONG_TOKEN + 4 * (-2 - right)
+        assert place(contradictory, 4, device, with_ids=False)[2] == 0
+
+
+def check_send_head(device: str) -> None:
+    """fill_send_head."""
+    random = np.random.default_rng(0)
+    cases = [(1, np.array([[2, 1], [5, 5]], np.int32), np.array([[0, 0], [-1, 1]], np.int32))]
+    for rank, num_ranks, num_tokens in ((0, 3, 9), (2, 3, 4), (7, 8, 21), (0, 1, 5)):
+        prefix = random.integers(0, 99, (num_ranks, num_ranks)).cumsum(0).astype(np.int32)
+        cases.append((rank, prefix, random.integers(-1, 9, (num_tokens, num_ranks)).astype(np.int32)))
+    for rank, prefix, position in cases:
+        num_tokens, num_ranks = position.shape
+        send_head = guarded(position.shape, torch.int32, device)
+        in_rank = guarded(position.shape, torch.int8, device)
+        launch(
+            letters.fill_send_head,
+            device,
+            triton.cdiv(num_tokens, 4),
+            int64([rank], device),
+            there(position, device),
+            there(prefix, device),
+            send_head,
+            in_rank,
+            num_tokens,
+            NUM_RANKS=num_ranks,
+            RANK_BLOCK=power_of_two(num_ranks),
+            TILE_TOKENS=4,
+        )
+        before = prefix[rank - 1] if rank else 0
+        assert send_head.tolist() == np.where(position >= 0, position + before, -1).tolist()
+        assert in_rank.tolist() == (position >= 0).tolist()
+        if prefix is cases[0][1]:
+            assert send_head.tolist() == [[2, 1], [-1, 2]]
+            assert in_rank.tolist() == [[1, 1], [0, 1]]
+
+
+# Windows
+
+
+def send_head_of(layout: Layout) -> tuple[torch.Tensor, list[int]]:
     """As for a rank before which others send 2 rows to each receiver; and the rows of each receiver."""
-    per_rank, per_expert = np.empty(num_ranks, np.int32), np.empty(num_experts, np.int32)
-    in_rank = np.empty((len(ids), num_ranks), np.bool_)
-    cpu.count_layout(ids.numpy(), num_experts // num_ranks, per_rank, per_expert, in_rank)
-    mask = torch.from_numpy(in_rank)
+    mask = torch.from_numpy(layout.in_rank)
     head = torch.where(mask, mask.cumsum(0) + 1, -1).int()
-    return head, [int(count) + 2 for count in per_rank]
+    return head, [int(count) + 2 for count in layout.per_rank]
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What one rank sends to `num_ranks` receivers, of which the last has no window."""
+    """What one rank sends to `num_ranks` receivers, of which some have no window."""
 
     num_ranks: int
     num_tokens: int
     num_topk: int
-    num_scales: int
-    strided: bool
+    num_scales: int = 0
+    strided: bool = False
+    without_window: tuple[int, ...] = ()
+    row_words: int = 40
 
-    row_words = 40
+    experts_per_rank = 4
+    margin = 3
+    """Rows behind a receiver's, which nobody may touch."""
 
-    @property
-    def experts_per_rank(self) -> int:
-        return 4
+    @cached_property
+    def layout(self) -> Layout:
+        num_experts = self.experts_per_rank * self.num_ranks
+        ids = routing(self.num_tokens, self.num_topk or 2, num_experts, 5)
+        return Layout.of(ids, num_experts, self.num_ranks)
+
+    @cached_property
+    def x(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.num_tokens, self.row_words)
+        return torch.randint(-(2**31), 2**31 - 1, shape, generator=generator).int()
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        return torch.rand(self.layout.ids.shape, generator=torch.Generator().manual_seed(2))
+
+    @cached_property
+    def scales(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(3)
+        scales = torch.rand(self.num_tokens, max(self.num_scales, 1), generator=generator)
+        return scales.t().contiguous().t() if self.strided else scales
 
     def new_results(self, num_rows: list[int], device: str) -> list[list[torch.Tensor]]:
         kinds = (
@@ -106,253 +320,464 @@ class Dispatch:
             (max(self.num_scales, 1), torch.float32),
         )
         return [
-            [torch.full((rows, width), 7, dtype=dtype, device=device) for width, dtype in kinds]
+            [guarded((rows + self.margin, width), dtype, device) for width, dtype in kinds]
             for rows in num_rows
         ]
 
-    def addresses(self, results: list[list[torch.Tensor]]) -> torch.Tensor:
-        table = [[part.data_ptr() for part in parts] for parts in results]
-        table[-1] = [0] * 5
-        return torch.tensor(table, dtype=torch.int64)
+    def places(self, results: list[list[torch.Tensor]], num_rows: list[int]) -> torch.Tensor:
+        addresses = [[part.data_ptr() for part in parts] for parts in results]
+        for receiver in self.without_window:
+            addresses[receiver] = [0] * 5
+        return int64([[*parts, rows] for parts, rows in zip(addresses, num_rows, strict=True)])
 
-    def check(self, device: str) -> None:
-        num_experts = self.experts_per_rank * self.num_ranks
-        ids = routing(self.num_tokens, self.num_topk or 2, num_experts, 5)
-        head, num_rows = send_head_of(ids, num_experts, self.num_ranks)
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randint(-(2**31), 2**31 - 1, (self.num_tokens, self.row_words), generator=generator).int()
-        weights = torch.rand(ids.shape, generator=generator)
-        scales = torch.rand(self.num_tokens, max(self.num_scales, 1), generator=generator)
-        if self.strided:
-            scales = scales.t().contiguous().t()
-        right, ours = self.new_results(num_rows, "cpu"), self.new_results(num_rows, device)
+    def right(self, head: torch.Tensor, num_rows: list[int]) -> list[list[torch.Tensor]]:
+        results = self.new_results(num_rows, "cpu")
         cpu.send_to_windows(
             0,
             self.num_tokens,
             0,
             head.numpy(),
-            self.addresses(right).numpy(),
-            x.data_ptr(),
+            self.places(results, num_rows)[:, :5].contiguous().numpy(),
+            self.x.data_ptr(),
             4 * self.row_words,
-            scales.data_ptr(),
-            *scales.stride(),
+            self.scales.data_ptr(),
+            *self.scales.stride(),
             self.num_scales,
-            ids.numpy() if self.num_topk else np.zeros((0, 0), np.int64),
-            weights.numpy() if self.num_topk else np.zeros((0, 0), np.float32),
+            self.layout.ids.numpy() if self.num_topk else np.zeros((0, 0), np.int64),
+            self.weights.numpy() if self.num_topk else np.zeros((0, 0), np.float32),
             self.experts_per_rank,
         )
-        for outcome in (4, 0):
-            there = scales.to(device)
-            windows.send_to_windows[(3,)](
-                x.to(device),
-                there.view(torch.int32),
-                ids.to(device),
-                weights.to(device),
-                head.to(device),
-                self.addresses(ours).to(device),
-                torch.tensor([outcome], dtype=torch.int64, device=device),
-                self.num_tokens,
-                self.row_words,
-                self.num_scales,
-                *there.stride(),
-                self.num_topk,
-                self.experts_per_rank,
-                NUM_RECEIVERS=self.num_ranks,
-                SCALE_BLOCK=triton.next_power_of_2(self.num_scales) if self.num_scales else 0,
-                TOPK_BLOCK=triton.next_power_of_2(self.num_topk) if self.num_topk else 0,
-                TILE_TOKENS=4,
-                TILE_WORDS=16,
-                CHUNK_TOKENS=8,
-            )
-            if outcome:  # something went wrong before: nothing may be written
-                assert all((part == 7).all() for parts in ours for part in parts)
-        for mine, theirs in zip(ours, right, strict=True):
-            for part, expected in zip(mine, theirs, strict=True):
-                assert torch.equal(part.cpu(), expected)
+        return results
+
+    def ours(
+        self,
+        device: str,
+        head: torch.Tensor,
+        num_rows: list[int],
+        num_programs: int = 3,
+        all_or_none: bool = False,
+        **words: int,
+    ) -> tuple[list[list[torch.Tensor]], int]:
+        """The results, and the outcome; `words` are those of the state."""
+        results, state = self.new_results(num_rows, device), state_of(device, **words)
+        scales = self.scales.to(device)
+        launch(
+            windows.send_to_windows,
+            device,
+            num_programs,
+            self.x.to(device),
+            scales.view(torch.int32),
+            self.layout.ids.to(device),
+            self.weights.to(device),
+            head.to(device),
+            self.places(results, num_rows).to(device),
+            state,
+            self.num_tokens,
+            self.row_words,
+            self.num_scales,
+            *scales.stride(),
+            self.num_topk,
+            self.experts_per_rank,
+            NUM_RECEIVERS=self.num_ranks,
+            SCALE_BLOCK=power_of_two(self.num_scales) if self.num_scales else 0,
+            TOPK_BLOCK=power_of_two(self.num_topk) if self.num_topk else 0,
+            TILE_TOKENS=4,
+            TILE_WORDS=16,
+            CHUNK_TOKENS=8,
+            ALL_OR_NONE=all_or_none,
+        )
+        return results, int(state[facts.OUTCOME])
+
+
+DISPATCHES = (
+    Dispatch(2, 9, 2),
+    Dispatch(2, 4, 0, num_scales=2),
+    Dispatch(3, 21, 3, num_scales=5, strided=True, without_window=(2,)),
+    Dispatch(5, 30, 1, without_window=(0, 3), row_words=4),
+    Dispatch(1, 3, 2, row_words=100),
+    Dispatch(8, 17, 6),
+)
+
+
+def assert_same_results(ours: list[list[torch.Tensor]], right: list[list[torch.Tensor]]) -> None:
+    for mine, theirs in zip(ours, right, strict=True):
+        for part, expected in zip(mine, theirs, strict=True):
+            assert torch.equal(part.cpu(), expected)
 
 
 def check_windows(device: str) -> None:
-    """send_to_windows: rows, source indices, top-k ids and weights, scales; a receiver without a window."""
-    Dispatch(2, 9, 2, 0, False).check(device)
-    Dispatch(3, 21, 3, 5, True).check(device)
-    Dispatch(2, 4, 0, 2, False).check(device)
+    """send_to_windows: rows, source indices, top-k ids and weights, scales; receivers without a window."""
+    example = Dispatch(2, 2, 0)
+    ours, outcome = example.ours(device, int32([[0, 2], [-1, 3]]), [1, 4])
+    assert outcome == 0
+    assert torch.equal(ours[0][0][0].cpu(), example.x[0])
+    assert torch.equal(ours[1][0][2:4].cpu(), example.x)
+    assert [*ours[0][1][0].tolist(), *ours[1][1][2:4].flatten().tolist()] == [0, 0, 1]
+    for dispatch in DISPATCHES:
+        head, num_rows = send_head_of(dispatch.layout)
+        ours, outcome = dispatch.ours(device, head, num_rows)
+        assert_same_results(ours, dispatch.right(head, num_rows))
+        assert outcome == 0
+        # Something went wrong before, or some receiver has no window: nothing may be written.
+        for how, words in ((False, {"OUTCOME": outcomes.TOO_MANY}), (True, {"USES_RINGS": 1})):
+            ours, outcome = dispatch.ours(device, head, num_rows, all_or_none=how, **words)
+            assert all((part == GUARD).all() for parts in ours for part in parts)
+            assert outcome == words.get("OUTCOME", 0)
+        ours, outcome = dispatch.ours(device, head, num_rows, all_or_none=True)
+        assert_same_results(ours, dispatch.right(head, num_rows))
+
+
+def check_rows_that_are_not_there(device: str) -> None:
+    """send_to_windows with a handle that names rows which a receiver does not have: those are left out."""
+    for dispatch, receiver, beyond in (
+        (DISPATCHES[0], 1, 0),
+        (DISPATCHES[2], 0, 1),
+        (DISPATCHES[3], 3, 2),  # one without a window
+        (DISPATCHES[4], 0, 2),
+        (DISPATCHES[5], 7, 2**30),
+    ):
+        head, num_rows = send_head_of(dispatch.layout)
+        token = int(np.flatnonzero(dispatch.layout.in_rank[:, receiver])[0])
+        without = head.clone()
+        without[token, receiver] = -1
+        head[token, receiver] = num_rows[receiver] + beyond
+        # Other programs may stop where one has found something wrong.
+        ours, outcome = dispatch.ours(device, head, num_rows, num_programs=1)
+        assert_same_results(ours, dispatch.right(without, num_rows))
+        assert outcome == outcomes.outcome_of(outcomes.BAD_HANDLE, receiver)
+        head[token, receiver] = -(2**31) + beyond
+        ours, outcome = dispatch.ours(device, head, num_rows)
+        assert_same_results(ours, dispatch.right(without, num_rows))
+        assert outcome == 0
+
+
+def check_unpack(device: str) -> None:
+    """unpack_window: source indices out of the window, ids padded."""
+    random = np.random.default_rng(3)
+    # Rows received, rows of the result, slots; the first is the kernel's example.
+    for num_rows, num_result_rows, num_topk in ((1, 2, 1), (5, 40, 3), (0, 9, 2), (33, 33, 6)):
+        in_window = random.integers(0, 99, num_result_rows).astype(np.int32)
+        ids = random.integers(0, 99, (num_result_rows, num_topk))
+        right_source, right_ids = np.full(num_result_rows, GUARD, np.int32), np.empty_like(ids)
+        # Weights go from one piece of memory to another one; our kernel leaves them where they are.
+        weights = np.zeros((2, num_result_rows, num_topk), np.float32)
+        places = np.array([0, in_window.ctypes.data, ids.ctypes.data, weights[0].ctypes.data, 0])
+        results = (right_ids.ctypes.data, weights[1].ctypes.data, 0)
+        cpu.unpack_window(places, num_rows, 1, num_topk, 0, right_source, *results)
+        for pad, has_window in product((True, False), (True, False)):
+            source, ours = guarded((num_result_rows,), torch.int32, device), there(ids, device)
+            window = there(in_window, device)
+            # This is rank 1.
+            table = [[0] * 6, [0, window.data_ptr() if has_window else 0, 0, 0, 0, num_result_rows]]
+            launch(
+                windows.unpack_window,
+                device,
+                triton.cdiv(num_result_rows, 16),
+                int64(table, device),
+                state_of(device, NUM_ROWS=num_rows),
+                1,
+                source,
+                ours,
+                num_result_rows,
+                num_topk,
+                PAD=pad,
+                BLOCK=16,
+            )
+            right_now = right_source if has_window else np.full_like(right_source, GUARD)
+            assert source.tolist() == right_now.tolist()
+            assert ours.tolist() == (right_ids if pad else ids).tolist()
+            assert not pad or (ours[num_rows:] == -1).all()
+
+
+# Sums
+
+SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 65504.0, 3.0e38, -3.0e38, 1e-41, 6e-8)
+
+
+def special_values(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Numbers of which many are special."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * 3
+    which = torch.randint(0, 4 * len(SPECIAL), shape, generator=generator)
+    special = torch.tensor(SPECIAL)[which.clamp(max=len(SPECIAL) - 1)]
+    return torch.where(which < len(SPECIAL), special, values).to(dtype)
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """As kernels take them: those of 16 bits by their bits."""
+    return values.view(torch.uint16) if values.element_size() == 2 else values
+
+
+def assert_same_bits(ours: torch.Tensor, right: torch.Tensor) -> None:
+    ours = ours.cpu()
+    if ours.dtype == torch.float32:
+        # A NaN is whatever the addition made of it.
+        assert torch.equal(ours.isnan(), right.isnan())
+        ours, right = ours.nan_to_num(nan=1.0), right.nan_to_num(nan=1.0)
+    width = {2: torch.int16, 4: torch.int32}[ours.element_size()]
+    assert torch.equal(ours.view(width), right.view(width))
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Rows of `num_ranks` ranks that are added up for one of them."""
+
+    num_ranks: int
+    num_tokens: int
+    hidden: int
+    dtype: torch.dtype = torch.bfloat16
+    num_biases: int = 0
+    num_topk: int = 0
+
+    margin = 2
+
+    @cached_property
+    def layout(self) -> Layout:
+        num_experts = 2 * self.num_ranks
+        ids = routing(self.num_tokens, min(3, num_experts), num_experts, 9)
+        # One that goes nowhere: its sum is its bias.
+        ids[self.num_tokens // 2] = -1
+        return Layout.of(ids, num_experts, self.num_ranks)
+
+    @cached_property
+    def num_rows(self) -> list[int]:
+        return send_head_of(self.layout)[1]
+
+    @cached_property
+    def rows(self) -> list[torch.Tensor]:
+        return [
+            special_values((count, self.hidden), self.dtype, rank) for rank, count in enumerate(self.num_rows)
+        ]
+
+    @cached_property
+    def weights(self) -> list[torch.Tensor]:
+        return [
+            special_values((count, self.num_topk), torch.float32, 50 + rank)
+            for rank, count in enumerate(self.num_rows)
+        ]
+
+    @cached_property
+    def biases(self) -> list[torch.Tensor]:
+        shape = (self.num_tokens, self.hidden)
+        return [special_values(shape, self.dtype, 90 + index) for index in range(self.num_biases)]
+
+    def right(self, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty(self.num_tokens, self.hidden, dtype=self.dtype)
+        weights = np.empty((self.num_tokens, self.num_topk), np.float32)
+        bias_addresses = [bias.data_ptr() for bias in self.biases] + [0] * (2 - self.num_biases)
+        cpu.pull_and_sum(
+            0,
+            self.num_tokens,
+            head.numpy(),
+            np.array([rows.data_ptr() for rows in self.rows]),
+            np.array([part.data_ptr() for part in self.weights]),
+            out.data_ptr(),
+            *bias_addresses,
+            self.hidden,
+            self.hidden * self.dtype.itemsize,
+            CPU_DTYPES[self.dtype],
+            weights,
+        )
+        return out, torch.from_numpy(weights)
+
+    def ours(
+        self, device: str, head: torch.Tensor, state: torch.Tensor, num_programs: int = 3
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums of rows and of weights, with a margin behind them."""
+        num_rows = self.num_tokens + self.margin
+        out = guarded((num_rows, self.hidden), self.dtype, device)
+        out_weights = guarded((num_rows, max(1, self.num_topk)), torch.float32, device)
+        rows, weights = ([part.to(device) for part in parts] for parts in (self.rows, self.weights))
+        places = [
+            [x.data_ptr(), 0, 0, part.data_ptr(), 0, len(x)] for x, part in zip(rows, weights, strict=True)
+        ]
+        launch(
+            sums.pull_and_sum,
+            device,
+            num_programs,
+            bits(out),
+            out_weights,
+            *(bits(bias).to(device) for bias in self.biases),
+            *(state,) * (2 - self.num_biases),
+            head.to(device),
+            int64(places, device),
+            state,
+            self.num_tokens,
+            self.hidden,
+            self.num_topk,
+            DTYPE=CPU_DTYPES[self.dtype],
+            NUM_BIASES=self.num_biases,
+            NUM_RANKS=self.num_ranks,
+            TOPK_BLOCK=power_of_two(self.num_topk) if self.num_topk else 0,
+            TILE_TOKENS=4,
+            TILE_VALUES=64,
+            CHUNK_TOKENS=8,
+            IN_HARDWARE=device != "cpu",
+        )
+        assert (out[self.num_tokens :] == GUARD).all()
+        assert (out_weights[self.num_tokens :] == GUARD).all()
+        return out[: self.num_tokens], out_weights[: self.num_tokens]
+
+
+def assert_same_sums(case: Sum, ours: tuple[torch.Tensor, torch.Tensor], head: torch.Tensor) -> None:
+    right, right_weights = case.right(head)
+    assert_same_bits(ours[0], right)
+    if case.num_topk:
+        assert_same_bits(ours[1], right_weights)
+    else:
+        assert (ours[1] == GUARD).all()
 
 
 def check_sums(device: str) -> None:
-    """pull_and_sum of bf16, with infinities and NaN among the values."""
-    for num_ranks, num_tokens, hidden in ((2, 9, 64), (4, 13, 136)):
-        num_experts = 2 * num_ranks
-        ids = routing(num_tokens, 3, num_experts, 9)
-        head, num_rows = send_head_of(ids, num_experts, num_ranks)
-        generator = torch.Generator().manual_seed(3)
-        rows = [(torch.randn(count, hidden, generator=generator) * 3).bfloat16() for count in num_rows]
-        rows[0][3, :5] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 3e38])
-        right = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
-        cpu.pull_and_sum(
-            0,
-            num_tokens,
-            head.numpy(),
-            np.array([part.data_ptr() for part in rows]),
-            np.zeros(num_ranks, np.int64),
-            right.data_ptr(),
-            0,
-            0,
-            hidden,
-            2 * hidden,
-            cpu.BF16,
-            np.zeros((num_tokens, 0), np.float32),
+    """pull_and_sum, for each dtype, with biases and weights; special values everywhere."""
+    example = Sum(2, 2, 64)
+    object.__setattr__(example, "rows", [special_values((4, 64), example.dtype, rank) for rank in range(2)])
+    object.__setattr__(example, "weights", [torch.zeros(4, 0)] * 2)
+    out, _ = example.ours(device, int32([[0, 2], [-1, 3]]), state_of(device))
+    zero = torch.zeros(64)
+    first = zero + example.rows[0][0].float() + example.rows[1][2].float()
+    assert torch.equal(out[0].cpu().nan_to_num(1), first.bfloat16().nan_to_num(1))
+    assert torch.equal(
+        out[1].cpu().nan_to_num(1), (zero + example.rows[1][3].float()).bfloat16().nan_to_num(1)
+    )
+    sizes = ((2, 9, 64, 0), (4, 13, 136, 3), (1, 5, 16, 1), (8, 21, 72, 5))
+    for dtype, num_biases in product(CPU_DTYPES, range(3)):
+        for num_ranks, num_tokens, hidden, num_topk in sizes[: 4 if num_biases else 2]:
+            case = Sum(num_ranks, num_tokens, hidden, dtype, num_biases, num_topk)
+            head, _ = send_head_of(case.layout)
+            state = state_of(device)
+            assert_same_sums(case, case.ours(device, head, state), head)
+            assert not state.any()
+
+
+def check_sums_that_are_not_made(device: str) -> None:
+    """pull_and_sum after something went wrong, where rows go through rings, with rows that are not there."""
+    case = Sum(3, 11, 32, torch.float16, 1, 2)
+    head, _ = send_head_of(case.layout)
+    for words in ({"OUTCOME": outcomes.DIFFERENT}, {"USES_RINGS": 1}):
+        state = state_of(device, **words)
+        for part in case.ours(device, head, state):
+            assert (part == GUARD).all()
+        assert torch.equal(state, state_of(device, **words))
+    for rank, beyond in ((0, 0), (2, 1), (1, 2**30)):
+        token = int(np.flatnonzero(case.layout.in_rank[:, rank])[0])
+        without, bad = head.clone(), head.clone()
+        without[token, rank], bad[token, rank] = -1, case.num_rows[rank] + beyond
+        state = state_of(device)
+        # Other programs may stop where one has found something wrong.
+        assert_same_sums(case, case.ours(device, bad, state, num_programs=1), without)
+        assert int(state[facts.OUTCOME]) == outcomes.outcome_of(outcomes.BAD_HANDLE, rank)
+        bad[token, rank] = -2 - beyond
+        state = state_of(device)
+        assert_same_sums(case, case.ours(device, bad, state), without)
+        assert not state.any()
+
+
+# What kernels are made of
+
+
+@triton.jit
+def ask_parts(codes, headers, rows, answers):  # type: ignore[no-untyped-def]
+    """What the small functions say in the examples of their docstrings."""
+    ranks = tl.arange(0, 4)
+    is_rank = ranks < 3
+    # What lies outside is no rank's.
+    bad = tl.load(codes + ranks, mask=is_rank, other=3)
+    tl.store(answers, letters.first_bad(bad, ranks, is_rank, 4))
+    words = tl.arange(0, 2)
+    table = tl.load(headers + words[:, None] * 2 + words[None, :])
+    tl.store(answers + 1 + words, letters.column(table, words, 1))
+    below = windows.is_below(tl.load(rows + ranks), tl.full((), 3, tl.int32))
+    tl.store(answers + 3 + ranks, below.to(tl.int64))
+    tl.store(answers + 7, letters.aligned(tl.full((), 130, tl.int64)))
+    tl.store(answers + 8, letters.bytes_of_window(tl.full((), 3, tl.int64), 64, 0, 0))
+    tl.store(answers + 9, letters.bytes_of_window(tl.full((), 0, tl.int64), 64, 0, 0))
+
+
+def check_parts(device: str) -> None:
+    """The small functions."""
+    answers = guarded((10,), torch.int64, device)
+    codes, headers = int32([0, 1, 2], device), int64([1, 2, 3, 4], device)
+    launch(ask_parts, device, 1, codes, headers, int32([-1, 0, 3, 2], device), answers)
+    assert answers.tolist() == [1 + 16 * 1, 2, 4, 0, 1, 0, 1, 256, 256 + 128, 128]
+
+
+@triton.jit(do_not_specialize=["num_loaded"])
+def copy_values(
+    source,
+    out,
+    num_loaded,
+    count,
+    dtype: tl.constexpr,
+    to: tl.constexpr,
+    from_zero: tl.constexpr,
+    in_hardware: tl.constexpr,
+):  # type: ignore[no-untyped-def]
+    """From one dtype to another one; those from `num_loaded` on are not loaded."""
+    index = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    values = load_rows(source + index, index < num_loaded, dtype, from_zero)
+    store_rows(out + index, values, index < count, to, in_hardware)
+
+
+def check_floats(device: str) -> None:
+    """load_rows and store_rows: every number of 16 bits, and float32 numbers that are rounded."""
+
+    def copied(
+        values: torch.Tensor, to: torch.dtype, num_loaded: int, from_zero: bool = False
+    ) -> torch.Tensor:
+        out = guarded(values.shape, to, device)
+        launch(
+            copy_values,
+            device,
+            triton.cdiv(len(values), 1024),
+            bits(values).to(device),
+            bits(out),
+            num_loaded,
+            len(values),
+            dtype=CPU_DTYPES[values.dtype],
+            to=CPU_DTYPES[to],
+            from_zero=from_zero,
+            in_hardware=device != "cpu",
         )
-        there = [part.to(device) for part in rows]
-        ours = torch.full((num_tokens, hidden), 7, dtype=torch.bfloat16, device=device)
-        sums.pull_and_sum[(3,)](
-            ours.view(torch.uint16),
-            head.to(device),
-            torch.tensor([part.data_ptr() for part in there], dtype=torch.int64, device=device),
-            1,
-            num_tokens,
-            hidden,
-            NUM_RANKS=num_ranks,
-            TILE_TOKENS=4,
-            TILE_VALUES=64,
-            IN_HARDWARE=device != "cpu",
-            **({"enable_fp_fusion": False} if device != "cpu" else {}),
+        return out.cpu()
+
+    every_half = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+    random = torch.randint(-(2**31), 2**31 - 1, (1 << 14,), generator=torch.Generator().manual_seed(4)).int()
+    # Half of them near the numbers of 16 bits, where ties are.
+    ties = (random[::2] & ~0xFFFF) | 0x8000
+    fp16_ties = (torch.arange(1 << 13, dtype=torch.int32) << 13) | 0x38001000
+    floats = torch.cat([random, ties, ties + 1, ties - 1, fp16_ties]).view(torch.float32)
+    for dtype, nan in ((torch.bfloat16, 0x7FC0), (torch.float16, 0x7E00)):
+        halves = every_half.view(dtype)
+        wide = copied(halves, torch.float32, len(halves))
+        assert torch.equal(wide.isnan(), halves.isnan())
+        assert torch.equal(
+            wide[~wide.isnan()].view(torch.int32), halves.float()[~wide.isnan()].view(torch.int32)
         )
-        assert torch.equal(ours.cpu().view(torch.int16), right.view(torch.int16))
+        for values in (halves, floats):
+            ours, right = copied(values, dtype, len(values)), values.to(dtype)
+            right = torch.where(
+                right.isnan(), torch.tensor(nan, dtype=torch.int32), right.view(torch.uint16).int()
+            )
+            assert torch.equal(ours.view(torch.uint16).int(), right)
+    for dtype in CPU_DTYPES:
+        values = torch.ones(300, dtype=dtype)
+        assert torch.equal(copied(values, torch.float32, 7).signbit(), torch.arange(300) >= 7)
+        ours = copied(values, torch.float32, 7, from_zero=True)
+        assert not ours.signbit().any()
+        assert ours.tolist() == [1.0] * 7 + [0.0] * 293
 
 
-def check_counts(device: str) -> None:
-    """read_counts and fill_send_head: the prefix sums of a handle out of everyone's letters."""
-    for rank, num_ranks, num_channels, local_experts, num_tokens in ((1, 2, 2, 1, 5), (0, 3, 5, 4, 9)):
-        generator = np.random.default_rng(rank)
-        words = num_ranks + num_channels + local_experts
-        in_letters = generator.integers(0, 9, (num_ranks, words + 3)).astype(np.int32)
-        sent = generator.integers(0, 9, (num_ranks, num_channels)).astype(np.int32)
-        position = generator.integers(-1, 9, (num_tokens, num_ranks)).astype(np.int32)
-        matrix = np.empty((num_ranks, num_ranks), np.int32)
-        received = np.empty((num_ranks, num_channels), np.int32)
-        by_expert = np.empty(local_experts, np.int64)
-        mailboxes = in_letters.ctypes.data + in_letters.strides[0] * np.arange(num_ranks)
-        cpu.read_counts(mailboxes, 0, matrix, received, by_expert)
-        right = [
-            np.empty(shape, np.int32) for shape in (matrix.shape, sent.shape, sent.shape, position.shape)
-        ]
-        cpu.fill_handle(rank, matrix, sent, received, position, *right)
-
-        def there(values: np.ndarray[Any, Any]) -> torch.Tensor:
-            return torch.from_numpy(values).to(device)
-
-        letters_there = there(in_letters)
-        ours = [torch.full(part.shape, 7, dtype=torch.int32, device=device) for part in right]
-        totals = torch.full((1 + local_experts,), 7, dtype=torch.int32, device=device)
-        blocks = {"NUM_RANKS": num_ranks, "RANK_BLOCK": triton.next_power_of_2(max(2, num_ranks))}
-        letters.read_counts[(1,)](
-            rank,
-            letters_there.data_ptr(),
-            in_letters.strides[0],
-            there(sent),
-            num_channels,
-            local_experts,
-            *ours[:3],
-            totals,
-            CHANNEL_BLOCK=triton.next_power_of_2(num_channels),
-            EXPERT_BLOCK=triton.next_power_of_2(local_experts),
-            **blocks,
-        )
-        letters.fill_send_head[(triton.cdiv(num_tokens, 4),)](
-            rank, there(position), ours[0], ours[3], num_tokens, TILE_TOKENS=4, **blocks
-        )
-        for part, expected in zip(ours, right, strict=True):
-            assert torch.equal(part.cpu(), torch.from_numpy(expected))
-        assert totals.tolist() == [int(matrix[:, rank].sum()), *by_expert.tolist()]
-
-
-class TwoRanks:
-    """Two ranks in one process, each on a stream of its own: they exchange letters, and meet."""
-
-    words, num_channels, local_experts, letter_bytes = 32, 3, 2, 512
-
-    def __init__(self, device: str) -> None:
-        self.heaps = [torch.zeros(1 << 14, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.bases = torch.tensor([heap.data_ptr() for heap in self.heaps], device=device)
-        self.counts = torch.tensor([[3, 4], [5, 6]], dtype=torch.int32, device=device)
-        self.by_channel = torch.arange(12, dtype=torch.int32, device=device).view(2, 2, 3)
-        self.by_expert = torch.arange(8, dtype=torch.int32, device=device).view(2, 4)
-        self.streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
-        self.places = torch.zeros(2, 2, dtype=torch.int64, device=device)
-        self.outcomes = torch.zeros(2, 1, dtype=torch.int64, device=device)
-        self.letters = torch.zeros(2, self.words, dtype=torch.int64, device=device)
-        self.letters[:, 3] = torch.tensor([256, 512], device=device)
-
-    def call(self, last_words: tuple[int, int], patience_ns: int) -> list[int]:
-        """What went wrong, if anything, on each rank; the last word of a letter must agree."""
-        self.outcomes.zero_()
-        self.letters[:, 2] = torch.tensor(last_words, device=self.letters.device)
-        blocks: dict[str, Any] = {"NUM_RANKS": 2, "RANK_BLOCK": 2, "num_warps": 1}
-        mailboxes = [self.bases + 4096 + self.letter_bytes * rank for rank in range(2)]
-        flags = [self.bases + 8192 + 128 * rank for rank in range(2)]
-        # From here on nothing may wait: each kernel waits for the other one.
-        torch.cuda.synchronize()
-        for rank, stream in enumerate(self.streams):
-            own, number = self.heaps[rank].data_ptr(), self.heaps[rank][:8].view(torch.int64)
-            with torch.cuda.stream(stream):
-                letters.exchange_letters[(1,)](
-                    number,
-                    self.letters[rank],
-                    mailboxes[rank],
-                    own + 4096,
-                    2 * self.letter_bytes,
-                    self.letter_bytes,
-                    self.bases,
-                    self.places[rank],
-                    1,
-                    self.outcomes[rank],
-                    patience_ns,
-                    self.counts[rank],
-                    self.by_channel[rank],
-                    self.by_expert[rank],
-                    256,
-                    self.num_channels,
-                    self.local_experts,
-                    FIRST_AGREEING=1,
-                    END_AGREEING=3,
-                    OFFSET_WORD=3,
-                    NUM_WORDS=self.words,
-                    CHANNEL_BLOCK=4,
-                    EXPERT_BLOCK=2,
-                    **blocks,
-                )
-                letters.meet[(1,)](
-                    flags[rank], own + 8192, 128, number, self.outcomes[rank], patience_ns, **blocks
-                )
-        torch.cuda.synchronize()
-        found: list[int] = self.outcomes.flatten().tolist()
-        return found
-
-    def letter(self, reader: int, sender: int, number: int) -> list[int]:
-        """The counts in a letter."""
-        at = 4096 + (number % 2 * 2 + sender) * self.letter_bytes + 256
-        found: list[int] = self.heaps[reader][at : at + 4 * 7].view(torch.int32).tolist()
-        return found
-
-
-def check_letters(device: str) -> None:
-    """exchange_letters and meet; on a GPU only, as they wait for each other."""
-    patience_ns = 5 * 10**9
-    # To load a kernel may have to wait for running ones: here one without patience comes first.
-    assert TwoRanks(device).call((7, 7), -patience_ns)[0] == 1 + 4 * 1, "rank 0 did not find rank 1 late"
-    ranks = TwoRanks(device)
-    for number, last_word in enumerate((7, 7, 8, 7), 1):
-        # Each finds the other one different.
-        expected = [0, 0] if last_word == 7 else [2 + 4 * 1, 2 + 4 * 0]
-        assert ranks.call((7, last_word), patience_ns) == expected
-        assert (ranks.places - ranks.bases).tolist() == [[256, 512]] * 2
-        for reader in range(2):
-            assert int(ranks.heaps[reader][:8].view(torch.int64)) == number
-            for sender in range(2):
-                of_expert = ranks.by_expert[sender, 2 * reader : 2 * reader + 2].tolist()
-                of_channel = ranks.by_channel[sender, reader].tolist()
-                right = [*ranks.counts[sender].tolist(), *of_channel, *of_expert]
-                assert ranks.letter(reader, sender, number) == right
-
-
-CHECKS = (check_layout, check_windows, check_sums, check_counts)
+CHECKS = (
+    check_layout,
+    check_place_tokens,
+    check_contradictions,
+    check_send_head,
+    check_windows,
+    check_rows_that_are_not_there,
+    check_unpack,
+    check_sums,
+    check_sums_that_are_not_made,
+    check_parts,
+    check_floats,
+)

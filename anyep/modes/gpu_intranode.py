@@ -7,11 +7,11 @@ waits only where a dispatch has to find out how many rows come; other calls can 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -35,16 +35,23 @@ from anyep.modes.letters import (
     dtype_word,
     signature,
 )
-from anyep.modes.ring_areas import RingAreas
+from anyep.modes.ring_areas import MAX_KNOWN_AREAS, RingAreas
 from anyep.modes.routing import NUM_TENSORS
 from anyep.modes.status import Phase
 from anyep.sizes import Config, TokenLayout, align, token_layout
 
+T = TypeVar("T")
 DISPATCH_TILES: Final = {2: (16, 1024, 32), 4: (8, 512, 16), 8: (16, 1024, 32)}
 """Tokens and words of a tile, and warps, by the number of ranks; what was fastest on an H200."""
 COMBINE_TILES: Final = {2: (32, 1024, 32), 4: (8, 1024, 32), 8: (16, 1024, 32)}
-RING_TILE: Final = (16, 256, 16, 2)
-"""Tokens and words of a tile, warps, and how many pieces of it are on their way plus one."""
+RING_DISPATCH_TILES: Final = {2: (32, 512, 32, 1), 4: (32, 512, 32, 3), 8: (16, 512, 16, 4)}
+"""The same, and one more than the pieces of a tile that are on their way."""
+RING_COMBINE_TILES: Final = {
+    2: (32, 512, 32, 1, 1024, 1),
+    4: (32, 512, 32, 1, 256, 1),
+    8: (16, 512, 16, 4, 256, 1),
+}
+"""The same for rows that are pushed, and the values and pieces of a tile that is summed."""
 CHUNK_TOKENS: Final = 128
 LAYOUT_TOKENS: Final = 64
 PLACE_TOKENS: Final = 512
@@ -111,9 +118,19 @@ class GpuIntranode:
         self._areas = RingAreas(talk.control.num_bytes, num_nvl_bytes, talk.num_ranks)
         size = min((size for size in DISPATCH_TILES if size >= talk.num_ranks), default=8)
         self._dispatch_tile, self._combine_tile = DISPATCH_TILES[size], COMBINE_TILES[size]
+        self._ring_dispatch_tile = RING_DISPATCH_TILES[size]
+        self._ring_combine_tile = RING_COMBINE_TILES[size]
+        if self.windows.num_bytes:
+            # Most calls have no use for rings then. Without pieces on their way a kernel takes no shared memory,
+            # and the next kernel need not wait until an SM has another share of it.
+            self._ring_dispatch_tile = (*self._ring_dispatch_tile[:3], 1)
+            self._ring_combine_tile = (*self._ring_combine_tile[:3], 1, self._ring_combine_tile[4], 1)
         self._ranks_on_gpu = connection.ranks_on_gpu
         self._most_sms = max(2, self._gpu.num_sms // connection.ranks_on_gpu // 2 * 2)
+        self._known_ring_arguments: dict[int, tuple[RingArea, tuple[Any, ...]]] = {}
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
+        self._unheard: AnyEPError | None = None
+        """What went wrong in an earlier call, and nobody has heard yet."""
 
     @property
     def communication_stream(self) -> Any:
@@ -123,8 +140,9 @@ class GpuIntranode:
     # What a Buffer asks for before and after calls
 
     def before(self, run_async: bool) -> None:
-        """Raise what went wrong in an earlier call."""
-        self.talk.raise_reported()
+        """Look for what went wrong in an earlier call. It is raised when this call is launched: if it were
+        refused instead, the peers would hear of that later, refuse another one, and so on."""
+        self._unheard = self._unheard or self.talk.reported()
 
     def wait_until_readable(self, previous: EventOverlap | None) -> None:
         """The host reads nothing of what a caller passed; kernels do, in their turn."""
@@ -172,9 +190,13 @@ class GpuIntranode:
         threading.Thread(target=wait_and_close, name="anyep-close", daemon=True).start()
 
     def close(self) -> None:
-        """Finish the calls that are under way."""
+        """Finish the calls that are under way; kernels of peers wait for this rank no longer."""
         self._gpu.synchronize()
         self.talk.close()
+        # First for people: who is told by a kernel looks for the reason there.
+        self.conversation.close()
+        self.talk.give_up()
+        self._gpu.synchronize()
 
     def counts_of(
         self,
@@ -189,13 +211,24 @@ class GpuIntranode:
 
     # What every call does
 
-    @contextlib.contextmanager
-    def _call(self, call: Call, previous: EventOverlap | None) -> Iterator[None]:
-        """Launch a call's kernels inside; the host says what it does, and a failure of its own is told."""
+    def _begin(self, call: Call, previous: EventOverlap | None) -> None:
+        """What is launched from here on belongs to the call."""
         self.conversation.enter(call, Phase.SEND)
         self._gpu.stream.begin(previous)
-        yield
+
+    def _end(self, call: Call, run_async: bool) -> EventHandle | None:
+        """All of the call is launched."""
+        event: EventHandle | None = self._gpu.stream.end(run_async)
         self.conversation.end(call)
+        return event
+
+    def _guarded(self, call: Call, work: Callable[[], T]) -> T:
+        """A whole call; raises what went wrong in an earlier one."""
+        done = self.conversation.guarded(call, work)
+        error, self._unheard = self._unheard, None
+        if error is not None:
+            raise error
+        return done
 
     def _new(self, previous: EventOverlap | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result, to be had before communication waits for the caller's stream: what that still
@@ -274,7 +307,7 @@ class GpuIntranode:
                 call, payload, counts, config, num_worst_tokens, expert_alignment, previous, run_async
             )
 
-        return self.conversation.guarded(call, whole_call)
+        return self._guarded(call, whole_call)
 
     def _dispatch(
         self,
@@ -301,36 +334,37 @@ class GpuIntranode:
             self._offer(header)
         routing, scratch = self._new_routing(payload, config, previous)
         local_experts = num_experts // self._num_ranks
-        with self._call(call, previous):
-            ticket = self._notify(
-                call, header, payload, counts, config, routing, scratch, not num_worst_tokens
-            )
-            num_rows, by_expert = num_worst_tokens, []
-            if num_worst_tokens:
-                results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
+        num_rows, by_expert = num_worst_tokens, []
+        if num_worst_tokens:
+            results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
+        self._begin(call, previous)
+        ticket = self._notify(
+            call, header, payload, counts, config, routing, scratch, not num_worst_tokens
+        )
+        if num_worst_tokens:
+            self._transfer(payload, routing, results, source, config, local_experts)
+            self.talk.meet(facts.ARRIVED_AT)
+        else:
+            # Rows are on their way before the host knows how many, if all receivers have windows.
+            self._send_to_windows(payload, routing, config, local_experts, all_or_none=True)
+            self.talk.meet(facts.ARRIVED_AT, unless_rings=True)
+            totals = self.talk.wait_for_totals(call, ticket)
+            num_rows = int(totals[facts.TOTAL_ROWS])
+            by_expert = totals[facts.TOTAL_BY_EXPERT :][:local_experts].tolist()
+            window = self._take_offered(header, payload, num_rows)
+            uses_rings = bool(totals[facts.TOTAL_USES_RINGS])
+            if uses_rings:
+                window = self._grow(payload, num_rows, window)
+            results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
+            if previous is None:
+                # For the memory that was just taken.
+                self._gpu.stream.begin(None)
+            if uses_rings:
                 self._transfer(payload, routing, results, source, config, local_experts)
                 self.talk.meet(facts.ARRIVED_AT)
-            else:
-                # Rows are on their way before the host knows how many, if all receivers have windows.
-                self._send_to_windows(payload, routing, config, local_experts, all_or_none=True)
-                self.talk.meet(facts.ARRIVED_AT, unless_rings=True)
-                totals = self.talk.wait_for_totals(call, ticket)
-                num_rows = int(totals[facts.TOTAL_ROWS])
-                by_expert = totals[facts.TOTAL_BY_EXPERT :][:local_experts].tolist()
-                window = self._take_offered(header, payload, num_rows)
-                uses_rings = bool(totals[facts.TOTAL_USES_RINGS])
-                if uses_rings:
-                    window = self._grow(payload, num_rows, window)
-                results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
-                if previous is None:
-                    # For the memory that was just taken.
-                    self._gpu.stream.begin(None)
-                if uses_rings:
-                    self._transfer(payload, routing, results, source, config, local_experts)
-                    self.talk.meet(facts.ARRIVED_AT)
-            routing = routing._replace(recv_src_idx=source)
-            self._unpack(source, results, num_rows, bool(num_worst_tokens))
-            event = self._gpu.stream.end(run_async)
+        routing = routing._replace(recv_src_idx=source)
+        self._unpack(source, results, num_rows, bool(num_worst_tokens))
+        event = self._end(call, run_async)
         self._keep(run_async, previous, *self._inputs(payload), *counts, *routing, *scratch)
         if window < 0:
             self._keep(run_async, previous, *results)
@@ -361,11 +395,11 @@ class GpuIntranode:
             header = self._dispatch_header(payload, config, 0)
             window = self._offer_exactly(header, payload, routing.num_recv_rows)
             results, source = self._new_results(payload, routing.num_recv_rows, window, previous)
-            with self._call(call, previous):
-                self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=False)
-                self._transfer(payload, routing, results, source, config, 0)
-                self.talk.meet(facts.ARRIVED_AT)
-                event = self._gpu.stream.end(run_async)
+            self._begin(call, previous)
+            self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=False)
+            self._transfer(payload, routing, results, source, config, 0)
+            self.talk.meet(facts.ARRIVED_AT)
+            event = self._end(call, run_async)
             self._keep(run_async, previous, *self._inputs(payload), *routing)
             if window < 0:
                 self._keep(run_async, previous, *results)
@@ -373,7 +407,7 @@ class GpuIntranode:
                 results.x, results.scales, None, None, [], routing, event  # type: ignore[arg-type]
             )
 
-        return self.conversation.guarded(call, whole_call)
+        return self._guarded(call, whole_call)
 
     def _new_routing(
         self, payload: Payload, config: Config, previous: EventOverlap | None
@@ -628,7 +662,7 @@ class GpuIntranode:
         self, call: Call, outputs: Outputs, previous: EventOverlap | None, run_async: bool
     ) -> Combined:
         """The way back: every token's rows, added up at its source."""
-        return self.conversation.guarded(call, lambda: self._combine(call, outputs, previous, run_async))
+        return self._guarded(call, lambda: self._combine(call, outputs, previous, run_async))
 
     def _combine(
         self, call: Call, outputs: Outputs, previous: EventOverlap | None, run_async: bool
@@ -650,15 +684,15 @@ class GpuIntranode:
         out_weights = None
         if weights is not None:
             out_weights = self._new(previous, (routing.num_tokens, num_topk), torch.float32)
-        with self._call(call, previous):
-            taken = self._stage(header, x, weights)
-            self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=True)
-            if self.windows.num_bytes:
-                self._sum(outputs, out, out_weights)
-            self._combine_through_rings(outputs, out, out_weights)
-            # Until every reader is done, x must stay as it is.
-            self.talk.meet(facts.PULLED_AT)
-            event = self._gpu.stream.end(run_async)
+        self._begin(call, previous)
+        taken = self._stage(header, x, weights)
+        self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=True)
+        if self.windows.num_bytes:
+            self._sum(outputs, out, out_weights)
+        self._combine_through_rings(outputs, out, out_weights)
+        # Until every reader is done, x must stay as it is.
+        self.talk.meet(facts.PULLED_AT)
+        event = self._end(call, run_async)
         self._keep(run_async, previous, x, weights, out, out_weights, *biases, *routing)
         self._give_back(taken)
         return Combined(out, out_weights, event)
@@ -746,7 +780,7 @@ class GpuIntranode:
         """Rows for receivers without a window, and what comes if this rank has none; nothing if all have."""
         token, scales, nothing = payload.token, payload.scales, self.talk.state
         area = self.ring_area(config, token)
-        tile_tokens, tile_words, num_warps, stages = self._ring_tile(area)
+        tile_tokens, tile_words, num_warps, stages = self._ring_dispatch_tile
         launch = self.talk.launcher(
             rings.dispatch_through_rings,
             num_warps,
@@ -754,13 +788,13 @@ class GpuIntranode:
             RANK_BLOCK=self.talk.rank_block,
             SCALE_BLOCK=_power_of_two(token.num_scales) if token.num_scales else 0,
             TOPK_BLOCK=_power_of_two(token.num_topk) if token.num_topk else 0,
-            TILE_TOKENS=tile_tokens,
+            TILE_TOKENS=_at_most(tile_tokens, area.num_rows),
             TILE_WORDS=tile_words,
             STAGES=stages,
         )
         parts = (results.x, source, results.topk_idx, results.topk_weights, results.scales)
         addresses = [part.data_ptr() if part is not None else 0 for part in parts]
-        meta_at, scales_at, ids_at, weights_at, slot_bytes = slot_offsets(token).tolist()
+        meta_at, scales_at, ids_at, weights_at, _ = _slot_offsets(token)
         launch(
             self.communication_stream,
             (config.num_sms,),
@@ -773,7 +807,7 @@ class GpuIntranode:
             self.talk.keep_addresses(addresses),
             routing.rank_prefix_matrix,
             routing.recv_channel_prefix_matrix,
-            *self._ring_arguments(area, slot_bytes),
+            *self._ring_arguments(area),
             meta_at,
             scales_at,
             ids_at,
@@ -796,8 +830,8 @@ class GpuIntranode:
         num_topk = weights.shape[1] if weights is not None else 0
         token = token_layout(x.shape[1] * x.element_size(), 0, num_topk)
         area = self.ring_area(config, token)
-        tile_tokens, tile_words, num_warps, stages = self._ring_tile(area)
-        *_, weights_at, slot_bytes = slot_offsets(token).tolist()
+        tile_tokens, tile_words, num_warps, stages, tile_values, sum_stages = self._ring_combine_tile
+        weights_at = _slot_offsets(token)[3]
         launch = self.talk.launcher(
             rings.combine_through_rings,
             num_warps,
@@ -806,11 +840,11 @@ class GpuIntranode:
             NUM_RANKS=self._num_ranks,
             RANK_BLOCK=self.talk.rank_block,
             TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
-            TILE_TOKENS=tile_tokens,
+            TILE_TOKENS=_at_most(tile_tokens, area.num_rows),
             TILE_WORDS=tile_words,
             STAGES=stages,
-            TILE_VALUES=2 * tile_words,
-            SUM_STAGES=stages,
+            TILE_VALUES=tile_values,
+            SUM_STAGES=sum_stages,
             IN_HARDWARE=self._gpu.rounds_in_hardware,
         )
         launch(
@@ -826,7 +860,7 @@ class GpuIntranode:
             self.talk.places,
             routing.rank_prefix_matrix,
             routing.recv_channel_prefix_matrix,
-            *self._ring_arguments(area, slot_bytes),
+            *self._ring_arguments(area),
             weights_at,
             routing.num_tokens,
             _tokens_per_channel(routing.num_tokens, config),
@@ -834,11 +868,14 @@ class GpuIntranode:
             num_topk,
         )
 
-    def _ring_arguments(self, area: RingArea, slot_bytes: int) -> tuple[Any, ...]:
+    def _ring_arguments(self, area: RingArea) -> tuple[Any, ...]:
         """What both ring kernels take: where the rings are, and how long to wait."""
+        known = self._known_ring_arguments.get(id(area))
+        if known is not None:
+            return known[1]
         talk, control = self.talk, self.talk.control
         tail, head = control.block("ring tail"), control.block("ring head")
-        return (
+        arguments = (
             talk.heaps,
             talk.state,
             talk.alarm,
@@ -850,15 +887,13 @@ class GpuIntranode:
             head.start,
             head.stride,
             area.num_rows,
-            slot_bytes,
+            area.token_bytes,
         )
-
-    def _ring_tile(self, area: RingArea) -> tuple[int, int, int, int]:
-        """Tokens and words of a tile, warps, stages; a tile may not have more tokens than a ring has slots."""
-        tokens, words, warps, stages = RING_TILE
-        while tokens > area.num_rows:
-            tokens //= 2
-        return tokens, words, warps, stages
+        if len(self._known_ring_arguments) >= MAX_KNOWN_AREAS:
+            self._known_ring_arguments.clear()
+        # An area is known by its identity as long as it lives, and it is kept alive here.
+        self._known_ring_arguments[id(area)] = (area, arguments)
+        return arguments
 
     # Handles
 
@@ -891,8 +926,21 @@ class GpuIntranode:
         return routing
 
 
+@lru_cache(maxsize=64)
+def _slot_offsets(token: TokenLayout) -> tuple[int, ...]:
+    """Where source meta, scales, ids and weights lie in a slot, and the bytes of a slot."""
+    return tuple(slot_offsets(token).tolist())
+
+
 def _tokens_per_channel(num_tokens: int, config: Config) -> int:
     return max(1, -(-num_tokens // config.num_channels))
+
+
+def _at_most(tile_tokens: int, ring_rows: int) -> int:
+    """A tile of tokens, halved until a ring has as many slots; of 16 with 5 slots it is 4."""
+    while tile_tokens > ring_rows:
+        tile_tokens //= 2
+    return tile_tokens
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

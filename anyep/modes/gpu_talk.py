@@ -31,7 +31,7 @@ from anyep.sizes import NUM_MAX_LOCAL_EXPERTS
 SPIN_S: Final = 200e-6
 NAP_S: Final = 50e-6
 LOOK_S: Final = 0.2
-NUM_ADDRESSES: Final = 8
+NUM_ADDRESSES: Final = 5
 WAITS: Final = {
     facts.MAILBOX_AT: ("letter", Phase.NOTIFY),
     facts.ARRIVED_AT: ("rows", Phase.RECEIVE),
@@ -81,6 +81,7 @@ class GpuTalk:
         mailbox, tail = control.block("mailbox"), control.block("ring tail")
         words = [0] * facts.NUM_FACTS
         words[facts.RANK] = self.rank
+        words[facts.OWN_HEAP] = self.heap.address
         words[facts.PATIENCE_NS] = int(self.conversation.timeout_s * 1e9)
         words[facts.ALARM_AT] = control.block("alarm").start
         # The heap of a GPU has no use for the block of a rank's status: the host's has it.
@@ -116,9 +117,7 @@ class GpuTalk:
 
     def keep_addresses(self, addresses: Sequence[int]) -> int:
         """Where a kernel finds some addresses that are too many to be arguments."""
-        words = np.zeros(NUM_ADDRESSES, np.int64)
-        words[: len(addresses)] = addresses
-        return self._addresses.keep(words, self.gpu.stream.is_capturing())
+        return self._addresses.keep(addresses, self.gpu.stream.is_capturing())
 
     # Letters
 
@@ -233,6 +232,8 @@ class GpuTalk:
                 looked = now
                 self.gpu.look_for_errors()
         if words[facts.TOTAL_OUTCOME]:
+            # Kernels of the call may still write memory that is free now, and that the caller gets next.
+            self.gpu.stream.end(False)
             self.raise_reported()
         found: Array = words
         return found
@@ -241,9 +242,15 @@ class GpuTalk:
 
     def raise_reported(self) -> None:
         """Raise what a kernel found wrong since the last time that somebody looked."""
+        error = self.reported()
+        if error is not None:
+            raise error
+
+    def reported(self) -> AnyEPError | None:
+        """What a kernel found wrong since the last time; if it was a failure, it is raised."""
         report = self.report
         if report[facts.NUM_REPORTS] == report[facts.NUM_READ]:
-            return
+            return None
         outcome = int(report[facts.REPORTED_OUTCOME])
         call = Call(int(report[facts.REPORTED_NUMBER]), int(report[facts.REPORTED_KIND]))
         try:
@@ -252,7 +259,8 @@ class GpuTalk:
             report[facts.NUM_READ] = report[facts.NUM_REPORTS]
         if outcomes.code_of(outcome) in FAILURES:
             self.conversation.fail(call, error)
-        raise error
+            raise error
+        return error
 
     def _error_of(self, call: Call, code: int, rank: int) -> AnyEPError:
         if code == outcomes.DIFFERENT:

@@ -30,7 +30,9 @@ RING_STRIDE: Final = 13
 """From one peer's tails or heads to the next one's."""
 GIVEN_UP_AT: Final = 14
 """In the heap: a word per rank, not 0 when it has given up; as far apart as flags are."""
-NUM_FACTS: Final = 16
+OWN_HEAP: Final = 15
+"""The address of this rank's heap."""
+NUM_FACTS: Final = 32
 
 # The state of a call.
 OUTCOME: Final = 0
@@ -75,3 +77,27 @@ TOTAL_ROWS: Final = 2
 TOTAL_USES_RINGS: Final = 3
 TOTAL_WRONG: Final = 4
 TOTAL_BY_EXPERT: Final = 8
+
+# More facts: the table of low-latency mode has them after the others.
+CALLS_AT: Final = NUM_FACTS
+"""In the heap: the number of the last low-latency call."""
+NOTE_AT: Final = NUM_FACTS + 1
+NOTE_STRIDE: Final = NUM_FACTS + 2
+"""From one sender's note to the next one's."""
+NOTE_SET_STRIDE: Final = NUM_FACTS + 3
+PACKED_AT: Final = NUM_FACTS + 4
+PACKED_SET_STRIDE: Final = NUM_FACTS + 5
+MASK_AT: Final = NUM_FACTS + 6
+MASK_STRIDE: Final = NUM_FACTS + 7
+NUM_LOW_LATENCY_FACTS: Final = NUM_FACTS + 8
+
+# The state of a low-latency call has more words, too, and is its own.
+NUM_SENT: Final = NUM_STATES
+"""Programs that have done their part of the sending; the last of them posts the notes."""
+NUM_TAKEN: Final = NUM_STATES + 1
+"""Programs that have done their part of the receiving."""
+MISSING_ROW: Final = NUM_STATES + 2
+NOTE_HEADER: Final = 16
+"""The header of this rank's notes."""
+RANGES: Final = 24
+"""What everyone's notes say, by (rank, local expert)."""

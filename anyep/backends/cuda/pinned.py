@@ -7,7 +7,7 @@ that is captured in a graph and may be replayed at any time, a place for good.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class Headers:
         self._for_good = new_words(NUM_PAGES * HEADERS_PER_PAGE * num_words).reshape(-1, num_words)
         self._num_for_good = 0
 
-    def keep(self, header: Array, for_good: bool) -> int:
+    def keep(self, header: Array | Sequence[int], for_good: bool) -> int:
         """Where a kernel finds this header."""
         if for_good:
             if self._num_for_good == len(self._for_good):
@@ -48,12 +48,12 @@ class Headers:
                     f"{self._num_for_good} calls of this Buffer have been captured in graphs:"
                     f" make another Buffer for more"
                 )
-            place = self._for_good[self._num_for_good]
+            places, index = self._for_good, self._num_for_good
             self._num_for_good += 1
         else:
-            place = self._ring[self._next_place()]
-        place[:] = header
-        return int(place.ctypes.data)
+            places, index = self._ring, self._next_place()
+        places[index] = header
+        return int(places.ctypes.data) + 8 * self._num_words * index
 
     def _next_place(self) -> int:
         page, used = divmod(self._num_used % len(self._ring), HEADERS_PER_PAGE)

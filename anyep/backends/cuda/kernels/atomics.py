@@ -52,14 +52,19 @@ def is_raised(alarm):
 def wait_for_all(flags, mask, expected, patience_ns, alarm):
     """Spin until all flags have reached `expected`, but no longer than this, nor once the alarm is raised.
 
-    What the flags hold then. A rank may raise the alarm because all flags came and it has left: so one more
-    look at the end.
+    What the flags hold then. Only for programs of one warp: each reads its own clock. A rank may raise the
+    alarm because all flags came and it has left: so one more look at the end.
     """
     deadline = nanoseconds() + patience_ns
     seen = tl.where(mask, load_acquire(flags, mask), expected)
-    while (tl.min(seen, axis=0) < expected) & (nanoseconds() < deadline) & ~is_raised(alarm):
+    is_waiting = tl.min(seen, axis=0) < expected
+    while is_waiting:
+        # Relaxed, and before the flags: then both are on their way at once.
+        raised = tl.atomic_add(alarm.to(tl.pointer_type(tl.int64)), 0, sem="relaxed", scope="sys")
         seen = tl.where(mask, load_acquire(flags, mask), expected)
+        is_waiting = (tl.min(seen, axis=0) < expected) & (raised == 0) & (nanoseconds() < deadline)
     if tl.min(seen, axis=0) < expected:
+        is_raised(alarm)
         seen = tl.where(mask, load_acquire(flags, mask), expected)
     tl.debug_barrier()
     return seen

@@ -27,6 +27,7 @@ BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
 NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
 RANK = tl.constexpr(words_of.RANK)
+OWN_HEAP = tl.constexpr(words_of.OWN_HEAP)
 PATIENCE_NS = tl.constexpr(words_of.PATIENCE_NS)
 GIVEN_UP_AT = tl.constexpr(words_of.GIVEN_UP_AT)
 ALARM_AT = tl.constexpr(words_of.ALARM_AT)
@@ -90,9 +91,9 @@ def words_at(address):
 
 
 @triton.jit
-def column(headers, index, word):
-    """One word of every header: of [[1, 2], [3, 4]] word 1 is [2, 4]."""
-    return tl.sum(tl.where((index == word)[None, :], headers, 0), axis=1)
+def word_of(headers, is_rank, WORD: tl.constexpr):
+    """One word of every header: of the headers [1, 2] and [3, 4] word 1 is [2, 4]."""
+    return tl.load(headers + WORD, mask=is_rank, other=0, volatile=True)
 
 
 @triton.jit
@@ -107,10 +108,17 @@ def first_bad(bad, ranks, is_rank, RANK_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def late_or_stopped(seen, expected, alarm):
-    """For each flag that has not reached what was expected, why it was not waited for any longer."""
-    why = tl.where(is_raised(alarm), STOPPED, LATE)
-    return tl.where(seen < expected, why, GOOD)
+def why_not_there(seen, expected, alarm, facts, heaps, ranks, is_rank):
+    """For each flag that has not reached what was expected, why it was not waited for any longer.
+
+    If there is one, this rank gives up, and everyone hears of it.
+    """
+    bad = tl.full(seen.shape, GOOD, tl.int32)
+    if tl.min(seen, axis=0) < expected:
+        why = tl.where(is_raised(alarm), STOPPED, LATE)
+        bad = tl.where(seen < expected, why, GOOD)
+        stop_everyone(facts, heaps, ranks, is_rank)
+    return bad
 
 
 @triton.jit
@@ -126,16 +134,17 @@ def stop_everyone(facts, heaps, ranks, is_rank):
 @triton.jit
 def report(facts, state, outcome):
     """Tell the host what went wrong, unless it has not yet read what went wrong before; once per call."""
-    words = words_at(tl.load(facts + REPORT))
-    if (outcome != 0) & (tl.load(state + IS_REPORTED) == 0):
-        num_reports = tl.load(words + NUM_REPORTS, volatile=True)
-        if num_reports == tl.load(words + NUM_READ, volatile=True):
-            tl.store(words + REPORTED_OUTCOME, outcome)
-            tl.store(words + REPORTED_NUMBER, tl.load(state + NUMBER))
-            tl.store(words + REPORTED_KIND, tl.load(state + KIND))
-            tl.store(words + REPORTED_WAIT, tl.load(state + WAITED_FOR))
-            release_one(words + NUM_REPORTS, num_reports + 1)
-        tl.store(state + IS_REPORTED, 1)
+    if outcome != 0:  # noqa: SIM102 - what is not needed is not to be loaded
+        if tl.load(state + IS_REPORTED) == 0:
+            words = words_at(tl.load(facts + REPORT))
+            num_reports = tl.load(words + NUM_REPORTS, volatile=True)
+            if num_reports == tl.load(words + NUM_READ, volatile=True):
+                tl.store(words + REPORTED_OUTCOME, outcome)
+                tl.store(words + REPORTED_NUMBER, tl.load(state + NUMBER))
+                tl.store(words + REPORTED_KIND, tl.load(state + KIND))
+                tl.store(words + REPORTED_WAIT, tl.load(state + WAITED_FOR))
+                release_one(words + NUM_REPORTS, num_reports + 1)
+            tl.store(state + IS_REPORTED, 1)
 
 
 @triton.jit
@@ -188,20 +197,20 @@ def write_places(places, place, rows, row_bytes, num_topk, num_scales, ranks, ma
 
 
 @triton.jit
-def choose_windows(theirs, index, rows, ranks, is_rank, bases, places):
+def choose_windows(headers, rows, ranks, is_rank, bases, places):
     """Where each receiver's results lie: in the first of its offers that is large enough.
 
     As on the CPU: one receiver of 3 rows of 64 bytes (256 + 128 bytes) with the offers (0, 256) and
     (512, 1024) in windows at 4096 has the places [4608, 4864, 4992, 4992, 4992] and 3 rows; one without such
     an offer has [0, 0, 0, 0, 0]. Returns whether each has a place.
     """
-    row_bytes, num_topk = column(theirs, index, ROW_BYTES), column(theirs, index, TOPK)
-    num_scales, num_offers = column(theirs, index, SCALES), column(theirs, index, NUM_OFFERS)
+    row_bytes, num_topk = word_of(headers, is_rank, ROW_BYTES), word_of(headers, is_rank, TOPK)
+    num_scales, num_offers = word_of(headers, is_rank, SCALES), word_of(headers, is_rank, NUM_OFFERS)
     needed = bytes_of_window(rows, row_bytes, num_topk, num_scales)
     chosen = tl.full(rows.shape, -1, tl.int64)
     for offer in tl.static_range(MAX_OFFERS):
-        offset = column(theirs, index, OFFERS + 2 * offer)
-        fits = (offer < num_offers) & (column(theirs, index, OFFERS + 2 * offer + 1) >= needed)
+        offset = word_of(headers, is_rank, OFFERS + 2 * offer)
+        fits = (offer < num_offers) & (word_of(headers, is_rank, OFFERS + 2 * offer + 1) >= needed)
         chosen = tl.where((chosen < 0) & fits, offset, chosen)
     has_place = chosen >= 0
     place = tl.where(has_place, address_in_window(bases, ranks, is_rank, chosen), 0)
@@ -235,9 +244,9 @@ def place_in_new_block(
 
 
 @triton.jit
-def find_outputs(theirs, index, rows, ranks, is_rank, bases, places):
+def find_outputs(headers, rows, ranks, is_rank, bases, places):
     """Where each rank's rows, and their weights, lie for a combine; 0 where they do not lie in a window."""
-    x_offset, weights_offset = column(theirs, index, X_OFFSET), column(theirs, index, WEIGHTS_OFFSET)
+    x_offset, weights_offset = word_of(headers, is_rank, X_OFFSET), word_of(headers, is_rank, WEIGHTS_OFFSET)
     has_place = x_offset >= 0
     x = address_in_window(bases, ranks, is_rank, x_offset)
     weights = address_in_window(bases, ranks, is_rank, weights_offset)
@@ -372,7 +381,7 @@ def exchange_letters(
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
     rank = tl.load(facts + RANK)
-    own = tl.load(heaps + rank)
+    own = tl.load(facts + OWN_HEAP)
     alarm = own + tl.load(facts + ALARM_AT)
     number_at = words_at(own + tl.load(facts + NUMBER_AT))
     call = tl.load(number_at) + 1
@@ -417,16 +426,13 @@ def exchange_letters(
     here = own + box + ranks * stride
     headers_here = words_at(here)
     seen = wait_for_all(headers_here, is_rank, call, tl.load(facts + PATIENCE_NS), alarm)
-    bad = late_or_stopped(seen, call, alarm)
-    if tl.max(tl.where(is_rank, bad, GOOD), axis=0) > 0:
-        stop_everyone(facts, heaps, ranks, is_rank)
-
+    bad = why_not_there(seen, call, alarm, facts, heaps, ranks, is_rank)
     theirs = tl.load(headers_here[:, None] + index[None, :], mask=is_rank[:, None], other=0, volatile=True)
     is_agreeing = (index >= REFUSED) & (index <= ROUTING)
     differ = tl.max((is_agreeing[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
-    is_refused = column(theirs, index, REFUSED) != 0
+    is_refused = word_of(headers_here, is_rank, REFUSED) != 0
     bad = tl.where((bad == GOOD) & ((differ > 0) | is_refused), DIFFERENT, bad)
-    rows = column(theirs, index, RESULT_ROWS)
+    rows = word_of(headers_here, is_rank, RESULT_ROWS)
     if CHANNEL_BLOCK:
         arriving = read_counts(
             here,
@@ -447,23 +453,15 @@ def exchange_letters(
         rows = tl.where(rows >= 0, rows, arriving)
         tl.store(state + NUM_ROWS, tl.sum(tl.where(ranks == rank, arriving, 0), axis=0))
     if IS_COMBINE:
-        has_place = find_outputs(theirs, index, rows, ranks, is_rank, bases, places)
+        has_place = find_outputs(headers_here, rows, ranks, is_rank, bases, places)
     else:
-        has_place = choose_windows(theirs, index, rows, ranks, is_rank, bases, places)
+        has_place = choose_windows(headers_here, rows, ranks, is_rank, bases, places)
     uses_rings = tl.max(tl.where(is_rank & ~has_place, 1, 0), axis=0).to(tl.int64)
     outcome = first_bad(bad, ranks, is_rank, RANK_BLOCK)
     tl.store(state + USES_RINGS, uses_rings)
     tl.store(state + OUTCOME, outcome)
-    if CHANNEL_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
-        if ticket != 0:
-            words = words_at(totals)
-            tl.store(words + TOTAL_OUTCOME, outcome)
-            tl.store(words + TOTAL_ROWS, tl.load(state + NUM_ROWS))
-            tl.store(words + TOTAL_USES_RINGS, uses_rings)
-            tl.store(words + TOTAL_WRONG, is_wrong)
-            tl.store(words_at(rows_of) + ranks, rows, mask=is_rank)
-            release_one(words, ticket)
     if (outcome != 0) & (not IS_REFUSED):
+        # The host explains it, and needs the letters for that.
         report_words = words_at(tl.load(facts + REPORT))
         if tl.load(report_words + NUM_REPORTS, volatile=True) == tl.load(
             report_words + NUM_READ, volatile=True
@@ -472,6 +470,16 @@ def exchange_letters(
             tl.store(to, theirs, mask=is_rank[:, None] & (index >= 0)[None, :])
             tl.store(report_words + REPORTED_WRONG, is_wrong)
         report(facts, state, outcome)
+    if CHANNEL_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
+        if ticket != 0:
+            # After the report: who finds the ticket reads it.
+            words = words_at(totals)
+            tl.store(words + TOTAL_OUTCOME, outcome)
+            tl.store(words + TOTAL_ROWS, tl.load(state + NUM_ROWS))
+            tl.store(words + TOTAL_USES_RINGS, uses_rings)
+            tl.store(words + TOTAL_WRONG, is_wrong)
+            tl.store(words_at(rows_of) + ranks, rows, mask=is_rank)
+            release_one(words, ticket)
 
 
 @triton.jit
@@ -494,27 +502,25 @@ def meet(
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
     outcome = tl.load(state + OUTCOME)
+    value = tl.load(state + NUMBER)
+    rank, own = tl.load(facts + RANK), tl.load(facts + OWN_HEAP)
+    flags_at, stride = tl.load(facts + FLAGS_AT), tl.load(facts + FLAG_STRIDE)
+    alarm, patience_ns = own + tl.load(facts + ALARM_AT), tl.load(facts + PATIENCE_NS)
+    there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + rank * stride
     code = outcome % NUM_CODES
     is_met = (code == GOOD) | (code == BAD_HANDLE)
     if UNLESS_RINGS:
         is_met = is_met & (tl.load(state + USES_RINGS) == 0)
     if is_met:
-        rank = tl.load(facts + RANK)
-        own = tl.load(heaps + rank)
-        alarm = own + tl.load(facts + ALARM_AT)
-        value = tl.load(state + NUMBER)
-        flags_at, stride = tl.load(facts + FLAGS_AT), tl.load(facts + FLAG_STRIDE)
-        there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + rank * stride
         release_max(words_at(there), value, is_rank)
         here = words_at(own + flags_at + ranks * stride)
-        seen = wait_for_all(here, is_rank, value, tl.load(facts + PATIENCE_NS), alarm)
-        bad = late_or_stopped(seen, value, alarm)
-        if tl.max(tl.where(is_rank, bad, GOOD), axis=0) > 0:
-            tl.store(state + WAITED_FOR, FLAGS_AT)
-            stop_everyone(facts, heaps, ranks, is_rank)
+        seen = wait_for_all(here, is_rank, value, patience_ns, alarm)
+        bad = why_not_there(seen, value, alarm, facts, heaps, ranks, is_rank)
         late = first_bad(bad, ranks, is_rank, RANK_BLOCK)
-        outcome = tl.where(outcome == 0, late, outcome)
-        tl.store(state + OUTCOME, outcome)
+        if late != 0:
+            tl.store(state + WAITED_FOR, FLAGS_AT)
+            outcome = tl.where(outcome == 0, late, outcome)
+            tl.store(state + OUTCOME, outcome)
     report(facts, state, outcome)
 
 

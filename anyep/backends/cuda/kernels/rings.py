@@ -309,12 +309,13 @@ def dispatch_through_rings(
     """Send this rank's tokens to all receivers without a window, and take what comes if it has none itself.
 
     `places[r]` begins with 0 where rank r has no window, and ends with the number of rows that it has room
-    for. `results` are the addresses of this rank's x, source indices, ids, weights and scales, 0 where there
-    are none. With one channel, rings of 3 slots with counters that stand at 2, and no windows: rank 0 has
-    send_head [[0, -1], [1, 0]]. Its row 1 lies in slot 2 of the ring at rank 1, where the tail becomes 3, and
-    from there becomes row 0 of rank 1's result, with source index 1; the head at rank 0 is 3 then. To rank 0
-    itself its rows come through the slots 2 and 0, and both counters become 4. Ids and weights are those that
-    `send_to_windows` writes. Nothing is done if the outcome of what came before is not 0.
+    for. At the address `results` are those of this rank's x, source indices, ids, weights and scales, 0 where
+    there are none. With one channel, rings of 3 slots with counters that stand at 2, and no windows: rank 0
+    has send_head [[0, -1], [1, 0]]. Its row 1 lies in slot 2 of the ring at rank 1, where the tail becomes 3,
+    and from there becomes row 0 of rank 1's result, with source index 1; the head at rank 0 is 3 then. To
+    rank 0 itself its rows come through the slots 2 and 0, and both counters become 4. Ids and weights are
+    those that `send_to_windows` writes. Nothing is done if the outcome of what came before, the first word of
+    the call's state, is not 0, or if no rows go through rings.
 
     x is seen as words of 4 bytes; ids travel as int32. `SCALE_BLOCK` and `TOPK_BLOCK` are powers of two that
     hold a token's scales and slots; 0 where there are none.
@@ -603,7 +604,8 @@ def combine_through_rings(
     slot 2 of the ring from rank 1. The heads are 4 and 3 then. Sums are in float32, ranks ascending, starting
     from bias_0 + bias_1, or from bias_0, or from +0.0; top-k weights likewise, per slot, without bias. A row
     that a window does not have is left out: the outcome is then 5 (bad handle) + 16 * its rank. Nothing is
-    done if the outcome of what came before is not 0.
+    done if the outcome of what came before, the first word of the call's state, is not 0, or if no rows go
+    through rings.
 
     x is seen as words of 4 bytes, out and biases as their bits (uint16) or as float32. Rows are pushed in
     tiles of `TILE_TOKENS` x `TILE_WORDS`, and summed in tiles of `TILE_TOKENS` x `TILE_VALUES`. `TOPK_BLOCK`

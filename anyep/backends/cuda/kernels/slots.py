@@ -1,13 +1,16 @@
 """Low latency on the GPU: rows wait in fixed places of their sender's memory, and readers take them there.
 
-A dispatch is `send_tokens`, `list_tokens`, `post_notes` here, and `await_notes`, `read_notes`, `pack_tokens`
-where the rows go; a combine is `stage_rows`, `list_returns`, `post_notes`, then `await_notes`, `read_notes`,
-`sum_tokens`. One after the other on a stream: what a kernel stored is there for the next one, and a note is
-posted after all that it speaks of. Who waits is one program; it says in the outcome, as letters do, what went
-wrong, and after that no kernel takes anything.
+A dispatch is `open_call` and `send_tokens` here, and `receive_notes` and `pack_tokens` where the rows go; a
+combine is `open_call`, `return_rows`, `receive_notes` and `sum_tokens`. One after the other on a stream: what
+a kernel stored is there for the next one. The last program of a sending kernel posts the notes, the last one
+of a kernel that takes rows closes the call. A call without rows is opened and posted at once, and closed by
+`finish_call`.
 
-Tables hold addresses, one per rank; those of messages are multiples of 16, as are the sizes of messages.
-Kernels that cast or sum are compiled with `casts.OPTIONS`: else products and sums would be fused.
+A call's number, its outcome and what its notes said are in its own `state`, so that its two halves may lie
+far apart, and a captured graph can be replayed. Where something went wrong no later kernel of the call takes
+anything. `generations` says who is masked: those whose number is odd. Tables hold addresses, one per rank,
+for either set of slots; those of messages are multiples of 16, as are the sizes of messages. Kernels that
+cast or sum are compiled without fused products: see `casts.OPTIONS`.
 """
 
 from __future__ import annotations
@@ -15,8 +18,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep import formats, layout, sizes
-from anyep.backends.cuda.kernels.atomics import release_max, wait_for_all
+from anyep import formats, layout, outcomes, sizes
+from anyep.backends.cuda import facts as words_of
+from anyep.backends.cuda.kernels.atomics import (
+    is_raised,
+    load_acquire,
+    nanoseconds,
+    release_max,
+)
 from anyep.backends.cuda.kernels.casts import (
     CHANNELS,
     bf16_bits_to_float,
@@ -25,8 +34,37 @@ from anyep.backends.cuda.kernels.casts import (
     load_logfmt_blocks,
     ue8m0_of_scale,
 )
-from anyep.backends.cuda.kernels.letters import DIFFERENT, GOOD, LATE, first_bad
-from anyep.backends.cuda.kernels.sums import bf16_of_float
+from anyep.backends.cuda.kernels.floats import bf16_of_float
+from anyep.backends.cuda.kernels.letters import (
+    ALARM_AT,
+    BAD_HANDLE,
+    DIFFERENT,
+    FLAG_STRIDE,
+    GIVEN_UP_AT,
+    GOOD,
+    IS_REPORTED,
+    IS_WRONG,
+    KIND,
+    LATE,
+    NUM_CODES,
+    NUM_READ,
+    NUM_REPORTS,
+    NUMBER,
+    OUTCOME,
+    OWN_HEAP,
+    PATIENCE_NS,
+    RANK,
+    REPORT,
+    REPORTED_HEADERS,
+    REPORTED_WRONG,
+    STOPPED,
+    WAITED_FOR,
+    first_bad,
+    report,
+    why_not_there,
+    words_at,
+)
+from anyep.headers import Field
 
 RAW = tl.constexpr(formats.RAW)
 FP8 = tl.constexpr(formats.FP8)
@@ -34,49 +72,442 @@ FP8_UE8M0 = tl.constexpr(formats.FP8_UE8M0)
 MESSAGE_HEADER_BYTES = tl.constexpr(sizes.LOW_LATENCY_HEADER_BYTES)
 NOTE_HEADER_BYTES = tl.constexpr(layout.NOTE_HEADER_BYTES)
 NOTE_WORDS = tl.constexpr(layout.NOTE_HEADER_BYTES // layout.COUNTER_BYTES)
+REFUSED = tl.constexpr(int(Field.REFUSED))
+NUM_SETS = tl.constexpr(layout.NUM_SLOT_SETS)
 COUNT_BITS = tl.constexpr(32)
 COUNT_MASK = tl.constexpr((1 << 32) - 1)
+ROUND_BITS = tl.constexpr(32)
+NUMBER_IN_ROUND = tl.constexpr((1 << 32) - 1)
+MASKED = tl.constexpr(outcomes.MASKED)
+MISSING = tl.constexpr(outcomes.MISSING)
+
+CALLS_AT = tl.constexpr(words_of.CALLS_AT)
+NOTE_AT = tl.constexpr(words_of.NOTE_AT)
+NOTE_STRIDE = tl.constexpr(words_of.NOTE_STRIDE)
+NOTE_SET_STRIDE = tl.constexpr(words_of.NOTE_SET_STRIDE)
+PACKED_AT = tl.constexpr(words_of.PACKED_AT)
+PACKED_SET_STRIDE = tl.constexpr(words_of.PACKED_SET_STRIDE)
+MASK_AT = tl.constexpr(words_of.MASK_AT)
+MASK_STRIDE = tl.constexpr(words_of.MASK_STRIDE)
+NUM_SENT = tl.constexpr(words_of.NUM_SENT)
+NUM_TAKEN = tl.constexpr(words_of.NUM_TAKEN)
+MISSING_ROW = tl.constexpr(words_of.MISSING_ROW)
+NOTE_HEADER = tl.constexpr(words_of.NOTE_HEADER)
+RANGES = tl.constexpr(words_of.RANGES)
 
 NO_ROWS_MISSING = 2**63 - 1
 """What `sum_tokens` leaves alone if it finds all rows."""
 NONE_MISSING = tl.constexpr(NO_ROWS_MISSING)
+BY_HANDLE = 1
+"""In the word REFUSED of a note: the handle's contents are wrong. Others say where the reason stands."""
+REFUSED_BY_HANDLE = tl.constexpr(BY_HANDLE)
+
+
+# Masks
 
 
 @triton.jit
-def send_tokens(
+def known_generations(facts, generations, ranks, is_rank):
+    """The generation of every rank: the largest that anyone has told here. After [0, 1] from rank 0 and
+    [0, 0] from rank 1 it is [0, 1]: rank 1 is masked."""
+    own = tl.load(facts + OWN_HEAP)
+    rows = words_at(own + tl.load(facts + MASK_AT) + ranks * tl.load(facts + MASK_STRIDE))
+    is_pair = is_rank[:, None] & is_rank[None, :]
+    told = tl.where(is_pair, load_acquire(rows[:, None] + ranks[None, :], is_pair), 0)
+    return tl.maximum(tl.load(generations + ranks, mask=is_rank, other=0), tl.max(told, axis=0))
+
+
+@triton.jit
+def tell_generations(facts, heaps, generations, known, ranks, is_rank, RANK_BLOCK: tl.constexpr):
+    """Pass on what is new to this rank, to everyone, before it does anything else."""
+    is_new = is_rank & (known > tl.load(generations + ranks, mask=is_rank, other=0))
+    if tl.max(is_new.to(tl.int32), axis=0) > 0:
+        row = tl.load(facts + MASK_AT) + tl.load(facts + RANK) * tl.load(facts + MASK_STRIDE)
+        there = words_at(tl.load(heaps + ranks, mask=is_rank, other=0) + row)
+        release_max(
+            there[:, None] + ranks[None, :],
+            tl.broadcast_to(known[None, :], (RANK_BLOCK, RANK_BLOCK)),
+            is_rank[:, None] & is_new[None, :],
+        )
+        tl.store(generations + ranks, known, mask=is_new)
+
+
+@triton.jit(do_not_specialize=["masked", "generation"])
+def mask_rank(facts, heaps, masked, generation: tl.int64, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """Tell everyone, this rank included, the generation of a rank; -1 is no rank.
+
+    One program, launched beside kernels that may wait. With masked 1 and generation 3 of 2 ranks, word 1 of
+    this rank's row becomes 3 at both.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_told = (ranks < NUM_RANKS) & (masked >= 0)
+    row = tl.load(facts + MASK_AT) + tl.load(facts + RANK) * tl.load(facts + MASK_STRIDE)
+    there = words_at(tl.load(heaps + ranks, mask=is_told, other=0) + row)
+    release_max(there + masked, generation, is_told)
+
+
+# Waiting
+
+
+@triton.jit
+def await_flags(
+    facts,
+    heaps,
+    generations,
+    state,
+    flags_at,
+    flags,
+    expected,
+    stats,
+    HAS_STATS: tl.constexpr,
+    CAN_SHRINK: tl.constexpr,
+    ranks,
+    is_rank,
+    RANK_BLOCK: tl.constexpr,
+):
+    """Wait until every rank that is not masked has raised its flag here; the outcome, and who is there.
+
+    Of ranks that do not come in time, or have given up, the outcome names the first; where ranks can be
+    masked they are, and the call goes on without them. `flags_at` is the fact that says where the flags lie.
+    With flags [7, 6], 7 expected and no patience left the outcome is 1 (late) + 16 * 1 (rank 1); or it is 0,
+    and rank 0 alone is there. To stats the nanoseconds are added that each rank was waited for. Only for
+    programs of one warp: each reads its own clock.
+    """
+    rank = tl.load(facts + RANK)
+    own = tl.load(facts + OWN_HEAP)
+    alarm = own + tl.load(facts + ALARM_AT)
+    given_up = words_at(own + tl.load(facts + GIVEN_UP_AT) + ranks * tl.load(facts + FLAG_STRIDE))
+    start = nanoseconds()
+    deadline = start + tl.load(facts + PATIENCE_NS)
+    if CAN_SHRINK:
+        known = known_generations(facts, generations, ranks, is_rank)
+    else:
+        known = tl.load(generations + ranks, mask=is_rank, other=0)
+    is_open = is_rank & (known % 2 == 0)
+    seen = tl.where(is_open, load_acquire(flags, is_open), expected)
+    took = tl.where(seen >= expected, nanoseconds() - start, -1)
+    goes_on = tl.min(seen, axis=0) < expected
+    while goes_on:
+        if CAN_SHRINK:
+            known = known_generations(facts, generations, ranks, is_rank)
+            is_open = is_rank & (known % 2 == 0)
+            is_gone = load_acquire(given_up, is_rank) != 0
+            seen = tl.where(is_open, load_acquire(flags, is_open), expected)
+            is_waited_for = (seen < expected) & ~is_gone
+            # Who is masked himself waits for nobody.
+            is_in = tl.max((is_open & (ranks == rank)).to(tl.int32), axis=0) > 0
+            goes_on = (tl.max(is_waited_for.to(tl.int32), axis=0) > 0) & is_in
+        else:
+            # Relaxed, and before the flags: then both are on their way at once.
+            raised = tl.atomic_add(words_at(alarm), 0, sem="relaxed", scope="sys")
+            seen = tl.where(is_open, load_acquire(flags, is_open), expected)
+            goes_on = (tl.min(seen, axis=0) < expected) & (raised == 0)
+        now = nanoseconds()
+        took = tl.where((took < 0) & (seen >= expected), now - start, took)
+        goes_on = goes_on & (now < deadline)
+    if HAS_STATS:
+        took = tl.where(took < 0, nanoseconds() - start, took)
+        waited = tl.load(stats + ranks, mask=is_open, other=0)
+        tl.store(stats + ranks, waited + took, mask=is_open)
+    if CAN_SHRINK:
+        is_in = tl.max((is_open & (ranks == rank)).to(tl.int32), axis=0) > 0
+        is_late = is_open & (seen < expected)
+        generation = 2 * (tl.load(state + NUMBER) >> ROUND_BITS) + 1
+        known = tl.where(is_late & is_in & (ranks != rank), generation, known)
+        tell_generations(facts, heaps, generations, known, ranks, is_rank, RANK_BLOCK)
+        is_open = is_rank & (known % 2 == 0)
+        late = first_bad(tl.where(is_late & (ranks == rank), LATE, GOOD), ranks, is_rank, RANK_BLOCK)
+        outcome = tl.where(is_in, late, rank * NUM_CODES + MASKED)
+    else:
+        if tl.min(seen, axis=0) < expected:
+            # A rank may raise the alarm because all flags came and it has left: so one more look.
+            is_raised(alarm)
+            seen = tl.where(is_open, load_acquire(flags, is_open), expected)
+        bad = why_not_there(seen, expected, alarm, facts, heaps, ranks, is_rank)
+        outcome = first_bad(bad, ranks, is_open, RANK_BLOCK)
+    if outcome != 0:
+        tl.store(state + WAITED_FOR, flags_at)
+    tl.debug_barrier()
+    return outcome, is_open
+
+
+# The steps that all calls have
+
+
+@triton.jit
+def notes_of(facts, address, number):
+    """Where the notes of a call begin in the heap at this address: there are two sets of them."""
+    return address + tl.load(facts + NOTE_AT) + number % NUM_SETS * tl.load(facts + NOTE_SET_STRIDE)
+
+
+@triton.jit
+def post_notes(facts, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """Close this rank's sending at every reader that is not masked.
+
+    With number 7 and the header [-, 0, 4, ...] in the state, a reader that acquires 7 in word 0 of its note
+    finds 0 and 4 after it, and all that was written before. If the handle was found to be wrong the note
+    says so; if the call went wrong in another way nothing is posted.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    number = tl.load(state + NUMBER)
+    code = tl.load(state + OUTCOME, volatile=True) % NUM_CODES
+    is_good = (code == GOOD) | (code == BAD_HANDLE)
+    known = tl.load(generations + ranks, mask=is_rank, other=1)
+    is_open = is_rank & (known % 2 == 0) & is_good
+    there = notes_of(facts, tl.load(heaps + ranks, mask=is_rank, other=0), number)
+    there = words_at(there + tl.load(facts + RANK) * tl.load(facts + NOTE_STRIDE))
+    index = tl.arange(0, NOTE_WORDS)
+    words = tl.load(state + NOTE_HEADER + index)
+    words = tl.where((index == REFUSED) & (code == BAD_HANDLE), REFUSED_BY_HANDLE, words)
+    tl.store(
+        there[:, None] + index[None, :],
+        tl.broadcast_to(words[None, :], (RANK_BLOCK, NOTE_WORDS)),
+        mask=is_open[:, None] & (index > 0)[None, :],
+    )
+    release_max(there, number, is_open)
+
+
+@triton.jit
+def close_call(
+    facts,
+    heaps,
+    generations,
+    state,
+    CAN_SHRINK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+):
+    """Tell every sender that this rank needs nothing more of what he wrote, and the host what went wrong.
+
+    In call 7 this rank's words in the set of odd calls become 7 at everyone, unless the call failed. Who
+    finds that he was masked meanwhile may have read what was written over.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    rank = tl.load(facts + RANK)
+    outcome = tl.load(state + OUTCOME, volatile=True)
+    if CAN_SHRINK:
+        known = known_generations(facts, generations, ranks, is_rank)
+        tell_generations(facts, heaps, generations, known, ranks, is_rank, RANK_BLOCK)
+        is_out = tl.max((is_rank & (ranks == rank) & (known % 2 == 1)).to(tl.int32), axis=0) > 0
+        outcome = tl.where(is_out, rank * NUM_CODES + MASKED, outcome)
+    code = outcome % NUM_CODES
+    is_told = (code != LATE) & (code != STOPPED) & (code != MASKED)
+    number = tl.load(state + NUMBER)
+    flags_at = tl.load(facts + PACKED_AT) + number % NUM_SETS * tl.load(facts + PACKED_SET_STRIDE)
+    there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + rank * tl.load(facts + FLAG_STRIDE)
+    release_max(words_at(there), number, is_rank & is_told)
+    tl.store(state + OUTCOME, outcome)
+    if outcome != 0:
+        words = words_at(tl.load(facts + REPORT))
+        is_read = tl.load(words + NUM_REPORTS, volatile=True) == tl.load(words + NUM_READ, volatile=True)
+        is_heard = is_read & (tl.load(state + IS_REPORTED) == 0)
+        tl.store(words + REPORTED_WRONG, tl.load(state + IS_WRONG), mask=is_heard)
+        report(facts, state, outcome)
+
+
+@triton.jit
+def is_last(counter):
+    """Whether all other programs of the kernel have been here before; to the last one it is visible what they
+    stored. `counter` is 0 at first."""
+    num_programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+
+
+# What varies from call to call is not to be compiled in.
+@triton.jit(do_not_specialize=["kind", "max_tokens", "hidden", "num_experts", "travel", "refused"])
+def open_call(
+    facts,
+    heaps,
+    generations,
+    state,
+    kind,
+    max_tokens,
+    hidden,
+    num_experts,
+    travel,
+    refused,
+    ADVANCES: tl.constexpr,
+    POSTS: tl.constexpr,
+    CAN_SHRINK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+):
+    """Take the next number, and wait until nobody needs what this rank's call before the last one wrote.
+
+    One program. With 6 in the heap the call is number 7, if all ranks that are not masked have told that they
+    have packed call 5: the outcome in its state is 0. Its notes will say what it is: [7, refused, kind,
+    max_tokens, hidden, num_experts, travel]; if it `POSTS` they are posted at once. Unless it `ADVANCES` the
+    number stays as it was, and the next call finds its slots free.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    own = tl.load(facts + OWN_HEAP)
+    number_at = words_at(own + tl.load(facts + CALLS_AT))
+    number = tl.load(number_at) + 1
+    if ADVANCES:
+        tl.store(number_at, number)
+    tl.store(state + NUMBER, number)
+    tl.store(state + KIND, kind)
+    tl.store(state + IS_REPORTED, 0)
+    tl.store(state + IS_WRONG, 0)
+    tl.store(state + NUM_SENT, 0)
+    tl.store(state + NUM_TAKEN, 0)
+    tl.store(state + MISSING_ROW, NONE_MISSING)
+    header = state + NOTE_HEADER
+    tl.store(header, number)
+    tl.store(header + 1, refused)
+    tl.store(header + 2, kind)
+    tl.store(header + 3, max_tokens)
+    tl.store(header + 4, hidden)
+    tl.store(header + 5, num_experts)
+    tl.store(header + 6, travel)
+    tl.store(header + 7, 0)
+    tl.debug_barrier()
+
+    flags_at = tl.load(facts + PACKED_AT) + number % NUM_SETS * tl.load(facts + PACKED_SET_STRIDE)
+    flags = words_at(own + flags_at + ranks * tl.load(facts + FLAG_STRIDE))
+    # The first calls of a round need no telling: before it everyone was done.
+    expected = tl.where((number & NUMBER_IN_ROUND) > NUM_SETS, number - NUM_SETS, 0)
+    outcome, _ = await_flags(
+        facts,
+        heaps,
+        generations,
+        state,
+        PACKED_AT,
+        flags,
+        expected,
+        state,
+        False,
+        CAN_SHRINK,
+        ranks,
+        is_rank,
+        RANK_BLOCK,
+    )
+    tl.store(state + OUTCOME, outcome)
+    tl.debug_barrier()
+    report(facts, state, outcome)
+    if POSTS:
+        post_notes(facts, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
+
+
+@triton.jit(do_not_specialize=["local_experts"])
+def receive_notes(
+    facts,
+    heaps,
+    generations,
+    state,
+    stats,
+    local_experts,
+    HAS_STATS: tl.constexpr,
+    CAN_SHRINK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    TILE_EXPERTS: tl.constexpr,
+):
+    """Wait for everyone's note, and copy the ranges in them: row s of those in the state is sender s's.
+
+    With the headers [7, 0, 4, ...] and [7, 0, 5, ...] the outcome is 2 (different) + 16 * 1 (rank 1), and the
+    host gets all headers to say what the ranks disagree about. Of a masked sender all is 0.
+
+    One program; ranges are copied in tiles of `TILE_EXPERTS` experts.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    if tl.load(state + OUTCOME) == 0:
+        number = tl.load(state + NUMBER)
+        own = tl.load(facts + OWN_HEAP)
+        here = notes_of(facts, own, number) + ranks * tl.load(facts + NOTE_STRIDE)
+        words = words_at(here)
+        outcome, is_open = await_flags(
+            facts,
+            heaps,
+            generations,
+            state,
+            NOTE_AT,
+            words,
+            number,
+            stats,
+            HAS_STATS,
+            CAN_SHRINK,
+            ranks,
+            is_rank,
+            RANK_BLOCK,
+        )
+        index = tl.arange(0, NOTE_WORDS)
+        mine = tl.load(state + NOTE_HEADER + index)
+        theirs = tl.load(words[:, None] + index[None, :], mask=is_open[:, None], other=0, volatile=True)
+        differ = tl.max(((index > 0)[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
+        different = first_bad(tl.where(differ > 0, DIFFERENT, GOOD), ranks, is_open, RANK_BLOCK)
+        outcome = tl.where(outcome == 0, different, outcome)
+        their_ranges = words_at(here + NOTE_HEADER_BYTES)
+        for first in range(0, tl.where(outcome == 0, local_experts, 0), TILE_EXPERTS):
+            experts = first + tl.arange(0, TILE_EXPERTS)
+            is_expert = experts < local_experts
+            rows = tl.load(
+                their_ranges[:, None] + experts[None, :],
+                mask=is_open[:, None] & is_expert[None, :],
+                other=0,
+                volatile=True,
+            )
+            to = state + RANGES + ranks[:, None] * local_experts + experts[None, :]
+            tl.store(to, rows, mask=is_rank[:, None] & is_expert[None, :])
+        tl.store(state + OUTCOME, outcome)
+        if outcome != 0:
+            to = words_at(tl.load(facts + REPORT))
+            if tl.load(to + NUM_REPORTS, volatile=True) == tl.load(to + NUM_READ, volatile=True):
+                headers = to + REPORTED_HEADERS + ranks[:, None] * NOTE_WORDS + index[None, :]
+                tl.store(headers, theirs, mask=is_rank[:, None] & (index >= 0)[None, :])
+            report(facts, state, outcome)
+
+
+@triton.jit
+def finish_call(
+    facts,
+    heaps,
+    generations,
+    state,
+    CAN_SHRINK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+):
+    """Close a call that takes no rows, as `close_call` says. One program."""
+    close_call(facts, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
+
+
+# Dispatch
+
+
+@triton.jit
+def cast_tile(
     x,
     hidden,
     topk_idx,
     num_experts,
     messages,
     message_bytes,
+    token,
+    tile,
     TRAVEL: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
-    """Put each token that goes anywhere into its message, cast as it travels.
-
-    With topk_idx [[1], [-1]] and 2 experts only token 0 is written: as RAW its 2 * hidden bytes follow the
-    16-byte header at `messages`; as FP8 hidden bytes and their scales do. Token 1 would be `message_bytes`
-    further on.
-
-    Program (t, i) casts the i-th `TILE_BLOCKS` blocks of 128 values of token t. x is uint16, messages uint8;
-    `SLOT_BLOCK` is a power of two that holds a token's slots.
-    """
-    token = tl.program_id(0).to(tl.int64)
+    """Put `TILE_BLOCKS` blocks of 128 values of a token that goes anywhere into its message, cast."""
     slots = tl.arange(0, SLOT_BLOCK)
     experts = tl.load(topk_idx + token * NUM_TOPK + slots, mask=slots < NUM_TOPK, other=-1)
     is_wanted = tl.max(((experts >= 0) & (experts < num_experts)).to(tl.int32), axis=0) > 0
     source = x + token * hidden
     payload = messages + token * message_bytes + MESSAGE_HEADER_BYTES
     if TRAVEL == RAW:
-        columns = tl.program_id(1) * TILE_BLOCKS * CHANNELS + tl.arange(0, TILE_BLOCKS * CHANNELS)
+        columns = tile * TILE_BLOCKS * CHANNELS + tl.arange(0, TILE_BLOCKS * CHANNELS)
         is_sent = is_wanted & (columns < hidden)
         values = tl.load(source + columns, mask=is_sent)
         tl.store(payload.to(tl.pointer_type(tl.uint16)) + columns, values, mask=is_sent)
     else:
-        blocks = tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+        blocks = tile * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
         is_sent = is_wanted & (blocks < hidden // CHANNELS)
         columns = blocks[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
         halves = tl.load(source + columns, mask=is_sent[:, None], other=0)
@@ -88,237 +519,183 @@ def send_tokens(
             tl.store((payload + hidden).to(tl.pointer_type(tl.float32)) + blocks, scale, mask=is_sent)
 
 
-# Calls differ in their number of tokens, and are not to be compiled for each kind of number.
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def list_tokens(
     topk_idx,
-    lists,
-    list_stride,
-    notes,
-    masked,
-    counts,
+    listed,
+    ranges,
+    expert,
+    local,
     num_tokens,
-    local_experts,
     NUM_TOPK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Leave a list of this rank's tokens for each expert of each reader, and their counts in his note.
-
-    lists[r] is the address of the list for reader r's first expert, the next expert's is `list_stride`
-    further on. With 1 expert on each of 2 readers and topk_idx [[1, 0], [-1, 1]], reader 0 finds the tokens
-    [0] and reader 1 finds [0, 1]; the ranges in their notes are 1 and 2, as are the counts [1, 2]. A token
-    that chose an expert twice is listed once. Nothing is left for a masked reader.
-
-    One program per expert: it looks at all choices, `TILE_TOKENS` tokens at a time.
-    """
-    expert = tl.program_id(0)
-    reader = expert // local_experts
-    local = (expert - reader * local_experts).to(tl.int64)
-    is_open = tl.load(masked + reader) == 0
-    place = tl.load(lists + reader) + local * list_stride
-    listed = place.to(tl.pointer_type(tl.int32))
+    """List the tokens that chose an expert, each once, and leave their number in the note."""
     slots = tl.arange(0, SLOT_BLOCK)
     count = tl.full((), 0, tl.int32)
-    for start in range(0, tl.where(is_open, num_tokens, 0), TILE_TOKENS):
+    for start in range(0, num_tokens, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
         is_slot = (tokens < num_tokens)[:, None] & (slots < NUM_TOPK)[None, :]
         chosen = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + slots[None, :], mask=is_slot, other=-1)
         here = tl.max((chosen == expert).to(tl.int32), axis=1)
         tl.store(listed + count + tl.cumsum(here, axis=0) - here, tokens, mask=here > 0)
         count += tl.sum(here, axis=0)
-    tl.store(counts + expert, count.to(tl.int64))
-    ranges = (tl.load(notes + reader) + NOTE_HEADER_BYTES).to(tl.pointer_type(tl.int64))
-    tl.store(ranges + local, count.to(tl.int64), mask=is_open)
+    tl.store(ranges + local, count.to(tl.int64))
 
 
-@triton.jit
-def post_notes(
-    notes,
-    masked,
-    number,
-    header,
-    NUM_WORDS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-):
-    """Close this rank's sending at every reader that is not masked.
-
-    With number [7] and header [-, 0, 4] a reader that acquires 7 in word 0 of its note finds 0 and 4 after
-    it, and all that was written before.
-
-    One program. The number lives in memory, so that a captured graph can be replayed; it only grows.
-    """
-    ranks = tl.arange(0, RANK_BLOCK)
-    is_rank = ranks < NUM_RANKS
-    is_open = is_rank & (tl.load(masked + ranks, mask=is_rank, other=1) == 0)
-    there = tl.load(notes + ranks, mask=is_rank, other=0).to(tl.pointer_type(tl.int64))
-    index = tl.arange(0, NOTE_WORDS)
-    is_word = (index > 0) & (index < NUM_WORDS)
-    words = tl.load(header + index, mask=is_word, other=0)
-    tl.store(
-        there[:, None] + index[None, :],
-        tl.broadcast_to(words[None, :], (RANK_BLOCK, NOTE_WORDS)),
-        mask=is_open[:, None] & is_word[None, :],
-    )
-    release_max(there, tl.load(number), is_open)
-
-
-@triton.jit
-def await_notes(
-    notes,
-    masked,
-    number,
-    outcome,
-    patience_ns,
-    NUM_RANKS: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-):
-    """Wait for the note of every sender that is not masked; else the outcome says who is late.
-
-    One program. `notes[s]` is the address of sender s's note here. With the first words [7, 6], number [7]
-    and no patience left the outcome is 1 (late) + 4 * 1 (rank 1); if rank 1 is masked, nobody waits for it.
-    An outcome that is not 0 stays as it is.
-    """
-    call = tl.load(number)
-    ranks = tl.arange(0, RANK_BLOCK)
-    is_rank = ranks < NUM_RANKS
-    is_open = is_rank & (tl.load(masked + ranks, mask=is_rank, other=1) == 0)
-    here = tl.load(notes + ranks, mask=is_rank, other=0).to(tl.pointer_type(tl.int64))
-    seen = wait_for_all(here, is_open, call, patience_ns)
-    late = first_bad(tl.where(seen < call, LATE, GOOD), ranks, is_open, RANK_BLOCK)
-    before = tl.load(outcome)
-    tl.store(outcome, tl.where(before == 0, late, before))
-
-
-@triton.jit
-def read_notes(
-    notes,
-    masked,
-    own_header,
-    headers,
-    ranges,
-    num_rows,
-    outcome,
+@triton.jit(do_not_specialize=["num_tokens"])
+def send_tokens(
+    facts,
+    heaps,
+    generations,
+    state,
+    x,
+    topk_idx,
+    messages,
+    lists,
+    num_tokens,
+    hidden,
+    message_bytes,
+    list_stride,
     local_experts,
-    FIRST_AGREEING: tl.constexpr,
-    END_AGREEING: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
+    TRAVEL: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
-    TILE_EXPERTS: tl.constexpr,
 ):
-    """Copy every sender's header and ranges (row s comes from sender s); num_rows is that of all ranges.
+    """Put each token that goes anywhere into its message, list the tokens of each expert for its rank, and
+    post the notes.
 
-    It is -1 if the headers do not agree in the words [first, end). Of a masked sender all is 0. With the
-    headers [7, 0, 4] and [7, 0, 5] and one row each, words [1, 2) give 2 and words [1, 3) give -1; then the
-    outcome is 2 (different) + 4 * 1 (rank 1). An outcome that is not 0 stays as it is.
+    With topk_idx [[1, 0], [-1, 1]] and 1 expert on each of 2 ranks both tokens are written: as RAW the 2 *
+    hidden bytes of token 1 follow a 16-byte header, `message_bytes` after those of token 0; as FP8 hidden
+    bytes and their scales do. Reader 0 finds the list [0], and 1 in its note; reader 1 finds [0, 1] and 2. A
+    token that chose an expert twice is listed once. Nothing is left for a masked reader.
 
-    One program, after `await_notes`; ranges are copied in tiles of `TILE_EXPERTS` experts.
+    messages[set, r] is the address of rank r's first message, lists[set, r] that of the list for reader r's
+    first expert; the next expert's is `list_stride` further on. The first program of each expert lists its
+    tokens, `TILE_TOKENS` at a time; then `NUM_TILES` programs cast each token, `TILE_BLOCKS` blocks of 128
+    values each. x is uint16.
     """
-    ranks = tl.arange(0, RANK_BLOCK)
-    is_rank = ranks < NUM_RANKS
-    is_open = is_rank & (tl.load(masked + ranks, mask=is_rank, other=1) == 0)
-    here = tl.load(notes + ranks, mask=is_rank, other=0)
-    index = tl.arange(0, NOTE_WORDS)
-    is_word = index < NUM_WORDS
-    mine = tl.load(own_header + index, mask=is_word, other=0)
-    words = here.to(tl.pointer_type(tl.int64))
-    theirs = tl.load(
-        words[:, None] + index[None, :], mask=is_open[:, None] & is_word[None, :], other=0, volatile=True
-    )
-    tl.store(
-        headers + ranks[:, None] * NUM_WORDS + index[None, :],
-        theirs,
-        mask=is_rank[:, None] & is_word[None, :],
-    )
-    is_agreeing = (index >= FIRST_AGREEING) & (index < END_AGREEING)
-    differ = tl.max((is_agreeing[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
-    different = first_bad(tl.where(differ > 0, DIFFERENT, GOOD), ranks, is_open, RANK_BLOCK)
-    before = tl.load(outcome)
-    tl.store(outcome, tl.where(before == 0, different, before))
-    total = tl.full((), 0, tl.int64)
-    their_ranges = (here + NOTE_HEADER_BYTES).to(tl.pointer_type(tl.int64))
-    for first in range(0, local_experts, TILE_EXPERTS):
-        experts = first + tl.arange(0, TILE_EXPERTS)
-        is_expert = experts < local_experts
-        rows = tl.load(
-            their_ranges[:, None] + experts[None, :],
-            mask=is_open[:, None] & is_expert[None, :],
-            other=0,
-            volatile=True,
-        )
-        tl.store(
-            ranges + ranks[:, None] * local_experts + experts[None, :],
-            rows,
-            mask=is_rank[:, None] & is_expert[None, :],
-        )
-        total += tl.sum(tl.sum(rows & COUNT_MASK, axis=1), axis=0)
-    tl.store(num_rows, tl.where(different == 0, total, -1))
+    program = tl.program_id(0)
+    num_experts = NUM_RANKS * local_experts
+    if tl.load(state + OUTCOME) == 0:
+        number = tl.load(state + NUMBER)
+        table = number % NUM_SETS * NUM_RANKS
+        if program < num_experts:
+            reader = program // local_experts
+            local = (program - reader * local_experts).to(tl.int64)
+            is_open = tl.load(generations + reader) % 2 == 0
+            note = notes_of(facts, tl.load(heaps + reader), number)
+            note += tl.load(facts + RANK) * tl.load(facts + NOTE_STRIDE)
+            place = tl.load(lists + table + reader) + local * list_stride
+            if is_open:
+                list_tokens(
+                    topk_idx,
+                    place.to(tl.pointer_type(tl.int32)),
+                    words_at(note + NOTE_HEADER_BYTES),
+                    program,
+                    local,
+                    num_tokens,
+                    NUM_TOPK,
+                    SLOT_BLOCK,
+                    TILE_TOKENS,
+                )
+        else:
+            # A pointer out of a table is not known to be aligned; ours are.
+            own = tl.load(messages + table + tl.load(facts + RANK)).to(tl.pointer_type(tl.uint8))
+            token = (program - num_experts) // NUM_TILES
+            tile = program - num_experts - token * NUM_TILES
+            cast_tile(
+                x,
+                hidden,
+                topk_idx,
+                num_experts,
+                tl.multiple_of(own, 16),
+                message_bytes,
+                token.to(tl.int64),
+                tile,
+                TRAVEL,
+                NUM_TOPK,
+                SLOT_BLOCK,
+                TILE_BLOCKS,
+            )
+    if is_last(state + NUM_SENT):
+        post_notes(facts, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
 
 
 @triton.jit
 def pack_tokens(
-    ranges,
-    lists,
-    list_stride,
+    facts,
+    heaps,
+    generations,
+    state,
     messages,
-    message_bytes,
-    row_words,
-    num_scale_words,
+    lists,
     x,
     scales,
     src_info,
     layout_range,
     counts,
     stats,
-    outcome,
+    message_bytes,
+    list_stride,
+    row_words,
+    num_scale_words,
     local_experts,
     rows_per_expert,
-    NUM_SENDERS: tl.constexpr,
-    SENDER_BLOCK: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+    CAN_SHRINK: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
     TILE_SCALES: tl.constexpr,
 ):
-    """Take the rows of each local expert from their senders: in order of sender, then token.
+    """Take the rows of each local expert from their senders, in order of sender, then token; close the call.
 
-    ranges[s, e] counts the rows of sender s for expert e, lists[s] is the address of its list for expert 0,
-    messages[s] that of its first message. With ranges [[2], [1]] and the lists [0, 3] and [1], the rows of
-    expert 0 are tokens 0 and 3 of sender 0 and token 1 of sender 1: src_info [[0, 3, 1, ...]], layout_range
-    [[2, 2 << 32 | 1]], counts [3], and stats (unless it is None) grows by 3. A row's scales, words of 4
+    The ranges in the state count the rows of sender s for expert e, lists[set, s] is the address of its list
+    for expert 0, messages[set, s] that of its first message. With ranges [[2], [1]] and the lists [0, 3] and
+    [1], the rows of expert 0 are tokens 0 and 3 of sender 0 and token 1 of sender 1: src_info [[0, 3, 1,
+    ...]], layout_range [[2, 2 << 32 | 1]], counts [3], and stats grows by 3. A row's scales, words of 4
     bytes, go to a column: word w of row r of expert e to ((e * num_scale_words) + w) * rows_per_expert + r.
-    Nothing is taken if the outcome of what came before is not 0.
 
     Program (e, s, i) takes the i-th share of what sender s has for expert e, `TILE_ROWS` rows at a time, in
     pieces of `TILE_WORDS` words: each thread then moves 16 bytes at a time. x and scales are words of 4
-    bytes; without scales they are None.
+    bytes.
     """
     expert = tl.program_id(0)
     sender = tl.program_id(1)
     share = tl.program_id(2)
-    is_good = tl.load(outcome) == 0
-    senders = tl.arange(0, SENDER_BLOCK)
-    theirs = tl.load(ranges + senders * local_experts + expert, mask=senders < NUM_SENDERS, other=0)
+    is_good = tl.load(state + OUTCOME) == 0
+    table = tl.load(state + NUMBER) % NUM_SETS * NUM_RANKS
+    senders = tl.arange(0, RANK_BLOCK)
+    ranges = state + RANGES
+    is_sender = is_good & (senders < NUM_RANKS)
+    theirs = tl.load(ranges + senders * local_experts + expert, mask=is_sender, other=0)
     their_counts = (theirs & COUNT_MASK).to(tl.int32)
     begin = tl.sum(tl.where(senders < sender, their_counts, 0), axis=0)
     count = tl.sum(tl.where(senders == sender, their_counts, 0), axis=0)
     is_first = is_good & (share == 0)
     whole_range = (begin.to(tl.int64) << COUNT_BITS) | count.to(tl.int64)
-    tl.store(layout_range + expert * NUM_SENDERS + sender, whole_range, mask=is_first)
+    tl.store(layout_range + expert * NUM_RANKS + sender, whole_range, mask=is_first)
     total = tl.sum(their_counts, axis=0)
     is_first = is_first & (sender == 0)
     tl.store(counts + expert, total, mask=is_first)
-    if stats is not None:
+    if HAS_STATS:
         tl.store(stats + expert, tl.load(stats + expert) + total, mask=is_first)
 
-    max_tokens = rows_per_expert // NUM_SENDERS
-    place = tl.load(lists + sender) + expert.to(tl.int64) * list_stride
+    max_tokens = rows_per_expert // NUM_RANKS
+    place = tl.load(lists + table + sender) + expert.to(tl.int64) * list_stride
     listed = place.to(tl.pointer_type(tl.int32))
     # A pointer out of a table is not known to be aligned; ours are.
-    their_messages = tl.multiple_of(tl.load(messages + sender).to(tl.pointer_type(tl.uint8)), 16)
-    end = tl.where(is_good, count, 0)
-    for first in range(share * TILE_ROWS, end, tl.num_programs(2) * TILE_ROWS):
+    their_messages = tl.multiple_of(tl.load(messages + table + sender).to(tl.pointer_type(tl.uint8)), 16)
+    for first in range(share * TILE_ROWS, count, tl.num_programs(2) * TILE_ROWS):
         indices = first + tl.arange(0, TILE_ROWS)
         is_row = indices < count
         # Of a sender that has masked this rank, the list may be written over while it is read; and a compiler
@@ -334,7 +711,7 @@ def pack_tokens(
             is_word = is_row[:, None] & (words < row_words)[None, :]
             values = tl.load(source[:, None] + words[None, :], mask=is_word)
             tl.store(x + rows[:, None] * row_words + words[None, :], values, mask=is_word)
-        if scales is not None:
+        if HAS_SCALES:
             for start in range(0, num_scale_words, TILE_SCALES):
                 words = start + tl.arange(0, TILE_SCALES)
                 is_word = is_row[:, None] & (words < num_scale_words)[None, :]
@@ -342,45 +719,54 @@ def pack_tokens(
                 columns = (expert.to(tl.int64) * num_scale_words + words) * rows_per_expert
                 to = scales + columns[None, :] + (begin + indices)[:, None]
                 tl.store(to, values, mask=is_word)
+    if is_last(state + NUM_TAKEN):
+        close_call(facts, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
+
+
+# Combine
 
 
 @triton.jit
-def count_rows(
-    layout_range,
+def list_returns(
+    state,
     src_info,
-    rows,
+    layout_range,
+    listed,
+    ranges,
+    expert,
+    reader,
+    rank,
+    is_open,
     max_tokens,
     rows_per_expert,
-    NUM_SENDERS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """The rows of a handle, for each expert, if ranges and tokens are possible: no kernel reaches outside.
+    """Copy an expert's range and tokens of one reader, if they are possible; else the outcome says so.
 
-    Else -1: a range does not begin where the one before ends; -2: it has more than `max_tokens` rows; -3: a
-    token is not in [0, max_tokens), or does not follow the one before. With at most 4 tokens and 2 senders,
-    ranges [[2, 2 << 32 | 1]] and src_info [[0, 3, 1, ...]] give [3]; with [[3, 0, 1, ...]] it is [-3].
-
-    One program per expert.
+    A range begins where the one before ends and has `max_tokens` rows at most; its tokens are in order, and
+    below that number.
     """
-    expert = tl.program_id(0).to(tl.int64)
-    begin = tl.full((), 0, tl.int64)
-    problem = tl.full((), 0, tl.int32)
-    for sender in range(NUM_SENDERS):
-        theirs = tl.load(layout_range + expert * NUM_SENDERS + sender)
-        count = theirs & COUNT_MASK
-        found = tl.where((theirs >> COUNT_BITS) != begin, -1, tl.where(count > max_tokens, -2, 0))
-        problem = tl.where(problem == 0, found, problem)
-        end = tl.where(problem == 0, count, 0).to(tl.int32)
-        for first in range(0, end, TILE_ROWS):
-            indices = first + tl.arange(0, TILE_ROWS)
-            is_row = indices < end
-            tokens_at = src_info + expert * rows_per_expert + begin + indices
-            tokens = tl.load(tokens_at, mask=is_row, other=0)
-            before = tl.load(tokens_at - 1, mask=is_row & (indices > 0), other=-1)
-            is_wrong = is_row & ((tokens <= before) | (tokens >= max_tokens))
-            problem = tl.where(tl.max(is_wrong.to(tl.int32), axis=0) > 0, -3, problem)
-        begin += tl.where(problem == 0, count, 0)
-    tl.store(rows + expert, tl.where(problem == 0, begin, problem))
+    readers = tl.arange(0, RANK_BLOCK)
+    row = tl.load(layout_range + expert * NUM_RANKS + readers, mask=readers < NUM_RANKS, other=0)
+    begin = tl.sum(tl.where(readers < reader, row & COUNT_MASK, 0), axis=0)
+    theirs = tl.sum(tl.where(readers == reader, row, 0), axis=0)
+    count = theirs & COUNT_MASK
+    # The ranges before are judged by others, but what is read here must lie inside.
+    is_wrong = (theirs >> COUNT_BITS != begin) | (count > max_tokens) | (begin > reader * max_tokens)
+    tl.store(ranges + expert, theirs, mask=is_open & ~is_wrong)
+    tokens_at = src_info + expert * rows_per_expert + tl.where(is_wrong, 0, begin)
+    num_rows = tl.where(is_wrong, 0, count).to(tl.int32)
+    for first in range(0, num_rows, TILE_ROWS):
+        indices = first + tl.arange(0, TILE_ROWS)
+        is_row = indices < num_rows
+        tokens = tl.load(tokens_at + indices, mask=is_row, other=0)
+        before = tl.load(tokens_at + indices - 1, mask=is_row & (indices > 0), other=-1)
+        is_disorder = is_row & ((tokens <= before) | (tokens >= max_tokens))
+        is_wrong = is_wrong | (tl.max(is_disorder.to(tl.int32), axis=0) > 0)
+        tl.store(listed + indices, tokens, mask=is_row & is_open)
+    tl.atomic_max(state + OUTCOME, rank * NUM_CODES + BAD_HANDLE, mask=is_wrong, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -391,21 +777,18 @@ def stage_rows(
     rows_per_expert,
     messages,
     message_bytes,
+    expert,
+    share,
     USE_LOGFMT: tl.constexpr,
-    NUM_SENDERS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
-    """Put the rows of each local expert into the messages of the same index, as they are or in LogFMT.
-
-    With layout_range [[2, 2 << 32 | 1]] rows 0 to 2 of expert 0 are put there.
-
-    Program (e, i) takes the i-th share of expert e's rows, `TILE_BLOCKS` blocks of 128 values at a time. x is
-    uint16, messages uint8.
-    """
-    expert = tl.program_id(0).to(tl.int64)
-    last = tl.load(layout_range + expert * NUM_SENDERS + NUM_SENDERS - 1)
-    num_rows = ((last >> COUNT_BITS) + (last & COUNT_MASK)).to(tl.int32)
-    for index in range(tl.program_id(1), num_rows, tl.num_programs(1)):
+    """Put a share of an expert's rows into the messages of the same index, as they are or in LogFMT."""
+    last = tl.load(layout_range + expert * NUM_RANKS + NUM_RANKS - 1)
+    end = (last >> COUNT_BITS) + (last & COUNT_MASK)
+    num_rows = tl.minimum(tl.maximum(end, 0), rows_per_expert).to(tl.int32)
+    for index in range(share, num_rows, NUM_SHARES):
         row = expert * rows_per_expert + index
         source = x + row * hidden
         message = messages + row * message_bytes
@@ -420,37 +803,88 @@ def stage_rows(
 
 
 @triton.jit
-def list_returns(
+def return_rows(
+    facts,
+    heaps,
+    generations,
+    state,
+    x,
     src_info,
     layout_range,
+    messages,
     lists,
+    hidden,
+    message_bytes,
     list_stride,
-    notes,
-    masked,
+    local_experts,
     rows_per_expert,
-    NUM_READERS: tl.constexpr,
+    USE_LOGFMT: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
 ):
-    """Leave for each reader the list of its tokens whose rows this rank's experts return, and their ranges.
+    """Put the rows of each local expert into the messages of the same index, list for each reader its tokens
+    whose rows are returned, and post the notes.
 
-    lists[r] is the address of the list for reader r of expert 0's rows, the next expert's is `list_stride`
-    further on. With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] reader 0 finds the tokens
-    [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 | 1. Nothing is left for a masked reader.
+    With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] rows 0 to 2 of expert 0 are put there;
+    reader 0 finds the tokens [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 | 1. Nothing is
+    left for a masked reader. With tokens [[3, 0, 1]] the outcome is 5 (bad handle), and the notes say that
+    this call is refused.
 
-    Program (e, r) leaves the list of expert e for reader r, `TILE_ROWS` rows at a time.
+    messages[set, r] is the address of rank r's first message, lists[set, r] that of the list for reader r of
+    expert 0's rows; the next expert's is `list_stride` further on. The first programs leave a list each, for
+    (expert, reader); then `NUM_SHARES` programs copy each expert's rows, `TILE_BLOCKS` blocks of 128 values
+    at a time, as they are or in LogFMT. Without the latter, the rows are in their places already. x is
+    uint16.
     """
-    expert = tl.program_id(0).to(tl.int64)
-    reader = tl.program_id(1)
-    is_open = tl.load(masked + reader) == 0
-    theirs = tl.load(layout_range + expert * NUM_READERS + reader)
-    ranges = (tl.load(notes + reader) + NOTE_HEADER_BYTES).to(tl.pointer_type(tl.int64))
-    tl.store(ranges + expert, theirs, mask=is_open)
-    listed = (tl.load(lists + reader) + expert * list_stride).to(tl.pointer_type(tl.int32))
-    tokens = src_info + expert * rows_per_expert + (theirs >> COUNT_BITS)
-    count = tl.where(is_open, theirs & COUNT_MASK, 0).to(tl.int32)
-    for first in range(0, count, TILE_ROWS):
-        indices = first + tl.arange(0, TILE_ROWS)
-        tl.store(listed + indices, tl.load(tokens + indices, mask=indices < count), mask=indices < count)
+    program = tl.program_id(0)
+    num_lists = NUM_RANKS * local_experts
+    if tl.load(state + OUTCOME) == 0:
+        number = tl.load(state + NUMBER)
+        table = number % NUM_SETS * NUM_RANKS
+        rank = tl.load(facts + RANK)
+        if program < num_lists:
+            expert = (program // NUM_RANKS).to(tl.int64)
+            reader = program % NUM_RANKS
+            note = notes_of(facts, tl.load(heaps + reader), number) + rank * tl.load(facts + NOTE_STRIDE)
+            place = tl.load(lists + table + reader) + expert * list_stride
+            list_returns(
+                state,
+                src_info,
+                layout_range,
+                place.to(tl.pointer_type(tl.int32)),
+                words_at(note + NOTE_HEADER_BYTES),
+                expert,
+                reader,
+                rank,
+                tl.load(generations + reader) % 2 == 0,
+                rows_per_expert // NUM_RANKS,
+                rows_per_expert,
+                NUM_RANKS,
+                RANK_BLOCK,
+                TILE_ROWS,
+            )
+        else:
+            own = tl.load(messages + table + rank).to(tl.pointer_type(tl.uint8))
+            staged = program - num_lists
+            stage_rows(
+                x,
+                hidden,
+                layout_range,
+                rows_per_expert,
+                tl.multiple_of(own, 16),
+                message_bytes,
+                (staged // NUM_SHARES).to(tl.int64),
+                staged % NUM_SHARES,
+                USE_LOGFMT,
+                NUM_RANKS,
+                NUM_SHARES,
+                TILE_BLOCKS,
+            )
+    if is_last(state + NUM_SENT):
+        post_notes(facts, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
 
 
 @triton.jit
@@ -498,62 +932,69 @@ def sum_logfmt_rows(addresses, slots, weights, blocks, hidden, NUM_TOPK: tl.cons
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def sum_tokens(
+    facts,
+    heaps,
+    generations,
+    state,
     topk_idx,
     topk_weights,
-    ranges,
-    lists,
-    list_stride,
     messages,
-    message_bytes,
-    rows_per_expert,
-    masked,
+    lists,
     out,
+    num_tokens,
     hidden,
-    missing,
-    outcome,
+    message_bytes,
+    list_stride,
     local_experts,
+    rows_per_expert,
     USE_LOGFMT: tl.constexpr,
+    CAN_SHRINK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
     TILE_LIST: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
-    IN_HARDWARE: tl.constexpr = True,
+    IN_HARDWARE: tl.constexpr,
 ):
-    """Add up each token's rows where they lie: out = 0 + row * weight + ..., in top-k order, in float32.
+    """Add up each token's rows where they lie: out = 0 + row * weight + ..., in top-k order, in float32; and
+    close the call.
 
-    ranges[r, e] says which rows of expert e of rank r are this rank's, lists[r] is the address of the list of
-    their tokens for expert 0, messages[r] that of the first row's message. With 1 expert per rank, topk_idx
-    [[1, 0]], weights [[0.5, 2]] and a row of 4s at rank 1, of 1s at rank 0, out is a row of 4s: 4 * 0.5 +
-    1 * 2. Experts that are none or masked are skipped. `missing` falls to the smallest token * top-k + slot
-    where rank r returned no row for a token that should have been there; that row is skipped, too. Nothing
-    is added up if the outcome of what came before is not 0.
+    The ranges in the state say which rows of expert e of rank r are this rank's, lists[set, r] is the address
+    of the list of their tokens for expert 0, messages[set, r] that of the first row's message. With 1 expert
+    per rank, topk_idx [[1, 0]], weights [[0.5, 2]] and a row of 4s at rank 1, of 1s at rank 0, out is a row
+    of 4s: 4 * 0.5 + 1 * 2. Experts that are none or masked are skipped. Where rank r returned no row for a
+    token that should have been there, the outcome is 7 (missing), and the host hears of the first such.
 
     Program (t, i) takes the i-th share of token t's values, `TILE_BLOCKS` blocks of 128 at a time. It looks
     at the lists of all slots at once, at `TILE_LIST` tokens of each. out is uint16.
     """
     token = tl.program_id(0).to(tl.int64)
+    is_good = (tl.load(state + OUTCOME) == 0) & (token < num_tokens)
+    table = tl.load(state + NUMBER) % NUM_SETS * NUM_RANKS
     slots = tl.arange(0, SLOT_BLOCK)
-    chosen = tl.load(topk_idx + token * NUM_TOPK + slots, mask=slots < NUM_TOPK, other=-1)
-    is_expert = (chosen >= 0) & (chosen < NUM_RANKS * local_experts) & (tl.load(outcome) == 0)
+    is_slot = (slots < NUM_TOPK) & is_good
+    chosen = tl.load(topk_idx + token * NUM_TOPK + slots, mask=is_slot, other=-1)
+    is_expert = (chosen >= 0) & (chosen < NUM_RANKS * local_experts)
     experts = tl.where(is_expert, chosen, 0)
     ranks = experts // local_experts
     locals_there = experts - ranks * local_experts
-    is_wanted = is_expert & (tl.load(masked + ranks) == 0)
-    theirs = tl.load(ranges + experts, mask=is_wanted, other=0)
+    is_wanted = is_expert & (tl.load(generations + ranks) % 2 == 0)
+    theirs = tl.load(state + RANGES + experts, mask=is_wanted, other=0)
     counts = (theirs & COUNT_MASK).to(tl.int32)
-    listed = (tl.load(lists + ranks) + locals_there * list_stride).to(tl.pointer_type(tl.int32))
+    listed = (tl.load(lists + table + ranks) + locals_there * list_stride).to(tl.pointer_type(tl.int32))
     places = find_places(listed, counts, token, SLOT_BLOCK, TILE_LIST)
     is_missing = is_wanted & (places < 0)
     first_missing = tl.min(tl.where(is_missing, token * NUM_TOPK + slots, NONE_MISSING), axis=0)
     is_told = (first_missing != NONE_MISSING) & (tl.program_id(1) == 0)
-    tl.atomic_min(missing, first_missing, mask=is_told, sem="relaxed")
+    tl.atomic_min(state + MISSING_ROW, first_missing, mask=is_told, sem="relaxed", scope="gpu")
 
     rows = locals_there * rows_per_expert + (theirs >> COUNT_BITS) + places
-    addresses = tl.where(is_wanted & ~is_missing, tl.load(messages + ranks) + rows * message_bytes, 0)
-    end = tl.where(tl.load(outcome) == 0, hidden, 0)
+    is_there = is_wanted & ~is_missing
+    addresses = tl.where(is_there, tl.load(messages + table + ranks) + rows * message_bytes, 0)
+    end = tl.where(is_good, hidden, 0)
     step = TILE_BLOCKS * CHANNELS
     for start in range(tl.program_id(1) * step, end, tl.num_programs(1) * step):
         weights = topk_weights + token * NUM_TOPK
@@ -565,3 +1006,11 @@ def sum_tokens(
             columns = start + tl.arange(0, TILE_BLOCKS * CHANNELS)
             sums = sum_raw_rows(addresses, slots, weights, columns, hidden, NUM_TOPK)
         tl.store(out + token * hidden + columns, bf16_of_float(sums, IN_HARDWARE), mask=columns < hidden)
+    if is_last(state + NUM_TAKEN):
+        missing = tl.load(state + MISSING_ROW, volatile=True)
+        if missing != NONE_MISSING:
+            wrong = (missing // NUM_TOPK << COUNT_BITS) | tl.load(topk_idx + missing)
+            tl.store(state + IS_WRONG, wrong)
+            tl.store(state + OUTCOME, tl.load(facts + RANK) * NUM_CODES + MISSING)
+            tl.debug_barrier()
+        close_call(facts, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)

@@ -50,30 +50,31 @@ def pull_and_sum(
     is left out: the outcome is then 5 (bad handle) + 16 * r.
     """
     is_mine = (tl.load(state + OUTCOME) == 0) & (tl.load(state + USES_RINGS) == 0)
-    num_tiles = tl.where(is_mine, tl.cdiv(num_tokens, TILE_TOKENS), 0)
+    # In pieces of rows, so that no program is left with a whole row while the others are done.
+    num_pieces = tl.cdiv(hidden, TILE_VALUES)
+    num_tiles = tl.where(is_mine, tl.cdiv(num_tokens, TILE_TOKENS) * num_pieces, 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tokens = tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+        tokens = tile // num_pieces * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         is_token = tokens < num_tokens
-        for start in range(0, hidden, TILE_VALUES):
-            columns = start + tl.arange(0, TILE_VALUES)
-            is_column = columns < hidden
-            sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
-            if NUM_BIASES > 0:
-                index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
-                is_value = is_token[:, None] & is_column[None, :]
-                sums = load_rows(bias_0 + index, is_value, DTYPE)
-                if NUM_BIASES > 1:
-                    sums += load_rows(bias_1 + index, is_value, DTYPE)
-            for rank in tl.static_range(NUM_RANKS):
-                rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
-                window = values_at(tl.load(places + PLACE_WORDS * rank), DTYPE)
-                is_there = is_below(rows, num_rows_there(places, rank))
-                source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
-                is_row = is_there[:, None] & is_column[None, :]
-                sums += load_rows(source, is_row, DTYPE, NUM_BIASES == 0)
-            # Not before the loop: addresses that live through it would cost the registers that rows need.
-            target = out + tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
-            store_rows(target, sums, is_token[:, None] & is_column[None, :], DTYPE, IN_HARDWARE)
+        columns = tile % num_pieces * TILE_VALUES + tl.arange(0, TILE_VALUES)
+        is_column = columns < hidden
+        sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
+        if NUM_BIASES > 0:
+            index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+            is_value = is_token[:, None] & is_column[None, :]
+            sums = load_rows(bias_0 + index, is_value, DTYPE)
+            if NUM_BIASES > 1:
+                sums += load_rows(bias_1 + index, is_value, DTYPE)
+        for rank in tl.static_range(NUM_RANKS):
+            rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
+            window = values_at(tl.load(places + PLACE_WORDS * rank), DTYPE)
+            is_there = is_below(rows, num_rows_there(places, rank))
+            source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
+            is_row = is_there[:, None] & is_column[None, :]
+            sums += load_rows(source, is_row, DTYPE, NUM_BIASES == 0)
+        # Not before the loop: addresses that live through it would cost the registers that rows need.
+        target = out + tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+        store_rows(target, sums, is_token[:, None] & is_column[None, :], DTYPE, IN_HARDWARE)
     num_chunks = tl.where(is_mine, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)

@@ -73,23 +73,24 @@ def send_to_windows(
     is_good = tl.load(state + OUTCOME) == 0
     if ALL_OR_NONE:
         is_good = is_good & (tl.load(state + USES_RINGS) == 0)
-    num_tiles = tl.where(is_good, tl.cdiv(num_tokens, TILE_TOKENS), 0)
+    # In pieces of rows, so that no program is left with a whole row while the others are done.
+    num_pieces = tl.cdiv(row_words, TILE_WORDS)
+    num_tiles = tl.where(is_good, tl.cdiv(num_tokens, TILE_TOKENS) * num_pieces, 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tokens = tile * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+        tokens = tile // num_pieces * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
         is_token = tokens < num_tokens
-        for start in range(0, row_words, TILE_WORDS):
-            words = start + tl.arange(0, TILE_WORDS)
-            is_word = words < row_words
-            source = x + tokens.to(tl.int64)[:, None] * row_words + words[None, :]
-            values = tl.load(source, mask=is_token[:, None] & is_word[None, :])
-            for receiver in tl.static_range(NUM_RECEIVERS):
-                rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
-                place = tl.load(places + PLACE_WORDS * receiver)
-                # A pointer out of a table is not known to be aligned; ours are.
-                window = tl.multiple_of(place.to(tl.pointer_type(tl.int32)), 16)
-                target = window + rows.to(tl.int64)[:, None] * row_words + words[None, :]
-                is_sent = is_below(rows, num_rows_there(places, receiver))
-                tl.store(target, values, mask=is_sent[:, None] & is_word[None, :])
+        words = tile % num_pieces * TILE_WORDS + tl.arange(0, TILE_WORDS)
+        is_word = words < row_words
+        source = x + tokens.to(tl.int64)[:, None] * row_words + words[None, :]
+        values = tl.load(source, mask=is_token[:, None] & is_word[None, :])
+        for receiver in tl.static_range(NUM_RECEIVERS):
+            rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
+            place = tl.load(places + PLACE_WORDS * receiver)
+            # A pointer out of a table is not known to be aligned; ours are.
+            window = tl.multiple_of(place.to(tl.pointer_type(tl.int32)), 16)
+            target = window + rows.to(tl.int64)[:, None] * row_words + words[None, :]
+            is_sent = is_below(rows, num_rows_there(places, receiver))
+            tl.store(target, values, mask=is_sent[:, None] & is_word[None, :])
     # The rest is little: a chunk of many tokens takes no longer than one of a few.
     num_chunks = tl.where(is_good, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):

@@ -1,0 +1,802 @@
+"""Low-latency mode on GPUs that share memory: the calls of `low_latency`, with every wait in a kernel.
+
+Each half of a call is two kernels: `open_call` and one that sends, `receive_notes` and one that takes rows.
+The host waits for nothing, and knows neither when a call is over nor, as graphs may be replayed, what its
+number is: the numbers are in the GPU's memory, and which of the two sets of slots a call has is found there.
+Calls with hooks run on the caller's stream, the others on the communication stream. All halves run in the
+order in which the host made them, whatever their streams.
+
+Where ranks may be masked, kernels mask those that do not come; hosts meet only to take them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+
+from anyep import outcomes
+from anyep.backends import cpu
+from anyep.backends.cuda import facts
+from anyep.backends.cuda.kernels import slots as kernels
+from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
+from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
+from anyep.modes import notes
+from anyep.modes.conversation import Array, Call, Conversation, Stall
+from anyep.modes.gpu_connection import GpuConnection
+from anyep.modes.gpu_talk import FAILURES, GpuTalk
+from anyep.modes.letters import Kind
+from anyep.modes.low_latency import REFUSAL_TEXTS, LowLatency, Outputs, Received, Sent, Tokens
+from anyep.modes.masks import Masks, log
+from anyep.modes.notes import Format
+from anyep.modes.status import Phase, name_of_call
+from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
+
+CHANNELS: Final = 128
+CAST_BLOCKS: Final = 16
+"""Blocks of 128 values that a program casts or copies at a time: 16 values per thread."""
+SUM_BLOCKS: Final = 8
+LIST_CHOICES: Final = 1024
+PACK_TILE: Final = (2, 1024, 64)
+"""Rows, words and scale words that a program takes at a time."""
+LIST_TILE: Final = 128
+NOTE_TILE: Final = 32
+SEARCH_TILE: Final = 32
+MOST_SHARES: Final = 64
+PROGRAMS_PER_SM: Final = 16
+T = TypeVar("T")
+Launch = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A call that was sent: its state, how to receive it, and the tensors that this needs."""
+
+    call: Call
+    state: torch.Tensor
+    receive: Launch
+    tensors: tuple[torch.Tensor | None, ...]
+    stream: Any
+    is_captured: bool
+
+
+class GpuLowLatency(LowLatency):
+    """Low-latency mode of one rank on a GPU. It does not check what the user passed; `Buffer` does."""
+
+    def __init__(self, connection: GpuConnection, start: int, num_bytes: int, can_shrink: bool) -> None:
+        talk = connection.talk
+        self._talk: GpuTalk = talk
+        self._gpu = talk.gpu
+        self._conversation: Conversation = talk.conversation
+        self._rank, self._num_ranks = talk.rank, talk.num_ranks
+        self._control: ControlRegion = talk.control
+        self._heap = talk.heap
+        self._start = start
+        self._num_bytes = num_bytes
+        self._can_shrink = can_shrink
+        self._stream = _InLine()
+        self._order = _Order(self._gpu)
+        self._report = self._gpu.words(facts.REPORTED_HEADERS + notes.NUM_WORDS * self._num_ranks)
+        self._words = self._facts()
+        self._facts_there = self._gpu.table(self._words)
+        self._generations = self._gpu.table([0] * self._num_ranks)
+        self._blocks = {"NUM_RANKS": self._num_ranks, "RANK_BLOCK": talk.rank_block}
+        self._shrink = {"CAN_SHRINK": can_shrink, **self._blocks}
+        self._programs = max(1, PROGRAMS_PER_SM * self._gpu.num_sms // connection.ranks_on_gpu)
+        self.masks: GpuMasks = GpuMasks(
+            self._conversation, self._control, self._heap, self._gpu, self._tell_mask
+        )
+        # When it is needed it may be too late to load it.
+        self._tell_mask(-1, 0)
+
+        # What `LowLatency` keeps, too; its methods that only look at these are used as they are.
+        self._last_call = 0
+        self._all_over_until = 0
+        self._in_flight = [None] * NUM_SLOT_SETS
+        self._jobs: dict[Call, _Job] = {}
+        self._dropped = deque()
+        self._num_open = 0
+        self._places: Any = None
+        self._known_places: dict[LowLatencySizes, _GpuPlaces] = {}
+        self._agreed = False
+        self._calls_with_places = 0
+        self._num_cleanings = 0
+        self._unfilled = [None] * NUM_SLOT_SETS
+        self._lent_for = None
+
+    def _facts(self) -> list[int]:
+        control = self._control
+        note, packed = control.block("low-latency note"), control.block("low-latency packed")
+        words: list[int] = self._talk.facts.tolist()
+        words[facts.REPORT] = int(self._report.ctypes.data)
+        words += [0] * (facts.NUM_LOW_LATENCY_FACTS - len(words))
+        # The second word of a block that only the host's heap has a use for.
+        words[facts.CALLS_AT] = control.block("status").start + 8
+        words[facts.NOTE_AT] = note.start
+        words[facts.NOTE_STRIDE] = note.stride
+        words[facts.NOTE_SET_STRIDE] = note.offset(0, 1) - note.start
+        words[facts.PACKED_AT] = packed.start
+        words[facts.PACKED_SET_STRIDE] = packed.offset(0, 1) - packed.start
+        words[facts.MASK_AT] = control.block("mask").start
+        words[facts.MASK_STRIDE] = control.block("mask").stride
+        assert packed.stride == words[facts.FLAG_STRIDE]
+        return words
+
+    # Calls
+
+    def begin(self, kind: Kind) -> Call:
+        """Take the next call number of the host's own, if a set of slots is free for it."""
+        self._conversation.check_works()
+        if not self._gpu.stream.is_capturing():
+            self._forget_dropped_hooks()
+            self._check_set_is_free(self._last_call + 1)
+        self._last_call += 1
+        return Call(self._last_call, kind)
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        """Tell the peers that this rank's call was wrong; they raise instead of waiting."""
+        if self._gpu.stream.is_capturing():
+            return
+        try:
+            self._conversation.check_works()
+        except BufferBroken:
+            return
+        text = REFUSAL_TEXTS + call.number % NUM_SLOT_SETS
+        self._conversation.say_refusal(text, str(error))
+        state = self._new_state(0)
+
+        def launch(stream: Any) -> None:
+            self._open(stream, state, notes.note(call.kind), 1 + text, posts=True)
+            self._finish_call(stream, state)
+
+        self._in_line(launch)
+
+    def _places_for(self, sizes: LowLatencySizes) -> Any:
+        if self._places is None or self._places.slots.sizes != sizes:
+            known = self._known_places.get(sizes)
+            if known is None:
+                if self._gpu.stream.is_capturing():
+                    raise InvalidCall(
+                        "the first call with these sizes cannot be captured in a CUDA graph:"
+                        " make such a call before"
+                    )
+                slots = LowLatencySlots(self._start, sizes, self._num_ranks)
+                known = _GpuPlaces(slots, self._heap.addresses, self._rank, self._gpu)
+                self._known_places[sizes] = known
+            self._places = known
+            self._agreed = False
+            self._calls_with_places = 0
+        return self._places
+
+    # Dispatch
+
+    def dispatch(self, call: Call, tokens: Tokens, run_async: bool, by_hook: bool) -> tuple[Received, Sent]:
+        """Send tokens to the experts that they chose, and get those that chose this rank's experts."""
+
+        def whole_call() -> tuple[Received, Sent]:
+            places = self._places_for(tokens.sizes)
+            received = self._new_results(places, tokens)
+            state = self._new_state(tokens.sizes.num_experts)
+            header = notes.note(call.kind, tokens.sizes, tokens.travel)
+
+            def send(stream: Any) -> None:
+                self._open(stream, state, header)
+                self._send_tokens(stream, state, places, tokens)
+
+            def receive(stream: Any) -> None:
+                self._receive_notes(stream, state, places.slots.num_local_experts, tokens.wait_stats)
+                self._pack(stream, state, places, tokens, received)
+
+            tensors = (tokens.x, tokens.topk_idx, tokens.expert_stats, tokens.wait_stats, *received)
+            sent = self._launch(call, state, send, receive, tensors, run_async, by_hook)  # type: ignore[arg-type]
+            if sent.hook is not None and call in self._jobs:
+                self._unfilled[call.number % NUM_SLOT_SETS] = received.layout_range.data_ptr()
+            return received, sent
+
+        return self._guarded(call, whole_call)
+
+    def _new_results(self, places: Any, tokens: Tokens) -> Received:
+        slots, gpu = places.slots, self._gpu
+        num_experts, num_rows = slots.num_local_experts, places.rows_per_expert
+        scales = None
+        if tokens.travel is not Format.BF16:
+            dtype = torch.int32 if tokens.travel is Format.FP8_UE8M0 else torch.float32
+            scales = gpu.empty((num_experts, tokens.num_scale_words, num_rows), dtype).transpose(1, 2)
+        return Received(
+            gpu.empty(
+                (num_experts, num_rows, slots.sizes.hidden),
+                torch.bfloat16 if scales is None else torch.float8_e4m3fn,
+            ),
+            scales,
+            gpu.empty((num_experts,), torch.int32),
+            gpu.empty((num_experts, num_rows), torch.int32),
+            gpu.empty((num_experts, self._num_ranks), torch.int64),
+        )
+
+    def _send_tokens(self, stream: Any, state: torch.Tensor, places: Any, tokens: Tokens) -> None:
+        num_tokens, num_topk = tokens.topk_idx.shape
+        sizes = tokens.sizes
+        slot_block = _power_of_two(num_topk)
+        num_tiles = -(-sizes.hidden // (CAST_BLOCKS * CHANNELS))
+        send = self._talk.launcher(
+            kernels.send_tokens,
+            4,
+            TRAVEL=int(tokens.travel),
+            NUM_TOPK=num_topk,
+            SLOT_BLOCK=slot_block,
+            NUM_TILES=num_tiles,
+            TILE_BLOCKS=CAST_BLOCKS,
+            TILE_TOKENS=max(16, LIST_CHOICES // slot_block),
+            **self._blocks,
+        )
+        send(
+            stream,
+            (sizes.num_experts + num_tokens * num_tiles,),
+            *self._common(state),
+            tokens.x.view(torch.uint16),
+            tokens.topk_idx,
+            places.messages,
+            places.lists_for_peers,
+            num_tokens,
+            sizes.hidden,
+            places.message_bytes,
+            places.list_stride,
+            places.slots.num_local_experts,
+        )
+
+    def _pack(
+        self, stream: Any, state: torch.Tensor, places: Any, tokens: Tokens, received: Received
+    ) -> None:
+        num_experts = places.slots.num_local_experts
+        tile_rows, tile_words, tile_scales = PACK_TILE
+        has_scales, has_stats = received.scales is not None, tokens.expert_stats is not None
+        most_shares = -(-tokens.sizes.num_max_tokens // tile_rows)
+        num_shares = self._shares(2 * self._programs, num_experts * self._num_ranks, most_shares)
+        pack = self._talk.launcher(
+            kernels.pack_tokens,
+            4,
+            HAS_SCALES=has_scales,
+            HAS_STATS=has_stats,
+            TILE_ROWS=tile_rows,
+            TILE_WORDS=tile_words,
+            TILE_SCALES=tile_scales,
+            **self._shrink,
+        )
+        pack(
+            stream,
+            (num_experts, self._num_ranks, num_shares),
+            *self._common(state),
+            places.messages,
+            places.lists_of_peers,
+            received.x.view(torch.int32),
+            received.scales.transpose(1, 2).view(torch.int32) if received.scales is not None else state,
+            received.src_info,
+            received.layout_range,
+            received.counts,
+            tokens.expert_stats if has_stats else state,
+            places.message_bytes,
+            places.list_stride,
+            tokens.sizes.hidden * received.x.element_size() // 4,
+            tokens.num_scale_words,
+            num_experts,
+            places.rows_per_expert,
+        )
+
+    # Combine
+
+    def combine(
+        self, call: Call, outputs: Outputs, run_async: bool, by_hook: bool
+    ) -> tuple[torch.Tensor, Sent]:
+        """Add up what the experts made of each of this rank's tokens, weighted, in top-k order."""
+
+        def whole_call() -> tuple[torch.Tensor, Sent]:
+            places = self._places_for(outputs.sizes)
+            out = outputs.out
+            if out is None:
+                out = self._gpu.empty((outputs.topk_idx.shape[0], outputs.sizes.hidden), torch.bfloat16)
+            state = self._new_state(outputs.sizes.num_experts)
+            travel = Format.LOGFMT if outputs.use_logfmt else Format.BF16
+            header = notes.note(call.kind, outputs.sizes, travel)
+
+            def send(stream: Any) -> None:
+                self._open(stream, state, header)
+                self._return_rows(stream, state, places, outputs)
+
+            def receive(stream: Any) -> None:
+                self._receive_notes(stream, state, places.slots.num_local_experts, outputs.wait_stats)
+                self._sum(stream, state, places, outputs, out)
+
+            tensors = (
+                *(outputs.x, outputs.topk_idx, outputs.topk_weights, outputs.src_info, outputs.layout_range),
+                *(outputs.wait_stats, out),
+            )
+            return out, self._launch(call, state, send, receive, tensors, run_async, by_hook)
+
+        return self._guarded(call, whole_call)
+
+    def count_rows(self, layout_range: torch.Tensor, src_info: torch.Tensor, max_tokens: int) -> int:
+        """What a handle holds is judged where kernels read it; the host does not know its rows."""
+        return 0
+
+    def _return_rows(self, stream: Any, state: torch.Tensor, places: Any, outputs: Outputs) -> None:
+        num_experts = places.slots.num_local_experts
+        num_shares = self._shares(self._programs, num_experts, outputs.sizes.num_max_tokens)
+        give_back = self._talk.launcher(
+            kernels.return_rows,
+            4,
+            USE_LOGFMT=outputs.use_logfmt,
+            NUM_SHARES=num_shares,
+            TILE_BLOCKS=CAST_BLOCKS,
+            TILE_ROWS=LIST_TILE,
+            **self._blocks,
+        )
+        give_back(
+            stream,
+            (num_experts * (self._num_ranks + (0 if outputs.zero_copy else num_shares)),),
+            *self._common(state),
+            outputs.x.view(torch.uint16) if not outputs.zero_copy else state,
+            outputs.src_info,
+            outputs.layout_range,
+            places.messages,
+            places.lists_for_peers,
+            outputs.sizes.hidden,
+            places.message_bytes,
+            places.list_stride,
+            num_experts,
+            places.rows_per_expert,
+        )
+
+    def _sum(
+        self, stream: Any, state: torch.Tensor, places: Any, outputs: Outputs, out: torch.Tensor
+    ) -> None:
+        num_tokens, num_topk = outputs.topk_idx.shape
+        hidden = outputs.sizes.hidden
+        tile_blocks = CAST_BLOCKS if outputs.use_logfmt else SUM_BLOCKS
+        add_up = self._talk.launcher(
+            kernels.sum_tokens,
+            4,
+            USE_LOGFMT=outputs.use_logfmt,
+            NUM_TOPK=num_topk,
+            SLOT_BLOCK=_power_of_two(num_topk),
+            TILE_LIST=SEARCH_TILE,
+            TILE_BLOCKS=tile_blocks,
+            IN_HARDWARE=self._gpu.rounds_in_hardware,
+            **self._shrink,
+        )
+        add_up(
+            stream,
+            # Somebody has to close a call that has no tokens, too.
+            (max(1, num_tokens), -(-hidden // (tile_blocks * CHANNELS))),
+            *self._common(state),
+            outputs.topk_idx,
+            outputs.topk_weights,
+            places.messages,
+            places.lists_of_peers,
+            out.view(torch.uint16),
+            num_tokens,
+            hidden,
+            places.message_bytes,
+            places.list_stride,
+            places.slots.num_local_experts,
+            places.rows_per_expert,
+        )
+
+    def _shares(self, num_programs: int, num_pieces: int, most: int) -> int:
+        """Programs for each of so many pieces of work, so that those of all ranks fill the GPU."""
+        return max(1, min(num_programs // num_pieces, most, MOST_SHARES))
+
+    def next_combine_buffer(self, sizes: LowLatencySizes) -> torch.Tensor:
+        """Where the next call, a combine with `zero_copy`, looks for its rows: [experts, rows, hidden].
+
+        It waits for the calls before, since only they know which slots come next.
+        """
+        if self._gpu.stream.is_capturing():
+            raise _not_captured("get_next_low_latency_combine_buffer")
+        call = Call(self._last_call + 1, Kind.LOW_LATENCY_COMBINE)
+        self._conversation.check_works()
+        self._forget_dropped_hooks()
+        self._check_set_is_free(call.number)
+
+        def whole_call() -> torch.Tensor:
+            places = self._places_for(sizes)
+            state = self._new_state(0)
+            header = notes.note(call.kind, sizes)
+            self._in_line(lambda stream: self._open(stream, state, header, advances=False))
+            self._settle()
+            number = int(state[facts.NUMBER])
+            slots = places.slots
+            messages = self._heap.tensor(
+                slots.row_offset(number % NUM_SLOT_SETS, 0),
+                (slots.num_local_experts * places.rows_per_expert, places.message_bytes // 2),
+                torch.bfloat16,
+            )
+            rows: torch.Tensor = messages[:, LOW_LATENCY_HEADER_BYTES // 2 :][:, : sizes.hidden]
+            return rows.unflatten(0, (slots.num_local_experts, places.rows_per_expert))
+
+        rows = self._guarded(call, whole_call)
+        self._lent_for = (call.number, sizes)
+        return rows
+
+    def check_was_lent(self, call: Call, sizes: LowLatencySizes) -> None:
+        """Refuse `zero_copy` where the rows cannot be where this call looks for them."""
+        if self._gpu.stream.is_capturing():
+            raise InvalidCall(
+                "zero_copy cannot be captured in a CUDA graph: a replay may find its slots in the other set;"
+                " leave zero_copy out"
+            )
+        super().check_was_lent(call, sizes)
+
+    # Cleaning
+
+    def clean(self, call: Call, sizes: LowLatencySizes) -> None:
+        """Let all ranks change to other sizes, when nobody needs the slots of earlier calls any more."""
+        if self._gpu.stream.is_capturing():
+            raise _not_captured("clean_low_latency_buffer")
+
+        def whole_call() -> None:
+            state = self._new_state(0)
+            header = notes.note(call.kind, sizes)
+
+            def launch(stream: Any) -> None:
+                self._open(stream, state, header, posts=True)
+                self._receive_notes(stream, state, 0, None)
+                self._finish_call(stream, state)
+
+            self._in_line(launch)
+            self._settle()
+            self._num_cleanings += 1
+            self._places_for(sizes)
+            self._agreed = True
+
+        self._guarded(call, whole_call)
+
+    # Masks
+
+    def unmask(self, ranks: Sequence[int]) -> None:
+        """Take ranks back, together with all ranks that are not masked and with those themselves."""
+        with contextlib.suppress(Masked):
+            self._settle()
+        before = self._last_call
+        super().unmask(ranks)
+        # What this rank was told while it was masked is over.
+        self._report[facts.NUM_READ] = self._report[facts.NUM_REPORTS]
+        with self.masks.beside_kernels():
+            self._generations.copy_(torch.from_numpy(self.masks.generations))
+            if self._last_call != before:
+                self._number().fill_(self._last_call)
+            self._gpu.synchronize()
+
+    def _number(self) -> torch.Tensor:
+        number: torch.Tensor = self._heap.tensor(self._words[facts.CALLS_AT], (1,), torch.int64)
+        return number
+
+    def _tell_mask(self, rank: int, generation: int) -> None:
+        """Tell everyone's kernels the generation of a rank, the kernels that run now included."""
+        tell = self._talk.launcher(kernels.mask_rank, 1, **self._blocks)
+        tell(self._gpu.side_stream, (1,), self._facts_there, self._talk.heaps, rank, generation)
+
+    def _forget_what_is_in_flight(self) -> None:
+        super()._forget_what_is_in_flight()
+        self._jobs.clear()
+
+    # Steps of a call
+
+    def _guarded(self, call: Call, work: Callable[[], T]) -> T:
+        """Launch a call's kernels; a failure of the host's own is told to the peers."""
+        self._conversation.enter(call, Phase.SEND)
+        result = self._conversation.guarded(call, work)
+        self._conversation.end(call)
+        return result
+
+    def _new_state(self, num_experts: int) -> torch.Tensor:
+        """The state of a call, with room for the ranges of its notes."""
+        state: torch.Tensor = self._gpu.empty((facts.RANGES + num_experts,), torch.int64)
+        return state
+
+    def _common(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The arguments that every kernel begins with."""
+        return self._facts_there, self._talk.heaps, self._generations, state
+
+    def _in_line(self, launch: Launch) -> None:
+        """Run kernels on the communication stream, between what the caller's was given and what it will be."""
+        self._gpu.stream.begin(None)
+        self._order.run(self._gpu.stream.stream, launch)
+        self._gpu.stream.end(False)
+
+    def _launch(
+        self,
+        call: Call,
+        state: torch.Tensor,
+        send: Launch,
+        receive: Launch,
+        tensors: tuple[torch.Tensor | None, ...],
+        run_async: bool,
+        by_hook: bool,
+    ) -> Sent:
+        gpu = self._gpu
+        self._agreed = True
+        self._calls_with_places += 1
+        if by_hook:
+            stream = gpu.stream.current()
+            self._order.run(stream, send)
+            job = _Job(call, state, receive, tensors, stream, gpu.stream.is_capturing())
+            if not job.is_captured:
+                self._jobs[call] = job
+                self._in_flight[call.number % NUM_SLOT_SETS] = call
+                self._num_open += 1
+            return Sent(None, _GpuHook(self, job))
+
+        def both(stream: Any) -> None:
+            send(stream)
+            receive(stream)
+
+        gpu.stream.begin(None)
+        self._order.run(gpu.stream.stream, both)
+        event = gpu.stream.end(run_async)
+        if run_async:
+            self._keep(tensors, state)
+        return Sent(event, None)
+
+    def _keep(self, tensors: tuple[torch.Tensor | None, ...], state: torch.Tensor) -> None:
+        """Keep the memory of what two streams use until both have come so far."""
+        for tensor in (*tensors, state):
+            if tensor is not None:
+                self._gpu.used_by_both(tensor)
+
+    def receive_job(self, job: _Job) -> None:
+        """What a hook does."""
+        call, is_captured = job.call, job.is_captured
+        slot_set = call.number % NUM_SLOT_SETS
+        self._conversation.check_works()
+        if not is_captured and self._in_flight[slot_set] != call:
+            raise InvalidCall(f"{call} was given up when the other ranks went on without this one")
+        self._conversation.enter(call, Phase.RECEIVE)
+        stream = self._gpu.stream.current()
+        try:
+            self._order.run(stream, job.receive)
+        finally:
+            if not is_captured:
+                self._in_flight[slot_set] = None
+                self._unfilled[slot_set] = None
+                self._jobs.pop(call, None)
+                self._num_open -= 1
+        if stream != job.stream:
+            self._keep(job.tensors, job.state)
+        self._conversation.end(call)
+
+    def _tell_packed(self, call: Call) -> None:
+        """Let the senders go on whose rows of this call nobody will take."""
+        job = self._jobs.pop(call, None)
+        if job is not None:
+            self._in_line(lambda stream: self._finish_call(stream, job.state))
+
+    def _open(
+        self,
+        stream: Any,
+        state: torch.Tensor,
+        header: Array,
+        refused: int = 0,
+        posts: bool = False,
+        advances: bool = True,
+    ) -> None:
+        launch = self._talk.launcher(kernels.open_call, 1, ADVANCES=advances, POSTS=posts, **self._shrink)
+        words = header[notes.Field.KIND : notes.Field.FORMAT + 1].tolist()
+        launch(stream, (1,), *self._common(state), *words, refused)
+
+    def _receive_notes(
+        self, stream: Any, state: torch.Tensor, num_experts: int, wait_stats: torch.Tensor | None
+    ) -> None:
+        launch = self._talk.launcher(
+            kernels.receive_notes,
+            1,
+            HAS_STATS=wait_stats is not None,
+            TILE_EXPERTS=min(NOTE_TILE, _power_of_two(num_experts)),
+            **self._shrink,
+        )
+        launch(stream, (1,), *self._common(state), state if wait_stats is None else wait_stats, num_experts)
+
+    def _finish_call(self, stream: Any, state: torch.Tensor) -> None:
+        launch = self._talk.launcher(kernels.finish_call, 1, **self._shrink)
+        launch(stream, (1,), *self._common(state))
+
+    # What went wrong
+
+    def _settle(self) -> None:
+        """Wait until all calls are over, and raise what went wrong in them."""
+        self._gpu.synchronize_device()
+        self.raise_reported()
+
+    def raise_reported(self) -> None:
+        """Raise what a kernel found wrong since the last time that somebody looked."""
+        report = self._report
+        if report[facts.NUM_REPORTS] == report[facts.NUM_READ]:
+            return
+        outcome = int(report[facts.REPORTED_OUTCOME])
+        call = Call(int(report[facts.REPORTED_NUMBER]), int(report[facts.REPORTED_KIND]))
+        try:
+            error = self._error_of(call, outcomes.code_of(outcome), outcomes.rank_of(outcome))
+        finally:
+            report[facts.NUM_READ] = report[facts.NUM_REPORTS]
+        if outcomes.code_of(outcome) in FAILURES:
+            self._conversation.fail(call, error)
+        raise error
+
+    def _error_of(self, call: Call, code: int, rank: int) -> AnyEPError:
+        if code == outcomes.DIFFERENT:
+            return self._disagreement(call)
+        if code == outcomes.MASKED:
+            return self.masks.masked_out()
+        if code == outcomes.MISSING:
+            token, expert = divmod(int(self._report[facts.REPORTED_WRONG]), 1 << 32)
+            return InvalidCall(
+                f"topk_idx sends token {token} to expert {expert}, which has no row of it: pass the topk_idx"
+                f" of the dispatch that the handles come from"
+            )
+        if code == outcomes.BAD_HANDLE:
+            return InvalidCall(
+                f"the contents of the handle of {call} do not fit together: its ranges must follow each other,"
+                f" and its source indices be in order, below num_max_dispatch_tokens_per_rank"
+            )
+        stall, phase = self._stall(call, rank)
+        if code == outcomes.LATE:
+            return self._conversation.too_late(call, stall, phase)
+        gone = self._conversation.gone()
+        who = rank if rank in gone or not gone else min(gone)
+        return self._conversation.lost(call, who, stall, phase)
+
+    def _stall(self, call: Call, rank: int) -> tuple[Stall, str]:
+        """What a wait waited for, and in which phase."""
+        slot_set = call.number % NUM_SLOT_SETS
+        if self._report[facts.REPORTED_WAIT] == facts.NOTE_AT:
+            what, phase, expected = "note", Phase.RECEIVE, call.number
+            offset = self._control.block("low-latency note").offset(rank, slot_set)
+        else:
+            expected = call.number - NUM_SLOT_SETS
+            what = f"receipt of {name_of_call(expected)} (by its hook, if it has one)"
+            phase = Phase.ACKNOWLEDGE
+            offset = self._control.block("low-latency packed").offset(rank, slot_set)
+        seen = int(self._heap.tensor(offset, (1,), torch.int64))
+        return Stall([rank], what, seen, expected), phase.name.lower()
+
+    def _disagreement(self, call: Call) -> AnyEPError:
+        headers = self._report[facts.REPORTED_HEADERS :].reshape(self._num_ranks, notes.NUM_WORDS)
+        if self._calls_with_places <= 1:
+            # The sizes may have been what they disagreed about, and nothing was sent with them before.
+            self._agreed = False
+        refused = headers[:, notes.Field.REFUSED]
+        by_handle = np.flatnonzero(refused == kernels.BY_HANDLE)
+        if len(by_handle):
+            return Disagreement(
+                f"rank {int(by_handle[0])} refused its {call}, so rank {self._rank} cannot go on with it: the"
+                f" contents of its handle do not fit together"
+            )
+        text = max(0, int(refused.max()) - 1)
+        return self._conversation.disagreement(
+            call, headers, text, notes.SIGNATURE_WORDS, notes.word_for_people
+        )
+
+
+class GpuMasks(Masks):
+    """One rank's view of who is masked: hosts tell it each other, and the kernels of their GPUs."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        control: ControlRegion,
+        heap: Any,
+        gpu: Any,
+        tell_kernels: Callable[[int, int], None],
+    ) -> None:
+        super().__init__(cpu, conversation, control)
+        block = control.block("mask")
+        self._gpu = gpu
+        self._tell_kernels = tell_kernels
+        self._rows = heap.tensor(block.start, (self.num_ranks * block.stride // 8,), torch.int64)
+
+    def adopt(self) -> None:
+        """Take over what peers have said, and what kernels have found."""
+        with self.beside_kernels():
+            told = self._rows.cpu().numpy().reshape(self.num_ranks, -1)[:, : self.num_ranks].max(axis=0)
+        for rank in np.flatnonzero(told > self.generations).tolist():
+            self.generations[rank] = told[rank]
+            if told[rank] % 2 and not self.masked[rank]:
+                log.warning("rank %d goes on without rank %d", self.rank, rank)
+            self.masked[rank] = told[rank] % 2 == 1
+        super().adopt()
+
+    def beside_kernels(self) -> contextlib.AbstractContextManager[Any]:
+        """What torch does inside does not wait for kernels that wait."""
+        side = self._gpu.side_stream
+        return contextlib.nullcontext() if side is None else torch.cuda.stream(side)
+
+    def _tell(self, rank: int) -> None:
+        super()._tell(rank)
+        self._tell_kernels(rank, int(self.generations[rank]))
+
+
+class _GpuHook:
+    """Receives a call that was sent; a second time it does nothing."""
+
+    def __init__(self, mode: GpuLowLatency, job: _Job) -> None:
+        self._mode = mode
+        self._job: _Job | None = job
+
+    def __call__(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            self._mode.receive_job(job)
+
+    def __del__(self) -> None:
+        if self._job is not None and not self._job.is_captured:
+            self._mode.hook_was_dropped(self._job.call)
+
+
+class _Order:
+    """Lets what is launched run in the order of the host, whatever the streams."""
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu = gpu
+        self._done = gpu.now()
+        self._last: tuple[int, Any] = (0, gpu.stream.stream)
+        """The graph that was captured, 0 for none, and the stream of what was launched last."""
+        self._lock = threading.Lock()
+
+    def run(self, stream: Any, launch: Launch) -> None:
+        """Launch kernels on a stream, after all that was launched before."""
+        with self._lock:
+            graph = 0
+            if self._gpu.stream.is_capturing():
+                graph = self._gpu.stream.graph() or -1
+            last_graph, last_stream = self._last
+            # A graph can wait only for what is in it; the caller orders its replays.
+            if graph == last_graph and stream != last_stream:
+                stream.wait_event(self._done)
+            launch(stream)
+            self._done.record(stream)
+            self._last = (graph, stream)
+
+
+class _InLine:
+    """Does at once what the CPU's mode does in its stream."""
+
+    def run(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+class _GpuPlaces:
+    """The addresses of a layout of slots, by set and then by rank, in tables for kernels."""
+
+    def __init__(self, slots: LowLatencySlots, heap_addresses: Sequence[int], rank: int, gpu: Any) -> None:
+        self.slots = slots
+        self.message_bytes = slots.message_bytes
+        self.rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
+        self.list_stride = self.rows_per_expert * slots.message_bytes
+        """From one expert's list to the next one's."""
+        sets, ranks = range(NUM_SLOT_SETS), range(slots.num_ranks)
+
+        def table(address: Callable[[int, int], int]) -> Any:
+            return gpu.table([address(slot_set, other) for slot_set in sets for other in ranks])
+
+        def list_at(slot_set: int, reader: int) -> int:
+            return slots.slot_offset(slot_set, 0, reader, 0)
+
+        self.messages = table(lambda slot_set, other: heap_addresses[other] + slots.row_offset(slot_set, 0))
+        """Of each rank's first message."""
+        self.lists_for_peers = table(lambda slot_set, other: heap_addresses[rank] + list_at(slot_set, other))
+        """Of the list that this rank keeps for each peer's first expert, in its own memory."""
+        self.lists_of_peers = table(lambda slot_set, other: heap_addresses[other] + list_at(slot_set, rank))
+        """Of the list that each peer keeps for this rank's first expert."""
+
+
+def _not_captured(function: str) -> InvalidCall:
+    return InvalidCall(f"{function} cannot be captured in a CUDA graph: call it before")
+
+
+def _power_of_two(count: int) -> int:
+    return max(2, 1 << (count - 1).bit_length()) if count else 2

@@ -1,0 +1,391 @@
+"""Low-latency mode on GPUs without a GPU: real processes, kernels in Triton's interpreter, shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from anyep.buffer import Buffer
+from tests import test_low_latency as on_cpu
+from tests.low_latency_cases import FORMATS, RDMA_BYTES, Case, buffer_for, check_case, inputs_of, run_case
+from tests.strategies import low_latency_cases
+from tests.world import RankContext, RankDied, World
+
+# Ranks import this module, and must not have loaded Triton before they choose its interpreter.
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None, reason="Triton is not installed: pip install anyep[cuda]"
+)
+NUM_EXAMPLES = {1: 3, 2: 14, 3: 4, 4: 3}
+_worlds: dict[int, World] = {}
+
+
+def use_simulated_gpus(context: RankContext) -> None:
+    from tests.simulated_gpu import use_simulated_gpu
+
+    use_simulated_gpu()
+    # Whoever notices a peer's death is another thread, and the interpreter has room for one.
+    from anyep.modes.gpu_talk import GpuTalk
+
+    GpuTalk.forget = forget  # type: ignore[method-assign]
+    context.keep["device"] = "cuda"
+
+
+def forget(talk: Any, rank: int) -> None:
+    """What the kernel `raise_alarms` does here."""
+    from anyep.backends.cuda import facts
+
+    words = talk._facts()
+    gone = words[facts.GIVEN_UP_AT] + rank * words[facts.FLAG_STRIDE]
+    talk.heap.tensor(gone, (1,), torch.int64).fill_(1)
+    talk.heap.tensor(words[facts.ALARM_AT], (1,), torch.int64).fill_(rank + 1)
+
+
+def simulated_world(num_ranks: int) -> World:
+    world = World(num_ranks)
+    world.run(use_simulated_gpus)
+    return world
+
+
+def shared_world(num_ranks: int) -> World:
+    for other in [size for size in _worlds if size != num_ranks]:
+        _worlds.pop(other).close()
+    if num_ranks not in _worlds:
+        _worlds[num_ranks] = simulated_world(num_ranks)
+    return _worlds[num_ranks]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_worlds() -> Iterator[None]:
+    yield
+    for world in _worlds.values():
+        world.close()
+    _worlds.clear()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Ranks of its own: what happens to them is nobody else's business."""
+    with simulated_world(3) as fresh:
+        yield fresh
+
+
+# Results
+
+
+@pytest.mark.parametrize("num_ranks", NUM_EXAMPLES)
+def test_any_case(num_ranks: int) -> None:
+    @settings(
+        max_examples=NUM_EXAMPLES[num_ranks],
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
+    @given(low_latency_cases(num_ranks, max_tokens=5))
+    def check(case: Case) -> None:
+        shared_world(num_ranks).run(run_case, replace(case, delay_seed=None))
+
+    check()
+
+
+@pytest.mark.parametrize("travel", FORMATS)
+def test_every_format(travel: str) -> None:
+    for index, how in enumerate(("in line", "hook", "async")):
+        case = Case(tokens=(5, 3), hidden=512, travel=travel, use_logfmt=index == 1, how=how, seed=index)
+        shared_world(2).run(run_case, replace(case, zero_copy=index == 2))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_calls_in_flight(order: tuple[int, int]) -> None:
+    shared_world(2).run(on_cpu.two_in_flight, order)
+
+
+@pytest.mark.parametrize(
+    "function", [on_cpu.hold_results, on_cpu.normal_calls_beside_one_in_flight, on_cpu.drop_hooks]
+)
+def test_as_on_the_cpu(function: Callable[..., None]) -> None:
+    shared_world(2).run(function)
+
+
+def odd_numbers_of_calls(context: RankContext) -> None:
+    """A dispatch may have either set of slots, and so may its combine."""
+    buffer = buffer_for(context)
+    case = Case(tokens=(4,) * context.num_ranks, hidden=64, combines=2)
+    buffer.clean_low_latency_buffer(8, 64, case.num_experts)
+    for seed in range(3):
+        check_case(context.rank, replace(case, seed=seed), buffer)
+
+
+def test_odd_numbers_of_calls() -> None:
+    shared_world(2).run(odd_numbers_of_calls)
+
+
+def test_statistics_say_who_was_waited_for() -> None:
+    for rank, parts in enumerate(shared_world(3).run(on_cpu.who_was_late, 1)):
+        for waited in parts:
+            assert all(nanoseconds >= 5 for nanoseconds in waited)
+            if rank != 1:
+                assert waited[1] > 0.1e9
+                assert waited[1] > max(waited[0], waited[2])
+
+
+# What goes wrong is raised by the next call
+
+
+def message_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    try:
+        call(*arguments, **named)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def new_buffer(context: RankContext, enable_shrink: bool = False, timeout_s: float = 100) -> Buffer:
+    os.environ["ANYEP_TIMEOUT_S"] = str(timeout_s)
+    return Buffer(
+        context.group, 0, RDMA_BYTES, low_latency_mode=True, enable_shrink=enable_shrink, device="cuda"
+    )
+
+
+def disagree(context: RankContext, about: str) -> list[str]:
+    """Every rank calls rightly, but the last one otherwise than the others; then all call alike."""
+    rank, ranks = context.rank, context.num_ranks
+    is_last = rank == ranks - 1
+    buffer = new_buffer(context)
+    case = Case(tokens=(3,) * ranks, hidden=128)
+    hidden = 256 if is_last and about == "hidden" else 128
+    x = torch.ones(3, hidden, dtype=torch.bfloat16)
+    topk_idx = torch.zeros(3, 1, dtype=torch.int64)
+    messages = []
+    if about == "function":
+        if is_last:
+            messages.append(
+                message_of(buffer.clean_low_latency_buffer, case.max_tokens, 128, case.num_experts)
+            )
+        else:
+            buffer.low_latency_dispatch(x, topk_idx, case.max_tokens, case.num_experts, use_fp8=False)
+    elif about == "refusal" and is_last:
+        messages.append(message_of(buffer.low_latency_dispatch, x, topk_idx, 2, case.num_experts))
+    else:
+        use_fp8 = is_last and about == "format"
+        buffer.low_latency_dispatch(x, topk_idx, case.max_tokens, case.num_experts, use_fp8=use_fp8)
+    if not messages:
+        messages.append(
+            message_of(
+                buffer.low_latency_dispatch, x, topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+            )
+        )
+    else:
+        # The others refuse their next call, as they hear of this one there.
+        buffer.low_latency_dispatch(
+            torch.ones(3, 128, dtype=torch.bfloat16),
+            topk_idx,
+            case.max_tokens,
+            case.num_experts,
+            use_fp8=False,
+        )
+        messages.append(message_of(buffer.clean_low_latency_buffer, case.max_tokens, 128, case.num_experts))
+        check_case(rank, case, buffer)
+        return messages
+    if about in ("function", "refusal"):
+        buffer_message = message_of(buffer.clean_low_latency_buffer, case.max_tokens, 128, case.num_experts)
+        messages.append(buffer_message)
+    check_case(rank, case, buffer)
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("about", "sentence"),
+    [
+        ("hidden", "about the hidden size: 128 on rank 0; 256 on rank 1"),
+        ("format", "about how values travel (use_fp8, round_scale, use_ue8m0, use_logfmt)"),
+        ("function", "about the function called"),
+        ("refusal", "rank 1 refused its low-latency dispatch (call 1)"),
+    ],
+)
+def test_ranks_that_disagree(about: str, sentence: str) -> None:
+    for rank, messages in enumerate(shared_world(2).run(disagree, about)):
+        if about == "refusal" and rank == 1:
+            assert messages[0].startswith("InvalidCall: x has 3 tokens, but num_max")
+        else:
+            assert messages[0].startswith("Disagreement: ")
+            assert sentence in messages[0]
+        if len(messages) > 1 and rank == 1:
+            # Rank 0 refused the call by which it heard.
+            assert "rank 0 refused its low-latency dispatch" in messages[1]
+
+
+def pass_wrong_things(context: RankContext, what: str) -> list[str]:
+    """Rank 0 combines with a handle that cannot be, or asks for a row that is not there."""
+    buffer = new_buffer(context)
+    case = Case(tokens=(4,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    given_ = inputs_of(case)[context.rank]
+    topk_idx = torch.zeros(4, 1, dtype=torch.int64)
+    weights = torch.ones(4, 1)
+    received, _, handle, _, _ = buffer.low_latency_dispatch(
+        given_.x, topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+    )
+    if context.rank == 0:
+        source, ranges, *sizes = handle
+        if what == "row":
+            topk_idx = torch.tensor([[0], [0], [1], [0]])
+        elif what == "ranges":
+            handle = (source, ranges.roll(1, 1).contiguous(), *sizes)
+        elif what == "counts":
+            handle = (source, ranges + 1000, *sizes)
+        else:
+            handle = (source.flip(1).contiguous(), ranges, *sizes)
+    messages = [message_of(buffer.low_latency_combine, received, topk_idx, weights, handle)]
+    for _ in range(2):
+        dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
+        messages.append(message_of(buffer.low_latency_dispatch, *dispatch, use_fp8=False))
+    if what != "row":
+        check_case(context.rank, case, buffer)
+    return messages
+
+
+@pytest.mark.parametrize("what", ["ranges", "counts", "tokens"])
+def test_a_handle_that_cannot_be(what: str) -> None:
+    wrong, right = shared_world(2).run(pass_wrong_things, what)
+    assert wrong[0] == right[0] == "nothing was raised"
+    assert wrong[1].startswith("InvalidCall: the contents of the handle of low-latency combine (call 4)")
+    assert right[1].startswith("Disagreement: rank 0 refused its low-latency combine (call 4)")
+
+
+def test_a_row_that_is_not_there() -> None:
+    wrong, right = shared_world(2).run(pass_wrong_things, "row")
+    assert wrong[0] == right[0] == right[1] == "nothing was raised"
+    assert wrong[1].startswith("InvalidCall: topk_idx sends token 2 to expert 1, which has no row of it")
+    # Rank 0 refused the call by which it heard.
+    assert right[2].startswith("Disagreement: rank 0 refused its low-latency dispatch")
+
+
+def send_a_third_call(context: RankContext) -> str:
+    buffer = buffer_for(context)
+    case = Case(tokens=(3,) * context.num_ranks, hidden=64)
+    buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
+    sent = [on_cpu.dispatch_by_hook(buffer, case, context.rank) for _ in range(2)]
+    message = message_of(on_cpu.dispatch_by_hook, buffer, case, context.rank)
+    for *_, hook in sent:
+        hook()
+    check_case(context.rank, case, buffer)
+    return message
+
+
+def test_a_third_call_in_flight() -> None:
+    for message in shared_world(2).run(send_a_third_call):
+        assert "At most 2 low-latency calls may be in flight" in message
+
+
+# Ranks that die, sleep or are masked
+
+
+def die_at(context: RankContext, enable_shrink: bool, timeout_s: float) -> tuple[list[str], list[int]]:
+    """Rank 1 dies before its second pair of calls."""
+    buffer = new_buffer(context, enable_shrink, timeout_s)
+    case = Case(tokens=(4,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    given_ = inputs_of(case)[context.rank]
+    dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
+    messages = [message_of(buffer.low_latency_dispatch, *dispatch) for _ in range(2)]
+    mask = torch.zeros(context.num_ranks, dtype=torch.int32)
+    if enable_shrink:
+        buffer.low_latency_query_mask_buffer(mask)
+        for seed in range(3):
+            check_case(context.rank, replace(case, seed=seed), buffer, frozenset([1]))
+    return messages, mask.tolist()
+
+
+def test_a_killed_rank(world: World) -> None:
+    outcomes = world.gather(die_at, False, 50)
+    assert isinstance(outcomes[1], RankDied)
+    for rank in (0, 2):
+        messages, _ = outcomes[rank]
+        assert messages[0] == "nothing was raised"
+        assert messages[1].startswith("PeerLost: rank 1")
+
+
+def test_the_others_go_on_without_a_killed_rank(world: World) -> None:
+    started = time.monotonic()
+    outcomes = world.gather(die_at, True, 50)
+    assert isinstance(outcomes[1], RankDied)
+    for rank in (0, 2):
+        assert outcomes[rank] == (["nothing was raised"] * 2, [0, 1, 0])
+    assert time.monotonic() - started < 40
+
+
+def come_back(context: RankContext, by_hand: bool) -> list[list[int]]:
+    """Rank 2 is masked, by hand or since it sleeps; the others go on, then all take it back. Twice."""
+    buffer = new_buffer(context, True, 100 if by_hand else 1.5)
+    case = Case(tokens=(5, 0, 7), hidden=128, travel="fp8")
+    masks = []
+
+    def read_mask() -> None:
+        mask = torch.full((3,), 7, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(mask)
+        masks.append(mask.tolist())
+
+    for _ in range(2):
+        check_case(context.rank, case, buffer)
+        torch.distributed.barrier(context.group)
+        if by_hand and context.rank == 0:
+            buffer.low_latency_update_mask_buffer(2, mask=True)
+        torch.distributed.barrier(context.group)
+        if context.rank == 2:
+            time.sleep(0 if by_hand else 4)
+            given_ = inputs_of(case)[2]
+            dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
+            buffer.low_latency_dispatch(*dispatch)
+            assert "go on without rank 2" in message_of(buffer.low_latency_dispatch, *dispatch)
+            assert "go on without rank 2" in message_of(buffer.low_latency_dispatch, *dispatch)
+        else:
+            for seed in range(2):
+                check_case(context.rank, replace(case, seed=seed), buffer, frozenset([2]))
+        read_mask()
+        torch.distributed.barrier(context.group)
+        if by_hand:
+            buffer.low_latency_clean_mask_buffer()
+        else:
+            buffer.low_latency_update_mask_buffer(2)
+        read_mask()
+        for seed in range(3):
+            check_case(context.rank, replace(case, seed=seed), buffer)
+        torch.distributed.barrier(context.group)
+    return masks
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_rank_comes_back(world: World, by_hand: bool) -> None:
+    for masks in world.run(come_back, by_hand, timeout=120):
+        assert masks == [[0, 0, 1], [0, 0, 0]] * 2
+
+
+def late(context: RankContext) -> list[str]:
+    buffer = new_buffer(context, False, 0.5)
+    case = Case(tokens=(3,) * context.num_ranks, hidden=64)
+    given_ = inputs_of(case)[context.rank]
+    dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
+    if context.rank == 1:
+        time.sleep(2)
+    messages = [message_of(buffer.low_latency_dispatch, *dispatch) for _ in range(3)]
+    torch.distributed.barrier(context.group)
+    return messages
+
+
+def test_a_slow_rank(world: World) -> None:
+    for rank, messages in enumerate(world.run(late)):
+        if rank != 1:
+            assert messages[1].startswith("WaitTimeout: ") or messages[1].startswith("PeerLost: ")
+            assert "note" in messages[1]
+        assert messages[2].startswith("BufferBroken: ")
