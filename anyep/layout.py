@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Final
 
 from anyep.errors import InvalidCall, whole_number
@@ -148,7 +148,7 @@ class Window:
     """The results of one dispatch side by side: x, source indices, top-k ids, top-k weights, scales.
 
     >>> window = Window(num_rows=3, row_bytes=64, num_topk=2, num_scales=1)
-    >>> window.offsets(), window.num_bytes
+    >>> window.offsets, window.num_bytes
     ((0, 256, 384, 512, 640), 768)
     """
 
@@ -157,19 +157,27 @@ class Window:
     num_topk: int
     num_scales: int
 
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each result."""
         per_row = (self.row_bytes, 4, 8 * self.num_topk, 4 * self.num_topk, 4 * self.num_scales)
         return tuple(self.num_rows * num_bytes for num_bytes in per_row)
 
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each result begins."""
-        aligned = [align(size, NUM_BUFFER_ALIGNMENT_BYTES) for size in self.sizes()]
+        aligned = [align(size, NUM_BUFFER_ALIGNMENT_BYTES) for size in self.sizes]
         return tuple(sum(aligned[:index]) for index in range(len(aligned)))
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
-        return sum(align(size, NUM_BUFFER_ALIGNMENT_BYTES) for size in self.sizes())
+        return sum(align(size, NUM_BUFFER_ALIGNMENT_BYTES) for size in self.sizes)
+
+
+@lru_cache(maxsize=256)
+def window_of(num_rows: int, row_bytes: int, num_topk: int, num_scales: int) -> Window:
+    """A `Window`; calls of one kind share it, and what it has worked out."""
+    return Window(num_rows, row_bytes, num_topk, num_scales)
 
 
 @dataclass(frozen=True)

@@ -347,7 +347,7 @@ def check_letters_with_counts(device: str) -> None:
             int(Field.RESULT_ROWS),
             int(Field.NUM_OFFERS),
             int(Field.OFFERS),
-            np.array(window.sizes()),
+            np.array(window.sizes),
             call.bases[:, 0].cpu().numpy().copy(),
             num_rows,
             offsets,
@@ -696,7 +696,7 @@ def check_new_block(device: str) -> None:
     window = Window(3, 64, 2, 1)
     first, last = (int(call.bases[rank, 1]) + 256 for rank in (0, 2))
     assert call.places.tolist() == [
-        [*(first + offset for offset in window.offsets()), 3],
+        [*(first + offset for offset in window.offsets), 3],
         has_window,
         [last] * 5 + [0],
     ]

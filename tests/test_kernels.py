@@ -333,10 +333,10 @@ def test_choose_windows() -> None:
 def test_windows_of_the_kernel_are_those_of_the_layout(rows: int, words: int, topk: int, scales: int) -> None:
     window = Window(rows, 16 * words, topk, scales)
     needed = max(window.num_bytes, 128)
-    bytes_per_row = list(Window(1, 16 * words, topk, scales).sizes())
+    bytes_per_row = list(Window(1, 16 * words, topk, scales).sizes)
     _, _, offsets, places = choose(int64([[-1, 1, 256, needed]]), int32([[rows]]), bytes_per_row)
     assert offsets == [256]
-    assert [place - 4096 - 256 for place in places[0]] == list(window.offsets())
+    assert [place - 4096 - 256 for place in places[0]] == list(window.offsets)
     assert choose(int64([[-1, 1, 256, needed - 1]]), int32([[rows]]), bytes_per_row)[2] == [-1]
 
 

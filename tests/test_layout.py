@@ -105,7 +105,7 @@ def test_rings_shrink_to_what_fits(channels: int, peers: int, rows: int, words: 
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
 def test_a_window_holds_its_results_side_by_side(rows: int, words: int, topk: int, scales: int) -> None:
     window = Window(rows, 16 * words, topk, scales)
-    assert window.sizes() == (
+    assert window.sizes == (
         rows * 16 * words,
         rows * 4,
         rows * 8 * topk,
@@ -113,7 +113,7 @@ def test_a_window_holds_its_results_side_by_side(rows: int, words: int, topk: in
         rows * 4 * scales,
     )
     end = 0
-    for offset, size in zip(window.offsets(), window.sizes(), strict=True):
+    for offset, size in zip(window.offsets, window.sizes, strict=True):
         assert offset == end
         end = align(offset + size, 128)
     assert window.num_bytes == end

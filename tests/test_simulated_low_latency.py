@@ -292,7 +292,7 @@ def test_a_third_call_in_flight() -> None:
 def die_at(context: RankContext, enable_shrink: bool, timeout_s: float) -> tuple[list[str], list[int]]:
     """Rank 1 dies before its second pair of calls."""
     buffer = new_buffer(context, enable_shrink, timeout_s)
-    case = Case(tokens=(4,) * context.num_ranks, hidden=64)
+    case = Case(tokens=(4,) * context.num_ranks, hidden=128)
     check_case(context.rank, case, buffer)
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -373,7 +373,7 @@ def test_a_rank_comes_back(world: World, by_hand: bool) -> None:
 
 def late(context: RankContext) -> list[str]:
     buffer = new_buffer(context, False, 0.5)
-    case = Case(tokens=(3,) * context.num_ranks, hidden=64)
+    case = Case(tokens=(3,) * context.num_ranks, hidden=128)
     given_ = inputs_of(case)[context.rank]
     dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
     if context.rank == 1:
@@ -385,7 +385,9 @@ def late(context: RankContext) -> list[str]:
 
 def test_a_slow_rank(world: World) -> None:
     for rank, messages in enumerate(world.run(late)):
+        # To rank 1, which comes later, the first call looks good.
+        heard = messages[1 if rank != 1 else 2]
+        assert heard.startswith(("WaitTimeout: ", "PeerLost: "))
+        assert "note" in heard
         if rank != 1:
-            assert messages[1].startswith("WaitTimeout: ") or messages[1].startswith("PeerLost: ")
-            assert "note" in messages[1]
-        assert messages[2].startswith("BufferBroken: ")
+            assert messages[2].startswith("BufferBroken: ")

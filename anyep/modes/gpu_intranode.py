@@ -258,7 +258,8 @@ class GpuIntranode:
         """Count tokens per rank and per expert, and mark which token goes to which rank."""
         num_tokens, num_topk = topk_idx.shape
         num_ranks = self._num_ranks
-        counts = self._new(previous, (num_ranks + num_experts,), torch.int32)
+        first_expert = align(num_ranks, 4)
+        counts = self._new(previous, (first_expert + num_experts,), torch.int32)
         in_rank = self._new(previous, (num_tokens, num_ranks), torch.bool)
         self._gpu.stream.begin(previous)
         with self._gpu.on_communication_stream():
@@ -271,7 +272,7 @@ class GpuIntranode:
             EXPERT_BLOCK=_power_of_two(num_experts + 1),
             TILE_TOKENS=LAYOUT_TOKENS,
         )
-        per_rank, per_expert = counts[:num_ranks], counts[num_ranks:]
+        per_rank, per_expert = counts[:num_ranks], counts[first_expert:]
         launch(
             self.communication_stream,
             (-(-num_tokens // LAYOUT_TOKENS),),
@@ -580,7 +581,7 @@ class GpuIntranode:
             lent = self.windows.lend(window, max(places.num_bytes, 128))
             tensors = [
                 part and lent[offset : offset + size].view(part[1]).view(part[0])
-                for part, offset, size in zip(parts, places.offsets(), places.sizes(), strict=True)
+                for part, offset, size in zip(parts, places.offsets, places.sizes, strict=True)
             ]
         x = tensors[0]
         assert x is not None

@@ -504,7 +504,7 @@ class GpuLowLatency(LowLatency):
         return self._facts_there, self._talk.heaps, self._generations, state
 
     def _in_line(self, launch: Launch) -> None:
-        """Run kernels on the communication stream, between what the caller's was given and what it will be."""
+        """Run kernels on the communication stream, after what the caller's has and before what it gets."""
         self._gpu.stream.begin(None)
         self._order.run(self._gpu.stream.stream, launch)
         self._gpu.stream.end(False)
@@ -640,14 +640,17 @@ class GpuLowLatency(LowLatency):
             )
         if code == outcomes.BAD_HANDLE:
             return InvalidCall(
-                f"the contents of the handle of {call} do not fit together: its ranges must follow each other,"
-                f" and its source indices be in order, below num_max_dispatch_tokens_per_rank"
+                f"the contents of the handle of {call} do not fit together: its ranges must follow each"
+                f" other, and its source indices be in order, below num_max_dispatch_tokens_per_rank"
             )
         stall, phase = self._stall(call, rank)
         if code == outcomes.LATE:
             return self._conversation.too_late(call, stall, phase)
         gone = self._conversation.gone()
         who = rank if rank in gone or not gone else min(gone)
+        if not gone:
+            alarm = int(self._heap.tensor(self._words[facts.ALARM_AT], (1,), torch.int64))
+            who = max(0, alarm - 1)
         return self._conversation.lost(call, who, stall, phase)
 
     def _stall(self, call: Call, rank: int) -> tuple[Stall, str]:

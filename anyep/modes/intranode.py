@@ -19,7 +19,7 @@ import torch
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
 from anyep.headers import MAX_OFFERS
-from anyep.layout import ControlRegion, RingArea, Window
+from anyep.layout import ControlRegion, RingArea, Window, window_of
 from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
 from anyep.modes.letters import (
     NUM_OFFERS,
@@ -66,11 +66,11 @@ class Payload:
 
     def window(self, num_rows: int) -> Window:
         """The window of a receiver that gets so many rows."""
-        return Window(num_rows, self.token.hidden_bytes, self.token.num_topk, self.token.num_scales)
+        return window_of(num_rows, self.token.hidden_bytes, self.token.num_topk, self.token.num_scales)
 
     @cached_property
     def bytes_per_row(self) -> Array:
-        return np.array(self.window(1).sizes(), np.int64)
+        return np.array(self.window(1).sizes, np.int64)
 
     @cached_property
     def ids(self) -> Array:

@@ -3,9 +3,9 @@
     send = Launcher(send_to_windows, 32, {"TILE_TOKENS": 8, ...})
     send(stream, (num_programs,), x, places, ...)
 
-Two launches with the same compile-time values differ only in what may differ: pointers are multiples of 16
-bytes, and numbers that a kernel was compiled for are part of the key. Where Triton's inner interface is not
-the one that we know, its outer one does the work.
+Two such launches differ only in what may differ: numbers that a kernel was compiled for are part of the key,
+and all tensors begin at multiples of 16 bytes. If some do not, or where Triton's inner interface is not the
+one that we know, its outer one does the work.
 """
 
 from __future__ import annotations
@@ -49,20 +49,29 @@ class Launcher:
                 for index, argument in enumerate(arguments)
                 if isinstance(argument, int) and not self._kernel.params[index].do_not_specialize
             ]
+        addresses = [
+            argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments
+        ]
         key = tuple([arguments[index] for index in self._numbers])
         launch = self._compiled.get(key)
-        if launch is None:
-            with torch.cuda.stream(stream):
-                compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
-            self._compiled[key] = _direct_launch(compiled) or self._outer_launch
+        if launch is not None and _are_aligned(arguments, addresses):
+            launch(stream, grid, addresses, self._constant_values)
             return
-        launch(stream, grid, arguments, self._constant_values)
-
-    def _outer_launch(
-        self, stream: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], _: tuple[Any, ...]
-    ) -> None:
         with torch.cuda.stream(stream):
-            self._kernel[grid](*arguments, **self._constants, **self._options)
+            compiled = self._kernel[grid](*arguments, **self._constants, **self._options)
+        if _are_aligned(arguments, addresses):
+            launch = _direct_launch(compiled)
+            if launch is not None:
+                self._compiled[key] = launch
+
+
+def _are_aligned(arguments: tuple[Any, ...], addresses: list[Any]) -> bool:
+    """Whether all tensors begin at multiples of 16 bytes."""
+    bits = 0
+    for argument, address in zip(arguments, addresses, strict=True):
+        if argument is not address:
+            bits |= address
+    return bits % 16 == 0
 
 
 def _direct_launch(compiled: Any) -> Any:
@@ -75,8 +84,9 @@ def _direct_launch(compiled: Any) -> Any:
             cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
 
             def launch(
-                stream: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[Any, ...]
+                stream: Any, grid: tuple[int, ...], addresses: list[Any], constants: tuple[Any, ...]
             ) -> None:
+                # An address is taken as it is; of a tensor Triton would ask the driver where it lies.
                 run(
                     grid[0],
                     grid[1] if len(grid) > 1 else 1,
@@ -91,11 +101,7 @@ def _direct_launch(compiled: Any) -> Any:
                     None,
                     None,
                     None,
-                    # An address is taken as it is; of a tensor Triton would ask the driver where it lies.
-                    *[
-                        argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
-                        for argument in arguments
-                    ],
+                    *addresses,
                     *constants,
                 )
 
