@@ -537,7 +537,6 @@ class Buffer:
                 x=x,
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
-                handle=handle,
                 out=out,
                 combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
             )
@@ -553,6 +552,7 @@ class Buffer:
                 zero_copy,
                 out,
                 combine_wait_recv_cost_stats,
+                self._device,
             )
             if zero_copy:
                 mode.check_was_lent(call, outputs.sizes)
@@ -566,7 +566,7 @@ class Buffer:
         """Where the next call, a `low_latency_combine` with `zero_copy`, expects its rows; fill it before."""
         mode = self._check_low_latency()
         self._wait_until_handle_is_filled(handle, LAYOUT_RANGE)
-        parts = low_latency_arguments.check_handle(mode, self.group_size, handle)
+        parts = low_latency_arguments.check_handle(mode, self.group_size, handle, self._device)
         return mode.next_combine_buffer(parts.sizes)
 
     def clean_low_latency_buffer(
@@ -614,6 +614,7 @@ class Buffer:
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each rank that is masked, and 0 for the others."""
         mode = self._check_shrinking()
+        arguments.check_devices(self._device, mask_status=mask_status)
         status = arguments.check_tensor("mask_status", mask_status, (torch.int32,), (self.group_size,))
         mode.masks.adopt()
         status.copy_(torch.from_numpy(mode.masks.masked))
@@ -795,7 +796,9 @@ class Buffer:
 def _checked_device(device: str | torch.device | None) -> torch.device:
     """Where a Buffer works: by default on the current GPU, if there is one."""
     try:
-        wanted = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        wanted = torch.device(
+            device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        )
     except (RuntimeError, TypeError):
         raise InvalidCall(f"device is {device!r}: pass device='cpu' or device='cuda'") from None
     if wanted.type == "cpu":

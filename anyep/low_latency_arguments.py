@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anyep import formats
-from anyep.arguments import check_num_experts, check_tensor, check_topk_idx, check_x
+from anyep.arguments import check_devices, check_num_experts, check_tensor, check_topk_idx, check_x
 from anyep.errors import InvalidCall, whole_number
 from anyep.modes.low_latency import LowLatency, Outputs, Tokens
 from anyep.modes.notes import Format
@@ -107,7 +107,7 @@ def check_tokens(
     )
 
 
-def check_handle(mode: LowLatency, num_ranks: int, handle: Any) -> HandleParts:
+def check_handle(mode: LowLatency, num_ranks: int, handle: Any, device: torch.device) -> HandleParts:
     """What a handle says, if its contents are possible; a copy is as good as the original."""
     if not isinstance(handle, tuple | list) or len(handle) != 5:
         raise InvalidCall(
@@ -115,6 +115,7 @@ def check_handle(mode: LowLatency, num_ranks: int, handle: Any) -> HandleParts:
             " num_max_dispatch_tokens_per_rank, hidden, num_experts)"
         )
     src_info, layout_range, num_max_tokens, hidden, num_experts = handle
+    check_devices(device, **{"handle[0]": src_info, "handle[1]": layout_range})
     sizes = check_sizes(num_max_tokens, hidden, num_experts, num_ranks)
     mode.check_sizes(sizes)
     local_experts = sizes.num_experts // num_ranks
@@ -141,13 +142,14 @@ def check_outputs(
     zero_copy: bool,
     out: Any,
     wait_stats: Any,
+    device: torch.device,
 ) -> Outputs:
     """What a combine adds up."""
     if zero_copy and use_logfmt:
         raise InvalidCall(
             "zero_copy and use_logfmt do not go together: what is encoded is copied; choose one"
         )
-    parts = check_handle(mode, num_ranks, handle)
+    parts = check_handle(mode, num_ranks, handle, device)
     sizes = parts.sizes
     shape = (sizes.num_experts // num_ranks, num_ranks * sizes.num_max_tokens, sizes.hidden)
     rows = check_tensor("x", x, (torch.bfloat16,), shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from anyep.backends.cuda.kernels import letters
 from anyep.backends.cuda.pinned import pinned_words
 from anyep.headers import REFUSED_BY_COUNTS, Field
 from anyep.layout import ControlRegion, Window
+from anyep.modes.gpu_talk import GpuTalk
 from anyep.modes.letters import NUM_WORDS, Kind, signature
 from tests.triton_checks import (
     GUARD,
@@ -138,23 +140,15 @@ class Call:
         return [slice(at, at + mailbox.stride)] * self.num_ranks
 
     def _facts(self, patience_ns: int) -> list[int]:
-        words = [0] * facts.NUM_FACTS
-        for fact, kind in (
-            (facts.ALARM_AT, "alarm"),
-            (facts.NUMBER_AT, "status"),
-            (facts.MAILBOX_AT, "mailbox"),
-            (facts.ARRIVED_AT, "window arrival"),
-            (facts.PULLED_AT, "window pulled"),
-            (facts.GIVEN_UP_AT, "given up"),
-        ):
-            words[fact] = self.control.block(kind).start
-        mailbox = self.control.block("mailbox")
-        words[facts.RANK], words[facts.PATIENCE_NS] = self.me, patience_ns
-        words[facts.BOX_STRIDE] = mailbox.offset(0, 1) - mailbox.start
-        words[facts.LETTER_STRIDE] = mailbox.stride
-        words[facts.FLAG_STRIDE] = self.control.block("window pulled").stride
-        words[facts.REPORT] = int(self.report.ctypes.data)
-        return words
+        """As a Buffer of this rank has them."""
+        talk = SimpleNamespace(
+            control=self.control,
+            rank=self.me,
+            heap=SimpleNamespace(address=self.heaps[self.me].data_ptr()),
+            conversation=SimpleNamespace(timeout_s=patience_ns / 1e9),
+            report=self.report,
+        )
+        return GpuTalk._facts(talk)  # type: ignore[arg-type]
 
     def _word(self, kind: str, rank: int, peer: int, word: int = 0) -> torch.Tensor:
         at = self.control.block(kind).offset(peer, self.number % 2 if kind == "mailbox" else 0) + 8 * word
@@ -211,6 +205,7 @@ class Call:
                 int(self.rows_of.ctypes.data),
                 ticket,
                 *sizes,
+                num_warps=1,
                 **self.blocks,
                 IS_COMBINE=is_combine,
                 IS_REFUSED=is_refused,
@@ -468,27 +463,32 @@ def check_letters_without_counts(device: str) -> None:
 
 
 def check_letters_of_a_combine(device: str) -> None:
-    """exchange_letters of a combine: where each rank's rows and weights lie."""
+    """exchange_letters of a combine: where each rank's rows and weights lie, and who is to stage them."""
     prefix = np.array([[2, 1], [3, 4]], np.int32)
     word = routing_word(device, prefix)
-    block = 2 << facts.WINDOW_BLOCK_BITS
-    for offsets, places, uses_rings in (
-        (((0, 128), (256, 0)), ([4096, 4224], [8448, 8192]), 0),
-        (((block + 512, 0), (0, block)), ([(2 << 30) + 4608, 4096], [8192, (2 << 30) + 8192]), 0),
-        (((-1, -1), (0, -1)), ([0, 0], [8192, 0]), 1),
+    block, nowhere = 2 << facts.WINDOW_BLOCK_BITS, [0, 0]
+    # By rank: offsets of rows and weights, and whether it stages; where they lie; whether rings are used.
+    for said_by, places, uses_rings, stagers in (
+        (((0, 128, 0), (256, 0, 0)), ([4096, 4224], [8448, 8192]), 0, 0),
+        (((block + 512, 0, 0), (0, block, 0)), ([(2 << 30) + 4608, 4096], [8192, (2 << 30) + 8192]), 0, 0),
+        (((-1, -1, 0), (0, -1, 0)), (nowhere, [8192, 0]), 1, 0),
+        (((0, 128, 0), (256, 0, 1)), ([4096, 4224], [8448, 8192]), 0, 2),
+        (((0, 128, 1), (256, 0, 1)), ([4096, 4224], [8448, 8192]), 0, 3),
+        # Staging is not worth it where some rows come through rings.
+        (((-1, -1, 0), (256, 0, 1)), (nowhere, nowhere), 1, 0),
     ):
         said = [
-            cached_letter(
-                KIND=Kind.COMBINE, ROUTING=word, X_OFFSET=x, WEIGHTS_OFFSET=weights, RESULT_ROWS=6 + rank
+            cached_letter(KIND=Kind.COMBINE, ROUTING=word, RESULT_ROWS=6 + rank).saying(
+                X_OFFSET=x, WEIGHTS_OFFSET=weights, STAGES=stages
             )
-            for rank, (x, weights) in enumerate(offsets)
+            for rank, (x, weights, stages) in enumerate(said_by)
         ]
         call = Call(device, 0, said)
         call.exchange(there(prefix, device), is_combine=True)
         assert call.outcome == 0
         assert call.places[:, [0, 3, 5]].tolist() == [[*found, 6 + rank] for rank, found in enumerate(places)]
         assert (call.places[:, [1, 2, 4]] == GUARD).all()
-        assert call.state[facts.USES_RINGS] == uses_rings
+        assert [int(call.state[word]) for word in (facts.USES_RINGS, facts.STAGERS)] == [uses_rings, stagers]
 
 
 def check_letters_that_differ(device: str) -> None:
@@ -718,6 +718,7 @@ def check_ranks_that_wait(device: str) -> None:
         for call in calls:
             # The same heaps for both.
             call.heaps, call.addresses = calls[0].heaps, calls[0].addresses
+            call.facts[facts.OWN_HEAP] = call.addresses[call.me]
             call.store("status", call.last, call.me)
         # While one waits for the other there is nothing that the host may wait for.
         prepared = [call.prepare_exchange()[0] for call in calls]

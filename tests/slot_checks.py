@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from anyep import formats
+from anyep import formats, outcomes
 from anyep.backends.cpu.kernels import slots as cpu
-from anyep.layout import NOTE_HEADER_BYTES
+from anyep.backends.cuda import facts
+from anyep.layout import NOTE_HEADER_BYTES, ControlRegion
+from anyep.modes.letters import Kind
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 from tests.cast_checks import cpu_encode, rows_of_blocks
 
@@ -28,7 +30,6 @@ GUARD = 0x5A
 NOTE_WORDS = NOTE_HEADER_BYTES // 8
 SECOND_OF_TWO = 2 << 32 | 1
 """One row that begins after two others."""
-DIFFERENT = 2
 FP8_FORMATS = (formats.FP8, formats.FP8_ROUNDED, formats.FP8_UE8M0)
 block_of = triton.next_power_of_2
 
@@ -43,10 +44,6 @@ def addresses(parts: Iterable[torch.Tensor], device: str = "cpu") -> torch.Tenso
 
 def words(values: Any, device: str = "cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def flags(values: Iterable[int], device: str = "cpu") -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int8, device=device)
 
 
 def masks(values: Iterable[int]) -> Any:
@@ -76,205 +73,339 @@ def message_bytes_of(hidden: int) -> int:
     return LowLatencySizes(1, hidden, 1).dispatch_message_bytes
 
 
-# What a dispatch sends
+class Setting:
+    """What every kernel finds: the control regions of all ranks, this rank's facts, and a call's state."""
+
+    def __init__(
+        self,
+        device: str,
+        num_ranks: int,
+        rank: int = 0,
+        number: int = 7,
+        masked: Iterable[int] = (),
+        outcome: int = 0,
+        local_experts: int = 1,
+        patience_ns: int = 0,
+    ) -> None:
+        self.device, self.num_ranks, self.rank, self.number = device, num_ranks, rank, number
+        self.control = ControlRegion(num_ranks, num_ranks)
+        self.heaps = words([[0] * (self.control.num_bytes // 8)] * num_ranks, device)
+        self.table = addresses(self.heaps, device)
+        self.report = words([0] * (facts.REPORTED_HEADERS + NOTE_WORDS * num_ranks), device)
+        self.generations = words([*masked, *[0] * num_ranks][:num_ranks], device)
+        self.state = words([0] * (facts.RANGES + num_ranks * local_experts), device)
+        self.state[facts.NUMBER], self.state[facts.OUTCOME] = number, outcome
+        self.state[facts.MISSING_ROW] = gpu.NO_ROWS_MISSING
+        self.local_experts = local_experts
+        note, packed = self.control.block("low-latency note"), self.control.block("low-latency packed")
+        mask = self.control.block("mask")
+        here = [0] * facts.NUM_LOW_LATENCY_FACTS
+        here[facts.RANK], here[facts.OWN_HEAP] = rank, self.heaps[rank].data_ptr()
+        here[facts.PATIENCE_NS] = patience_ns
+        here[facts.ALARM_AT] = self.control.block("alarm").start
+        here[facts.GIVEN_UP_AT] = self.control.block("given up").start
+        here[facts.FLAG_STRIDE] = packed.stride
+        here[facts.REPORT] = self.report.data_ptr()
+        here[facts.CALLS_AT] = self.control.block("status").start + 8
+        here[facts.NOTE_AT], here[facts.NOTE_STRIDE] = note.start, note.stride
+        here[facts.NOTE_SET_STRIDE] = note.offset(0, 1) - note.start
+        here[facts.PACKED_AT] = packed.start
+        here[facts.PACKED_SET_STRIDE] = packed.offset(0, 1) - packed.start
+        here[facts.MASK_AT], here[facts.MASK_STRIDE] = mask.start, mask.stride
+        self.facts = words(here, device)
+        self.decoy = guarded((1 << 12,), torch.uint8).to(device)
+
+    @property
+    def common(self) -> tuple[torch.Tensor, ...]:
+        """The arguments that every kernel begins with."""
+        return self.facts, self.table, self.generations, self.state
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        return {"NUM_RANKS": self.num_ranks, "RANK_BLOCK": max(2, block_of(self.num_ranks))}
+
+    def both_sets(self, of_this_call: torch.Tensor) -> torch.Tensor:
+        """A table of addresses whose other set leads astray."""
+        other = torch.full_like(of_this_call, self.decoy.data_ptr())
+        sets = [of_this_call, other] if self.number % 2 == 0 else [other, of_this_call]
+        return torch.cat(sets).to(self.device)
+
+    def note(self, reader: int, sender: int) -> torch.Tensor:
+        """A sender's note at a reader."""
+        offset = self.control.block("low-latency note").offset(sender, self.number % 2) // 8
+        return self.heaps[reader, offset : offset + NOTE_WORDS + self.local_experts]
+
+    def word(self, rank: int, block: str, writer: int, slot_set: int = 0, index: int = 0) -> torch.Tensor:
+        return self.heaps[rank, self.control.block(block).offset(writer, slot_set) // 8 + index]
+
+    def packed(self, rank: int, writer: int) -> int:
+        """What a rank was told about the set of this call."""
+        return int(self.word(rank, "low-latency packed", writer, self.number % 2))
+
+    @property
+    def outcome(self) -> int:
+        return int(self.state[facts.OUTCOME])
+
+    def put_header(self, header: list[int]) -> None:
+        self.state[facts.NOTE_HEADER : facts.NOTE_HEADER + len(header)] = words(header, self.device)
 
 
-def compare_send(ids: torch.Tensor, num_experts: int, hidden: int, travel: int, device: str) -> torch.Tensor:
-    num_tokens, num_topk = ids.shape
-    x = rows_of(num_tokens, num_tokens, hidden)
-    right = guarded((num_tokens + 1, message_bytes_of(hidden)), torch.uint8)
-    ours = right.to(device, copy=True)
-    cpu.send_tokens(
+# What all calls have
+
+
+def open_call(setting: Setting, can_shrink: bool = False, **how: bool) -> None:
+    gpu.open_call[(1,)](
+        *setting.common,
+        int(Kind.LOW_LATENCY_DISPATCH),
+        8,
+        128,
+        4,
+        formats.FP8,
         0,
-        num_tokens,
-        x.data_ptr(),
-        hidden,
-        travel,
+        ADVANCES=how.get("advances", True),
+        POSTS=how.get("posts", False),
+        CAN_SHRINK=can_shrink,
+        **setting.blocks,
+        num_warps=1,
+    )
+
+
+def check_open_call(device: str) -> None:
+    setting = Setting(device, 2, rank=1)
+    setting.word(1, "status", 0, index=1).fill_(6)
+    for writer in range(2):
+        setting.word(1, "low-latency packed", writer, 1).fill_(5)
+    open_call(setting, posts=True)
+    assert setting.outcome == 0
+    assert int(setting.word(1, "status", 0, index=1)) == 7
+    header = [7, 0, int(Kind.LOW_LATENCY_DISPATCH), 8, 128, 4, formats.FP8, 0]
+    for reader in range(2):
+        assert setting.note(reader, 1)[:NOTE_WORDS].tolist() == header
+        assert not setting.note(reader, 0).any()
+    # The set of even calls is not known to be free.
+    setting = Setting(device, 2, rank=1)
+    setting.word(1, "status", 0, index=1).fill_(7)
+    setting.word(1, "low-latency packed", 0, 0).fill_(6)
+    open_call(setting, advances=False)
+    assert setting.outcome == outcomes.outcome_of(outcomes.LATE, 1)
+    assert int(setting.word(1, "status", 0, index=1)) == 7
+    assert setting.report[: facts.REPORTED_WAIT + 1].tolist() == [
+        *(1, 0, setting.outcome, 8, 0, Kind.LOW_LATENCY_DISPATCH, facts.PACKED_AT)
+    ]
+    assert int(setting.word(0, "alarm", 0)) == 2
+    # The first two calls of a round need no telling.
+    for before, expected in ((3 << 32, 0), ((3 << 32) + 1, 0), ((3 << 32) + 2, 1)):
+        setting = Setting(device, 2)
+        setting.word(0, "status", 0, index=1).fill_(before)
+        open_call(setting)
+        assert outcomes.code_of(setting.outcome) == expected
+
+
+def check_masks(device: str) -> None:
+    # Rank 1 does not come, and is masked in round 3; everyone hears of it.
+    setting = Setting(device, 3, number=0)
+    setting.word(0, "status", 0, index=1).fill_((3 << 32) + 6)
+    for writer in (0, 2):
+        setting.word(0, "low-latency packed", writer, 1).fill_((3 << 32) + 5)
+    open_call(setting, can_shrink=True)
+    assert setting.outcome == 0
+    assert setting.generations.tolist() == [0, 7, 0]
+    for rank in range(3):
+        assert int(setting.word(rank, "mask", 0, index=1)) == 7
+    # What another rank told is passed on; a rank that finds itself masked does nothing.
+    setting = Setting(device, 3, rank=2)
+    setting.word(2, "mask", 1, index=0).fill_(3)
+    open_call(setting, can_shrink=True)
+    assert setting.outcome == 0
+    assert int(setting.word(1, "mask", 2, index=0)) == 3
+    setting.word(2, "mask", 0, index=2).fill_(1)
+    open_call(setting, can_shrink=True, posts=True)
+    assert setting.outcome == outcomes.outcome_of(outcomes.MASKED, 2)
+    assert not setting.heaps[1, setting.control.block("low-latency note").start // 8 :].eq(2).any()
+    finish(setting, can_shrink=True)
+    assert setting.packed(0, 2) == 0
+    setting = Setting(device, 2)
+    gpu.mask_rank[(1,)](setting.facts, setting.table, 1, 3, **setting.blocks, num_warps=1)
+    assert [int(setting.word(rank, "mask", 0, index=1)) for rank in range(2)] == [3, 3]
+
+
+def finish(setting: Setting, can_shrink: bool = False) -> None:
+    gpu.finish_call[(1,)](*setting.common, CAN_SHRINK=can_shrink, **setting.blocks, num_warps=1)
+
+
+def check_finish_call(device: str) -> None:
+    for code, told in ((0, 7), (outcomes.DIFFERENT, 7), (outcomes.LATE, 0), (outcomes.STOPPED, 0)):
+        setting = Setting(device, 2, rank=1, outcome=code)
+        finish(setting)
+        assert [setting.packed(rank, 1) for rank in range(2)] == [told, told]
+        assert [setting.packed(rank, 0) for rank in range(2)] == [0, 0]
+        assert int(setting.report[facts.NUM_REPORTS]) == int(code != 0)
+
+
+def receive(setting: Setting, stats: torch.Tensor | None = None, can_shrink: bool = False) -> None:
+    gpu.receive_notes[(1,)](
+        *setting.common,
+        setting.state if stats is None else stats,
+        setting.local_experts,
+        HAS_STATS=stats is not None,
+        CAN_SHRINK=can_shrink,
+        **setting.blocks,
+        TILE_EXPERTS=4,
+        num_warps=1,
+    )
+
+
+def check_receive_notes(device: str) -> None:
+    for num_ranks, local_experts, masked in ((2, 1, []), (3, 5, [0, 1]), (1, 4, [])):
+        setting = Setting(device, num_ranks, masked=masked, local_experts=local_experts)
+        setting.put_header([7, 0, 4, 9])
+        right = torch.zeros(num_ranks, local_experts, dtype=torch.int64)
+        for sender in range(num_ranks):
+            if not int(setting.generations[sender]):
+                setting.note(0, sender)[:4] = words([7, 0, 4, 9], device)
+                right[sender] = sender << 32 | torch.arange(local_experts)
+                setting.note(0, sender)[NOTE_WORDS:] = right[sender].to(device)
+        stats = words([5] * num_ranks, device)
+        receive(setting, stats)
+        assert setting.outcome == 0
+        assert_same(setting.state[facts.RANGES :].view_as(right), right)
+        assert (stats >= 5).all()
+    # They disagree; the second call that goes wrong is not reported before the first was heard.
+    setting = Setting(device, 3)
+    setting.put_header([7, 0, 4])
+    for sender, word in ((0, 4), (1, 4), (2, 5)):
+        setting.note(0, sender)[:3] = words([7, 0, word], device)
+    for _ in range(2):
+        setting.state[facts.OUTCOME] = setting.state[facts.IS_REPORTED] = 0
+        receive(setting)
+        assert setting.outcome == outcomes.outcome_of(outcomes.DIFFERENT, 2)
+    assert setting.report[: facts.NUM_READ + 1].tolist() == [1, 0]
+    headers = setting.report[facts.REPORTED_HEADERS :].view(3, NOTE_WORDS)[:, :3]
+    assert headers.tolist() == [[7, 0, 4], [7, 0, 4], [7, 0, 5]]
+    # One is late; or the call went wrong before, and nobody is waited for.
+    setting = Setting(device, 2, rank=1)
+    setting.put_header([7])
+    setting.note(1, 1)[0] = 7
+    receive(setting)
+    assert setting.outcome == outcomes.outcome_of(outcomes.LATE, 0)
+    setting = Setting(device, 2, outcome=outcomes.BAD_HANDLE, patience_ns=10**11)
+    receive(setting)
+    assert setting.outcome == outcomes.BAD_HANDLE
+    # Or it is masked.
+    setting = Setting(device, 2, rank=1)
+    setting.put_header([7])
+    setting.note(1, 1)[0] = 7
+    receive(setting, can_shrink=True)
+    assert setting.outcome == 0
+    assert setting.generations.tolist() == [1, 0]
+
+
+# Dispatch
+
+
+def compare_send(
+    ids: torch.Tensor,
+    local_experts: int,
+    hidden: int,
+    travel: int,
+    masked: list[int],
+    device: str,
+    number: int = 7,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Messages, lists, and the ranges in the notes of each reader."""
+    num_ranks, (num_tokens, num_topk) = len(masked), ids.shape
+    num_experts = num_ranks * local_experts
+    setting = Setting(device, num_ranks, num_ranks - 1, number, masked, local_experts=local_experts)
+    x = rows_of(num_tokens, num_tokens, hidden)
+    messages = guarded((num_tokens + 1, message_bytes_of(hidden)), torch.uint8)
+    lists = guarded((num_ranks, local_experts, num_tokens + 4 - num_tokens % 4), torch.int32)
+    notes = torch.zeros(num_ranks, NOTE_WORDS + local_experts, dtype=torch.int64)
+    our_messages, our_lists = messages.to(device, copy=True), lists.to(device, copy=True)
+    cpu.send_tokens(
+        *(0, num_tokens, x.data_ptr(), hidden, travel, ids.numpy(), num_experts),
+        *(messages.data_ptr(), messages.stride(0)),
+    )
+    list_stride = 4 * lists.stride(1)
+    cpu.list_tokens(
         ids.numpy(),
-        num_experts,
-        right.data_ptr(),
-        right.stride(0),
+        addresses(lists).numpy(),
+        list_stride,
+        addresses(notes).numpy(),
+        masks(masked),
+        np.empty(num_experts, np.int64),
     )
-    tile_blocks = 4
-    gpu.send_tokens[(num_tokens, triton.cdiv(hidden, tile_blocks * formats.CHANNELS_PER_BLOCK))](
-        x.to(device),
-        hidden,
-        ids.to(device),
-        num_experts,
-        ours,
-        ours.stride(0),
-        TRAVEL=travel,
-        NUM_TOPK=num_topk,
-        SLOT_BLOCK=block_of(num_topk),
-        TILE_BLOCKS=tile_blocks,
-        **casts.OPTIONS,
-    )
-    assert_same(ours, right)
-    return ours.cpu()
+    header = [number, 0, 4, 5]
+    setting.put_header(header)
+    own = torch.full((num_ranks,), our_messages.data_ptr())
+    num_shares = 2
+    for outcome in (outcomes.LATE, 0):
+        setting.state[facts.OUTCOME], setting.state[facts.NUM_SENT] = outcome, 0
+        gpu.send_tokens[(num_experts + num_tokens * num_shares,)](
+            *setting.common,
+            x.to(device),
+            ids.to(device),
+            setting.both_sets(own),
+            setting.both_sets(addresses(our_lists)),
+            num_tokens,
+            hidden,
+            our_messages.stride(0),
+            list_stride,
+            local_experts,
+            TRAVEL=travel,
+            NUM_TOPK=num_topk,
+            SLOT_BLOCK=max(2, block_of(num_topk)),
+            NUM_SHARES=num_shares,
+            TILE_BLOCKS=4,
+            TILE_TOKENS=16,
+            **setting.blocks,
+            **casts.OPTIONS,
+        )
+        if outcome:  # something went wrong before: nothing may be sent
+            assert (our_messages == GUARD).all()
+            assert not setting.note(0, setting.rank).any()
+    assert_same(our_messages, messages)
+    assert_same(our_lists, lists)
+    assert (setting.decoy == GUARD).all()
+    ranges = torch.stack([setting.note(reader, setting.rank)[NOTE_WORDS:] for reader in range(num_ranks)])
+    assert_same(ranges, notes[:, NOTE_WORDS:])
+    for reader, is_masked in enumerate(masked):
+        posted = setting.note(reader, setting.rank)[:4].tolist()
+        assert posted == ([0] * 4 if is_masked else header)
+    return our_messages.cpu(), our_lists.cpu(), ranges.cpu()
 
 
 def check_send_tokens(device: str) -> None:
-    messages = compare_send(words([[1], [-1]]), 2, 128, formats.RAW, device)
-    assert (messages[0, :LOW_LATENCY_HEADER_BYTES] == GUARD).all()
-    assert_same(messages[0, LOW_LATENCY_HEADER_BYTES:], rows_of(2, 2, 128)[0])
-    assert (messages[1] == GUARD).all()
+    messages, lists, ranges = compare_send(
+        words([[1, 0], [-1, 1]]), 1, 128, formats.RAW, [0, 0], device, number=6
+    )
+    assert (messages[:, :LOW_LATENCY_HEADER_BYTES] == GUARD).all()
+    assert_same(messages[:2, LOW_LATENCY_HEADER_BYTES:], rows_of(2, 2, 128))
+    assert lists[0, 0, :1].tolist() == [0]
+    assert lists[1, 0, :2].tolist() == [0, 1]
+    assert ranges.tolist() == [[1], [2]]
     # Of these only the third goes anywhere.
     nowhere = words([[2, -1], [2**40, -7], [5, 1], [-1, -1]])
     for travel in (formats.RAW, *FP8_FORMATS):
-        messages = compare_send(nowhere, 2, 512, travel, device)
+        messages, _, _ = compare_send(nowhere, 1, 512, travel, [0, 0], device)
         assert (messages[[0, 1, 3]] == GUARD).all()
         assert not (messages[2] == GUARD).all()
     num_tokens = 6 if device == "cpu" else 200
     for hidden in (8, 72, 768, 1152):
-        compare_send(routing(num_tokens, 3, 6, hidden), 6, hidden, formats.RAW, device)
+        compare_send(routing(num_tokens, 3, 6, hidden), 3, hidden, formats.RAW, [0, 0], device)
     for travel in FP8_FORMATS:
         for hidden in (512, 1536):
-            compare_send(routing(num_tokens, 2, 4, hidden), 4, hidden, travel, device)
-    compare_send(words([[]]).view(0, 1), 4, 128, formats.RAW, device)
+            compare_send(routing(num_tokens, 2, 4, hidden), 2, hidden, travel, [0, 0], device)
+    compare_send(words([[]]).view(0, 1), 2, 128, formats.RAW, [0, 0], device)
 
 
-def compare_list_tokens(
-    ids: torch.Tensor, local_experts: int, masked: list[int], device: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_readers, (num_tokens, num_topk) = len(masked), ids.shape
-    lists = guarded((num_readers, local_experts, num_tokens + 3), torch.int32)
-    notes = guarded((num_readers, NOTE_WORDS + local_experts), torch.int64)
-    counts = guarded((num_readers * local_experts,), torch.int64)
-    there = [part.to(device, copy=True) for part in (lists, notes, counts)]
-    stride = 4 * lists.stride(1)
-    cpu.list_tokens(
-        ids.numpy(),
-        addresses(lists).numpy(),
-        stride,
-        addresses(notes).numpy(),
-        masks(masked),
-        counts.numpy(),
-    )
-    gpu.list_tokens[(len(counts),)](
-        ids.to(device),
-        addresses(there[0], device),
-        stride,
-        addresses(there[1], device),
-        flags(masked, device),
-        there[2],
-        num_tokens,
-        local_experts,
-        NUM_TOPK=num_topk,
-        SLOT_BLOCK=block_of(num_topk),
-        TILE_TOKENS=16,
-    )
-    for ours, right in zip(there, (lists, notes, counts), strict=True):
-        assert_same(ours, right)
-    return there[0].cpu(), there[1].cpu()[:, NOTE_WORDS:], there[2].cpu()
-
-
-def check_list_tokens(device: str) -> None:
-    lists, ranges, counts = compare_list_tokens(words([[1, 0], [-1, 1]]), 1, [0, 0], device)
-    assert lists[0, 0, :1].tolist() == [0]
-    assert lists[1, 0, :2].tolist() == [0, 1]
-    assert ranges.tolist() == [[1], [2]]
-    assert counts.tolist() == [1, 2]
+def check_lists_of_tokens(device: str) -> None:
     sizes = [(37, 3, 2), (16, 8, 1), (1, 1, 3), (0, 2, 2)]
     for seed, (num_tokens, num_topk, local_experts) in enumerate(
         sizes if device == "cpu" else [*sizes, (999, 8, 32)]
     ):
-        for masked in ([0, 0, 0], [0, 1, 0], [1, 1, 1]):
+        for masked in ([0, 0, 0], [0, 1, 0], [1, 1, 0]):
             ids = routing(num_tokens, num_topk, len(masked) * local_experts, seed)
-            compare_list_tokens(ids, local_experts, masked, device)
-
-
-# Notes
-
-
-def check_post_notes(device: str) -> None:
-    for num_ranks, header, masked in (
-        (2, [7, 0, 4], [0, 0]),
-        (2, [7, 0, 4], [1, 0]),
-        (3, [2**40, 1, -2, 3, 4, 5, 6, 7], [0, 0, 1]),
-        (1, [1], [0]),
-    ):
-        notes = guarded((num_ranks, NOTE_WORDS + 2), torch.int64)
-        # Numbers only grow: the one before is smaller.
-        notes[:, 0] = header[0] - 1
-        there = notes.to(device, copy=True)
-        alarms = torch.zeros(num_ranks, 1, dtype=torch.int64)
-        cpu.post_notes(
-            addresses(notes).numpy(), masks(masked), addresses(alarms).numpy(), 0, words(header).numpy()
-        )
-        gpu.post_notes[(1,)](
-            addresses(there, device),
-            flags(masked, device),
-            words(header[:1], device),
-            words([-99, *header[1:]], device),
-            NUM_WORDS=len(header),
-            NUM_RANKS=num_ranks,
-            RANK_BLOCK=block_of(num_ranks),
-            num_warps=1,
-        )
-        assert_same(there, notes)
-        for note, is_masked in zip(there.tolist(), masked, strict=True):
-            assert is_masked or note[: len(header)] == header
-
-
-def compare_read_notes(
-    notes: torch.Tensor, num_words: int, masked: list[int], first: int, end: int, before: int, device: str
-) -> tuple[int, int]:
-    """The number of rows, and the outcome; `before` is what it was."""
-    num_ranks, local_experts = len(notes), notes.shape[1] - NOTE_WORDS
-    headers = guarded((num_ranks, num_words), torch.int64)
-    ranges = guarded((num_ranks, local_experts), torch.int64)
-    our_headers, our_ranges = headers.to(device, copy=True), ranges.to(device, copy=True)
-    num_rows, outcome = words([GUARD], device), words([before], device)
-    own = notes[0, :num_words].clone()
-    right = cpu.read_notes(
-        addresses(notes).numpy(), masks(masked), own.numpy(), first, end, headers.numpy(), ranges.numpy()
-    )
-    there = notes.to(device)
-    gpu.read_notes[(1,)](
-        addresses(there, device),
-        flags(masked, device),
-        own.to(device),
-        our_headers,
-        our_ranges,
-        num_rows,
-        outcome,
-        local_experts,
-        FIRST_AGREEING=first,
-        END_AGREEING=end,
-        NUM_WORDS=num_words,
-        NUM_RANKS=num_ranks,
-        RANK_BLOCK=block_of(num_ranks),
-        TILE_EXPERTS=4,
-    )
-    assert_same(our_headers, headers)
-    assert_same(our_ranges, ranges)
-    assert num_rows.item() == right
-    return int(num_rows.item()), int(outcome.item())
-
-
-def check_read_notes(device: str) -> None:
-    notes = guarded((2, NOTE_WORDS + 1), torch.int64)
-    notes[:, :3] = words([[7, 0, 4], [7, 0, 5]])
-    notes[:, NOTE_WORDS:] = 1
-    assert compare_read_notes(notes, 3, [0, 0], 1, 2, 0, device) == (2, 0)
-    assert compare_read_notes(notes, 3, [0, 0], 1, 3, 0, device) == (-1, DIFFERENT + 4 * 1)
-    assert compare_read_notes(notes, 3, [0, 0], 1, 3, 9, device) == (-1, 9)
-    assert compare_read_notes(notes, 3, [0, 1], 1, 3, 0, device) == (1, 0)
-    random = np.random.default_rng(1)
-    for num_ranks, local_experts in ((3, 5), (5, 4), (1, 1)):
-        notes = torch.from_numpy(random.integers(0, 2**40, (num_ranks, NOTE_WORDS + local_experts)))
-        notes[:, 1:NOTE_WORDS] = notes[0, 1:NOTE_WORDS].clone()
-        masked = [int(rank == 1) for rank in range(num_ranks)]
-        assert compare_read_notes(notes, 8, masked, 1, 7, 0, device)[1] == 0
-        if num_ranks > 2:
-            notes[1, 3] += 1
-            notes[2, 6] += 1
-            assert compare_read_notes(notes, 8, masked, 1, 7, 0, device) == (-1, DIFFERENT + 4 * 2)
-            assert compare_read_notes(notes, 8, [0] * num_ranks, 1, 7, 0, device) == (-1, DIFFERENT + 4 * 1)
-            assert compare_read_notes(notes, 8, masked, 1, 6, 0, device)[1] == 0
-
-
-# What a dispatch receives
+            compare_send(ids, local_experts, 8, formats.RAW, masked, device, number=seed)
 
 
 def compare_pack(
@@ -319,34 +450,40 @@ def compare_pack(
         *(right[name].numpy() for name in ("src_info", "layout_range", "counts", "stats")),
     )
     lists_there, messages_there = lists.to(device), messages.to(device)
-    for outcome in (5, 0):
+    setting = Setting(device, num_senders, local_experts=num_experts)
+    setting.state[facts.RANGES :] = ranges.flatten().to(device)
+    for outcome in (outcomes.STOPPED, 0):
+        setting.state[facts.OUTCOME], setting.state[facts.NUM_TAKEN] = outcome, 0
         gpu.pack_tokens[(num_experts, num_senders, 2)](
-            ranges.to(device),
-            addresses(lists_there, device),
-            4 * lists.stride(1),
-            addresses(messages_there, device),
-            message_bytes,
-            row_bytes // 4,
-            num_scale_words,
+            *setting.common,
+            setting.both_sets(addresses(messages_there)),
+            setting.both_sets(addresses(lists_there)),
             ours["x"],
-            ours["scales"] if num_scale_words else None,
+            ours["scales"] if num_scale_words else setting.state,
             ours["src_info"],
             ours["layout_range"],
             ours["counts"],
-            ours["stats"] if with_stats else None,
-            words([outcome], device),
+            ours["stats"] if with_stats else setting.state,
+            message_bytes,
+            4 * lists.stride(1),
+            row_bytes // 4,
+            num_scale_words,
             num_experts,
             rows_per_expert,
-            NUM_SENDERS=num_senders,
-            SENDER_BLOCK=block_of(num_senders),
+            HAS_SCALES=num_scale_words > 0,
+            HAS_STATS=with_stats,
+            CAN_SHRINK=False,
+            **setting.blocks,
             TILE_ROWS=2,
             TILE_WORDS=64,
             TILE_SCALES=4,
         )
         if outcome:  # something went wrong before: nothing may be taken
             assert all((part == GUARD).all() for part in ours.values())
+            assert setting.packed(0, 0) == 0
     for name, part in ours.items():
         assert_same(part, right[name])
+    assert [setting.packed(rank, 0) for rank in range(num_senders)] == [7] * num_senders
     return {name: part.cpu() for name, part in ours.items()}
 
 
@@ -382,7 +519,7 @@ def check_pack_tokens(device: str) -> None:
         )
 
 
-# What a combine returns
+# Combine
 
 
 def handle_of(counts: Any, max_tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -401,103 +538,27 @@ def handle_of(counts: Any, max_tokens: int, seed: int = 0) -> tuple[torch.Tensor
     return layout_range, src_info
 
 
-def check_count_rows(device: str) -> None:
-    def compare(layout_range: torch.Tensor, src_info: torch.Tensor, max_tokens: int) -> list[int]:
-        rows = words([GUARD] * len(layout_range), device)
-        gpu.count_rows[(len(layout_range),)](
-            layout_range.to(device),
-            src_info.to(device),
-            rows,
-            max_tokens,
-            src_info.shape[1],
-            NUM_SENDERS=layout_range.shape[1],
-            TILE_ROWS=4,
-        )
-        problems = [int(number) for number in rows if number < 0]
-        right = cpu.count_rows(layout_range.numpy(), src_info.numpy(), max_tokens)
-        assert right == (problems[0] if problems else int(rows.sum()))
-        return [int(number) for number in rows]
-
-    def count(ranges: Any, tokens: list[int]) -> list[int]:
-        src_info = guarded((len(ranges), 8), torch.int32)
-        src_info[:, : len(tokens)] = torch.tensor(tokens)
-        return compare(words(ranges), src_info, 4)
-
-    two_senders = [[2, SECOND_OF_TWO]]
-    assert count(two_senders, [0, 3, 1]) == [3]
-    assert count(two_senders, [3, 0, 1]) == [-3]
-    assert count(two_senders, [0, 0, 1]) == [-3]
-    assert count(two_senders, [-1, 3, 1]) == [-3]
-    assert count(two_senders, [0, 4, 1]) == [-3]
-    assert count([[2, 1 << 32 | 1]], [0, 3, 1]) == [-1]
-    assert count([[-1 << 32 | 2, 1]], [0, 3, 1]) == [-1]
-    assert count([[5, 5 << 32]], [0, 1, 2, 3, 4]) == [-2]
-    assert count([[2, 2 << 32 | 0xFFFFFFFF]], [0, 3]) == [-2]
-    assert count([[2, SECOND_OF_TWO], [0, 3], [0, 5]], [0, 3, 1]) == [3, -3, -2]
-    random = np.random.default_rng(4)
-    for max_tokens in (9, 20):
-        counts = random.integers(0, max_tokens + 1, (3, 3))
-        layout_range, src_info = handle_of(counts.tolist(), max_tokens)
-        assert compare(layout_range, src_info, max_tokens) == counts.sum(1).tolist()
-        src_info[1, 6] = src_info[1, 5]
-        compare(layout_range, src_info, max_tokens)
-
-
-def compare_stage(
-    counts: Any, max_tokens: int, hidden: int, use_logfmt: bool, device: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    layout_range, src_info = handle_of(counts, max_tokens)
-    num_experts, rows_per_expert = src_info.shape
+def compare_return(
+    layout_range: torch.Tensor,
+    src_info: torch.Tensor,
+    hidden: int,
+    use_logfmt: bool,
+    masked: list[int],
+    device: str,
+    number: int = 7,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Messages, lists and ranges of each reader, and x."""
+    (num_experts, rows_per_expert), num_ranks = src_info.shape, len(masked)
+    setting = Setting(device, num_ranks, num_ranks - 1, number, masked, local_experts=num_experts)
     x = rows_of(hidden, num_experts * rows_per_expert, hidden)
-    right = guarded((len(x) + 1, message_bytes_of(hidden)), torch.uint8)
-    ours = right.to(device, copy=True)
+    messages = guarded((len(x) + 1, message_bytes_of(hidden)), torch.uint8)
+    lists = guarded((num_ranks, num_experts, rows_per_expert), torch.int32)
+    notes = torch.zeros(num_ranks, NOTE_WORDS + num_experts, dtype=torch.int64)
+    our_messages, our_lists = messages.to(device, copy=True), lists.to(device, copy=True)
     cpu.stage_rows(
-        0,
-        num_experts,
-        x.data_ptr(),
-        hidden,
-        layout_range.numpy(),
-        rows_per_expert,
-        int(use_logfmt),
-        0,
-        right.data_ptr(),
-        right.stride(0),
+        *(0, num_experts, x.data_ptr(), hidden, layout_range.numpy(), rows_per_expert, int(use_logfmt), 0),
+        *(messages.data_ptr(), messages.stride(0)),
     )
-    gpu.stage_rows[(num_experts, 3)](
-        x.to(device),
-        hidden,
-        layout_range.to(device),
-        rows_per_expert,
-        ours,
-        ours.stride(0),
-        USE_LOGFMT=use_logfmt,
-        NUM_SENDERS=layout_range.shape[1],
-        TILE_BLOCKS=4,
-        **casts.OPTIONS,
-    )
-    assert_same(ours, right)
-    return ours.cpu(), x
-
-
-def check_stage_rows(device: str) -> None:
-    messages, x = compare_stage([[2, 1]], 2, 64, False, device)
-    assert_same(messages[:3, LOW_LATENCY_HEADER_BYTES:], x[:3])
-    assert (messages[3:] == GUARD).all()
-    counts = [[3, 0, 1], [0, 0, 0], [2, 3, 3]] if device == "cpu" else [[90, 0, 1], [0, 0, 0], [70, 99, 100]]
-    max_tokens = 3 if device == "cpu" else 100
-    for hidden in (8, 72, 1152):
-        compare_stage(counts, max_tokens, hidden, False, device)
-    for hidden in (128, 768, 2048):
-        compare_stage(counts, max_tokens, hidden, True, device)
-
-
-def compare_list_returns(
-    layout_range: torch.Tensor, src_info: torch.Tensor, masked: list[int], device: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_experts, num_readers = layout_range.shape
-    lists = guarded((num_readers, num_experts, src_info.shape[1]), torch.int32)
-    notes = guarded((num_readers, NOTE_WORDS + num_experts), torch.int64)
-    our_lists, our_notes = lists.to(device, copy=True), notes.to(device, copy=True)
     cpu.list_returns(
         src_info.numpy(),
         layout_range.numpy(),
@@ -506,37 +567,101 @@ def compare_list_returns(
         addresses(notes).numpy(),
         masks(masked),
     )
-    gpu.list_returns[(num_experts, num_readers)](
-        src_info.to(device),
-        layout_range.to(device),
-        addresses(our_lists, device),
-        4 * lists.stride(1),
-        addresses(our_notes, device),
-        flags(masked, device),
-        src_info.shape[1],
-        NUM_READERS=num_readers,
-        TILE_ROWS=8,
-    )
+    give_back(setting, x, layout_range, src_info, our_messages, our_lists, use_logfmt)
+    assert setting.outcome == 0
+    assert_same(our_messages, messages)
     assert_same(our_lists, lists)
-    assert_same(our_notes, notes)
-    return our_lists.cpu(), our_notes.cpu()[:, NOTE_WORDS:]
+    assert (setting.decoy == GUARD).all()
+    ranges = torch.stack([setting.note(reader, setting.rank)[NOTE_WORDS:] for reader in range(num_ranks)])
+    assert_same(ranges, notes[:, NOTE_WORDS:])
+    for reader, is_masked in enumerate(masked):
+        assert int(setting.note(reader, setting.rank)[0]) == (0 if is_masked else number)
+    return our_messages.cpu(), our_lists.cpu(), ranges.cpu(), x
 
 
-def check_list_returns(device: str) -> None:
-    src_info = torch.tensor([[0, 3, 1]], dtype=torch.int32)
-    lists, ranges = compare_list_returns(words([[2, SECOND_OF_TWO]]), src_info, [0, 0], device)
-    assert lists[0, 0].tolist() == [0, 3, GUARD]
-    assert lists[1, 0].tolist() == [1, GUARD, GUARD]
+def give_back(
+    setting: Setting,
+    x: torch.Tensor,
+    layout_range: torch.Tensor,
+    src_info: torch.Tensor,
+    messages: torch.Tensor,
+    lists: torch.Tensor,
+    use_logfmt: bool = False,
+) -> None:
+    num_experts, rows_per_expert = src_info.shape
+    setting.put_header([setting.number])
+    gpu.return_rows[(num_experts * (setting.num_ranks + 3),)](
+        *setting.common,
+        x.to(setting.device),
+        src_info.to(setting.device),
+        layout_range.to(setting.device),
+        setting.both_sets(torch.full((setting.num_ranks,), messages.data_ptr())),
+        setting.both_sets(addresses(lists)),
+        x.shape[1],
+        messages.stride(0),
+        4 * lists.stride(1),
+        num_experts,
+        rows_per_expert,
+        USE_LOGFMT=use_logfmt,
+        NUM_SHARES=3,
+        TILE_BLOCKS=4,
+        TILE_ROWS=8,
+        **setting.blocks,
+        **casts.OPTIONS,
+    )
+
+
+def check_return_rows(device: str) -> None:
+    src_info = torch.tensor([[0, 3, 1, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    both = words([[2, SECOND_OF_TWO]])
+    messages, lists, ranges, x = compare_return(both, src_info, 64, False, [0, 0], device, number=6)
+    assert_same(messages[:3, LOW_LATENCY_HEADER_BYTES:], x[:3])
+    assert (messages[3:] == GUARD).all()
+    assert lists[0, 0, :3].tolist() == [0, 3, GUARD]
+    assert lists[1, 0, :3].tolist() == [1, GUARD, GUARD]
     assert ranges.tolist() == [[2], [SECOND_OF_TWO]]
+    counts = [[3, 0, 1], [0, 0, 0], [2, 3, 3]] if device == "cpu" else [[90, 0, 1], [0, 0, 0], [70, 99, 100]]
+    max_tokens = 3 if device == "cpu" else 100
+    for hidden in (8, 72, 1152):
+        compare_return(*handle_of(counts, max_tokens), hidden, False, [0, 0, 0], device)
+    for hidden in (128, 768, 2048):
+        compare_return(*handle_of(counts, max_tokens), hidden, True, [0, 1, 0], device)
     random = np.random.default_rng(5)
     for max_tokens in (4, 21):
         counts = random.integers(0, max_tokens + 1, (2, 3))
         counts[0, 1] = 0
-        for masked in ([0, 0, 0], [0, 0, 1]):
-            compare_list_returns(*handle_of(counts.tolist(), max_tokens), masked, device)
+        for masked in ([0, 0, 0], [1, 0, 0]):
+            compare_return(*handle_of(counts.tolist(), max_tokens), 8, False, masked, device)
 
 
-# What a combine adds up
+def check_handles_that_cannot_be(device: str) -> None:
+    def outcome_of(ranges: Any, tokens: list[int]) -> int:
+        setting = Setting(device, 2, rank=1, local_experts=len(ranges))
+        src_info = guarded((len(ranges), 8), torch.int32)
+        src_info[:, : len(tokens)] = torch.tensor(tokens)
+        messages = guarded((8 * len(ranges), 32), torch.uint8).to(device)
+        lists = guarded((2, len(ranges), 8), torch.int32).to(device)
+        x = torch.zeros(8 * len(ranges), 8, dtype=torch.uint16)
+        give_back(setting, x, words(ranges), src_info, messages, lists)
+        is_refused = [int(setting.note(reader, 1)[1]) for reader in range(2)]
+        assert is_refused == [gpu.BY_HANDLE * (setting.outcome != 0)] * 2
+        assert int(setting.note(0, 1)[0]) == 7
+        return setting.outcome
+
+    two_senders = [[2, SECOND_OF_TWO]]
+    bad = outcomes.outcome_of(outcomes.BAD_HANDLE, 1)
+    assert outcome_of(two_senders, [0, 3, 1]) == 0
+    assert outcome_of(two_senders, [3, 0, 1]) == bad
+    assert outcome_of(two_senders, [0, 0, 1]) == bad
+    assert outcome_of(two_senders, [-1, 3, 1]) == bad
+    assert outcome_of(two_senders, [0, 4, 1]) == bad
+    assert outcome_of([[2, 1 << 32 | 1]], [0, 3, 1]) == bad
+    assert outcome_of([[-1 << 32 | 2, 1]], [0, 3, 1]) == bad
+    assert outcome_of([[5, 5 << 32]], [0, 1, 2, 3, 4]) == bad
+    assert outcome_of([[2, 2 << 32 | 0xFFFFFFFF]], [0, 3]) == bad
+    assert outcome_of([[2, -1]], [0, 3]) == bad
+    assert outcome_of([[1 << 31, (1 << 63) - 1]], [0, 3]) == bad
+    assert outcome_of([[2, SECOND_OF_TWO], [0, 3]], [0, 3, 1]) == bad
 
 
 class Returned:
@@ -597,27 +722,28 @@ class Returned:
             self.hidden,
         )
         lists, messages = self.lists.to(device), self.messages.to(device)
-        our_missing = words([gpu.NO_ROWS_MISSING], device)
-        for outcome in (9, 0):
-            gpu.sum_tokens[(num_tokens, 2)](
+        setting = Setting(device, num_ranks, masked=masked, local_experts=local_experts)
+        setting.state[facts.RANGES :] = self.ranges.flatten().to(device)
+        for outcome in (outcomes.DIFFERENT, 0):
+            setting.state[facts.OUTCOME], setting.state[facts.NUM_TAKEN] = outcome, 0
+            gpu.sum_tokens[(max(1, num_tokens), 2)](
+                *setting.common,
                 self.ids.to(device),
                 self.weights.to(device),
-                self.ranges.to(device),
-                addresses(lists, device),
-                4 * lists.stride(1),
-                addresses(messages, device),
-                messages.stride(1),
-                self.rows_per_expert,
-                flags(masked, device),
+                setting.both_sets(addresses(messages)),
+                setting.both_sets(addresses(lists)),
                 ours,
+                num_tokens,
                 self.hidden,
-                our_missing,
-                words([outcome], device),
+                messages.stride(1),
+                4 * lists.stride(1),
                 local_experts,
+                self.rows_per_expert,
                 USE_LOGFMT=self.use_logfmt,
-                NUM_RANKS=num_ranks,
+                CAN_SHRINK=False,
+                **setting.blocks,
                 NUM_TOPK=num_topk,
-                SLOT_BLOCK=block_of(num_topk),
+                SLOT_BLOCK=max(2, block_of(num_topk)),
                 TILE_LIST=8,
                 TILE_BLOCKS=2,
                 IN_HARDWARE=device != "cpu",
@@ -625,9 +751,18 @@ class Returned:
             )
             if outcome:  # something went wrong before: nothing may be added up
                 assert_same(ours, guarded((num_tokens + 1, self.hidden), torch.uint16))
-                assert our_missing.item() == gpu.NO_ROWS_MISSING
-        found = -1 if our_missing.item() == gpu.NO_ROWS_MISSING else int(our_missing.item())
+                assert int(setting.state[facts.MISSING_ROW]) == gpu.NO_ROWS_MISSING
+            assert [setting.packed(rank, 0) for rank in range(num_ranks)] == [7] * num_ranks
+            setting.report[facts.NUM_READ] = setting.report[facts.NUM_REPORTS]
+            setting.state[facts.IS_REPORTED] = 0
+        found = int(setting.state[facts.MISSING_ROW])
+        found = -1 if found == gpu.NO_ROWS_MISSING else found
         assert found == missing
+        assert setting.outcome == (outcomes.outcome_of(outcomes.MISSING, 0) if missing >= 0 else 0)
+        if missing >= 0:
+            token, slot = divmod(missing, num_topk)
+            wrong = token << 32 | int(self.ids[token, slot])
+            assert int(setting.report[facts.REPORTED_WRONG]) == wrong
         compared = num_tokens if missing < 0 else missing // num_topk
         assert_same(ours[:compared], right[:compared])
         assert_same(ours[-1], right[-1])
@@ -680,14 +815,15 @@ def check_rows_that_are_missing(device: str) -> None:
 
 
 CHECKS: tuple[Any, ...] = (
+    check_open_call,
+    check_masks,
+    check_finish_call,
+    check_receive_notes,
     check_send_tokens,
-    check_list_tokens,
-    check_post_notes,
-    check_read_notes,
+    check_lists_of_tokens,
     check_pack_tokens,
-    check_count_rows,
-    check_stage_rows,
-    check_list_returns,
+    check_return_rows,
+    check_handles_that_cannot_be,
     check_sum_tokens,
     check_sum_tokens_of_logfmt,
     check_rows_that_are_missing,

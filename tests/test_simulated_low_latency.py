@@ -115,6 +115,10 @@ def test_as_on_the_cpu(function: Callable[..., None]) -> None:
     shared_world(2).run(function)
 
 
+def test_modes_mix_in_any_order() -> None:
+    shared_world(2).run(on_cpu.mix_modes, 3)
+
+
 def odd_numbers_of_calls(context: RankContext) -> None:
     """A dispatch may have either set of slots, and so may its combine."""
     buffer = buffer_for(context)

@@ -63,7 +63,7 @@ def exchange(is_combine: bool, channel_block: int, expert_block: int) -> Parts:
 
     constants = {"IS_COMBINE": is_combine, "IS_REFUSED": False}
     constants |= {"CHANNEL_BLOCK": channel_block, "EXPERT_BLOCK": expert_block}
-    return letters.exchange_letters, TYPES, BLOCKS | constants, {"num_warps": 4}
+    return letters.exchange_letters, TYPES, BLOCKS | constants, {"num_warps": 1}
 
 
 def send(num_ranks: int, tile_tokens: int, tile_words: int, num_warps: int, all_or_none: bool) -> Parts:

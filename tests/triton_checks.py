@@ -651,10 +651,10 @@ def check_sums(device: str) -> None:
 
 
 def check_sums_that_are_not_made(device: str) -> None:
-    """pull_and_sum after something went wrong, where rows go through rings, with rows that are not there."""
+    """pull_and_sum after something went wrong; where rows come otherwise; with rows that are not there."""
     case = Sum(3, 11, 32, torch.float16, 1, 2)
     head, _ = send_head_of(case.layout)
-    for words in ({"OUTCOME": outcomes.DIFFERENT}, {"USES_RINGS": 1}):
+    for words in ({"OUTCOME": outcomes.DIFFERENT}, {"USES_RINGS": 1}, {"STAGERS": 2}):
         state = state_of(device, **words)
         for part in case.ours(device, head, state):
             assert (part == GUARD).all()
@@ -684,9 +684,8 @@ def ask_parts(codes, headers, rows, answers):  # type: ignore[no-untyped-def]
     # What lies outside is no rank's.
     bad = tl.load(codes + ranks, mask=is_rank, other=3)
     tl.store(answers, letters.first_bad(bad, ranks, is_rank, 4))
-    words = tl.arange(0, 2)
-    table = tl.load(headers + words[:, None] * 2 + words[None, :])
-    tl.store(answers + 1 + words, letters.column(table, words, 1))
+    pair = tl.arange(0, 2)
+    tl.store(answers + 1 + pair, letters.word_of(headers + 2 * pair, pair < 2, 1))
     below = windows.is_below(tl.load(rows + ranks), tl.full((), 3, tl.int32))
     tl.store(answers + 3 + ranks, below.to(tl.int64))
     tl.store(answers + 7, letters.aligned(tl.full((), 130, tl.int64)))

@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 
 from anyep.backends.cuda import facts
-from anyep.backends.cuda.kernels import counting, rings, sums, windows
+from anyep.backends.cuda.kernels import counting, rings, staging, sums, windows
 from anyep.backends.cuda.kernels import letters as letter_kernels
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
-from anyep.headers import MAX_OFFERS
+from anyep.headers import MAX_OFFERS, Field
 from anyep.layout import RingArea
 from anyep.modes.conversation import Array, Call, Conversation
 from anyep.modes.gpu_connection import GpuConnection
@@ -52,6 +52,15 @@ RING_COMBINE_TILES: Final = {
     8: (16, 512, 16, 4, 256, 1),
 }
 """The same for rows that are pushed, and the values and pieces of a tile that is summed."""
+STAGING_TILES: Final = {
+    2: (32, 1024, 32, 256, 16384),
+    4: (8, 1024, 32, 64, 16384),
+    8: (8, 1024, 32, 32, 16384),
+}
+"""The same for rows that are staged, tokens of a step, and words that are copied at a time. Two steps of all
+ranks' rows are to fit in the L2 cache of one GPU. All ranks must have the same steps."""
+STEPS_AHEAD: Final = 1
+STAGES: Final = int(Field.STAGES)
 CHUNK_TOKENS: Final = 128
 LAYOUT_TOKENS: Final = 64
 PLACE_TOKENS: Final = 512
@@ -118,6 +127,7 @@ class GpuIntranode:
         self._areas = RingAreas(talk.control.num_bytes, num_nvl_bytes, talk.num_ranks)
         size = min((size for size in DISPATCH_TILES if size >= talk.num_ranks), default=8)
         self._dispatch_tile, self._combine_tile = DISPATCH_TILES[size], COMBINE_TILES[size]
+        self._staging_tile = STAGING_TILES[size]
         self._ring_dispatch_tile = RING_DISPATCH_TILES[size]
         self._ring_combine_tile = RING_COMBINE_TILES[size]
         if self.windows.num_bytes:
@@ -419,14 +429,14 @@ class GpuIntranode:
         by_rank = (payload.num_tokens, num_ranks)
         by_channel = (num_ranks, config.num_channels)
         shapes = ((num_ranks, num_ranks), by_channel, by_channel, by_channel, by_rank, by_rank)
-        sizes = [align(shape[0] * shape[1], 4) for shape in shapes]
-        total = sum(sizes)
-        memory = self._new(previous, (total + align(by_rank[0] * num_ranks, 4) // 4,), torch.int32)
-        parts, at = [], 0
-        for shape, size in zip(shapes, sizes, strict=True):
-            parts.append(memory.as_strided(shape, (shape[1], 1), at))
-            at += size
-        in_rank = memory.view(torch.bool).as_strided(by_rank, (num_ranks, 1), 4 * total)
+        counts = [shape[0] * shape[1] for shape in shapes]
+        sizes = [align(count, 4) for count in counts] + [align(counts[-1], 16) // 4]
+        pieces = torch.split(self._new(previous, (sum(sizes),), torch.int32), sizes)
+        parts = [
+            (piece if size == count else piece[:count]).view(shape)
+            for piece, size, count, shape in zip(pieces, sizes, counts, shapes, strict=False)
+        ]
+        in_rank = pieces[-1].view(torch.bool)[: counts[-1]].view(by_rank)
         routing = GpuRouting(parts[0], parts[1], parts[2], parts[4], in_rank, parts[5])
         return routing, (parts[4], parts[3])
 
@@ -689,7 +699,10 @@ class GpuIntranode:
         taken = self._stage(header, x, weights)
         self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=True)
         if self.windows.num_bytes:
-            self._sum(outputs, out, out_weights)
+            if not header[STAGES]:
+                self._sum(outputs, out, out_weights)
+            # Other ranks may stage, even if this one does not.
+            self._stage_and_sum(outputs, out, out_weights)
         self._combine_through_rings(outputs, out, out_weights)
         # Until every reader is done, x must stay as it is.
         self.talk.meet(facts.PULLED_AT)
@@ -730,12 +743,56 @@ class GpuIntranode:
             num_topk,
         )
 
+    def _stage_and_sum(self, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+        """The sums of rows that are staged meanwhile, here or elsewhere; nothing if none are."""
+        x, routing, _, biases, config = outputs
+        assert isinstance(routing, GpuRouting)
+        tile_tokens, tile_values, num_warps, step_tokens, copy_words = self._staging_tile
+        num_topk = out_weights.shape[1] if out_weights is not None else 0
+        launch = self.talk.launcher(
+            staging.stage_and_sum,
+            num_warps,
+            DTYPE=DTYPE_CODES[x.dtype],
+            NUM_BIASES=len(biases),
+            NUM_RANKS=self._num_ranks,
+            RANK_BLOCK=self.talk.rank_block,
+            TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
+            TILE_TOKENS=tile_tokens,
+            TILE_VALUES=tile_values,
+            CHUNK_TOKENS=CHUNK_TOKENS,
+            STEP_TOKENS=step_tokens,
+            STEPS_AHEAD=STEPS_AHEAD,
+            COPY_WORDS=copy_words,
+            IN_HARDWARE=self._gpu.rounds_in_hardware,
+        )
+        launch(
+            self.communication_stream,
+            # Programs wait for each other, and in the interpreter one runs after the other.
+            (config.num_sms if self._gpu.rounds_in_hardware else 1,),
+            _words(x),
+            _bits(out),
+            out_weights if out_weights is not None else self.talk.state,
+            *(_bits(bias) for bias in biases),
+            *(self.talk.state,) * (2 - len(biases)),
+            routing.send_head,
+            routing.rank_prefix_matrix,
+            routing.recv_src_idx,
+            self.talk.places,
+            self.talk.facts,
+            self.talk.heaps,
+            self.talk.state,
+            routing.num_tokens,
+            x.shape[1],
+            num_topk,
+        )
+
     def _stage(
         self, header: Array, x: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> list[tuple[int, int]]:
         """Say where peers can read x and the weights: where they are, if that is a window, else in a copy.
 
-        Returns the windows that the call took. If there is no room, the rows go through rings.
+        That of the weights is made here, that of x while it is read. Returns the windows that the call took.
+        If there is no room, the rows go through rings.
         """
         taken: list[tuple[int, int]] = []
         offsets: list[int] = []
@@ -749,11 +806,14 @@ class GpuIntranode:
                 offset = self.windows.allocate(num_bytes)
                 if offset is None:
                     self._give_back(taken)
-                    header[X_OFFSET], header[WEIGHTS_OFFSET] = -1, -1
+                    header[X_OFFSET], header[WEIGHTS_OFFSET], header[STAGES] = -1, -1, 0
                     return []
                 taken.append((offset, num_bytes))
-                with self._gpu.on_communication_stream():
-                    self.windows.tensor(offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+                if tensor is x:
+                    header[STAGES] = 1
+                else:
+                    with self._gpu.on_communication_stream():
+                        self.windows.tensor(offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
             offsets.append(offset)
         header[X_OFFSET], header[WEIGHTS_OFFSET] = offsets
         return taken

@@ -50,6 +50,7 @@ NOTE_TILE: Final = 32
 SEARCH_TILE: Final = 32
 MOST_SHARES: Final = 64
 PROGRAMS_PER_SM: Final = 16
+UNKNOWN_GRAPH: Final = -1
 T = TypeVar("T")
 Launch = Callable[[Any], None]
 
@@ -88,7 +89,7 @@ class GpuLowLatency(LowLatency):
         self._generations = self._gpu.table([0] * self._num_ranks)
         self._blocks = {"NUM_RANKS": self._num_ranks, "RANK_BLOCK": talk.rank_block}
         self._shrink = {"CAN_SHRINK": can_shrink, **self._blocks}
-        self._programs = max(1, PROGRAMS_PER_SM * self._gpu.num_sms // connection.ranks_on_gpu)
+        self._programs = max(1, PROGRAMS_PER_SM * int(self._gpu.num_sms) // connection.ranks_on_gpu)
         self.masks: GpuMasks = GpuMasks(
             self._conversation, self._control, self._heap, self._gpu, self._tell_mask
         )
@@ -187,16 +188,17 @@ class GpuLowLatency(LowLatency):
 
             def send(stream: Any) -> None:
                 self._open(stream, state, header)
-                self._send_tokens(stream, state, places, tokens)
+                self._launch_tokens(stream, state, places, tokens)
 
             def receive(stream: Any) -> None:
                 self._receive_notes(stream, state, places.slots.num_local_experts, tokens.wait_stats)
-                self._pack(stream, state, places, tokens, received)
+                self._launch_pack(stream, state, places, tokens, received)
 
             tensors = (tokens.x, tokens.topk_idx, tokens.expert_stats, tokens.wait_stats, *received)
             sent = self._launch(call, state, send, receive, tensors, run_async, by_hook)  # type: ignore[arg-type]
             if sent.hook is not None and call in self._jobs:
-                self._unfilled[call.number % NUM_SLOT_SETS] = received.layout_range.data_ptr()
+                layout_range: Any = received.layout_range
+                self._unfilled[call.number % NUM_SLOT_SETS] = layout_range.data_ptr()
             return received, sent
 
         return self._guarded(call, whole_call)
@@ -219,25 +221,25 @@ class GpuLowLatency(LowLatency):
             gpu.empty((num_experts, self._num_ranks), torch.int64),
         )
 
-    def _send_tokens(self, stream: Any, state: torch.Tensor, places: Any, tokens: Tokens) -> None:
+    def _launch_tokens(self, stream: Any, state: torch.Tensor, places: Any, tokens: Tokens) -> None:
         num_tokens, num_topk = tokens.topk_idx.shape
         sizes = tokens.sizes
         slot_block = _power_of_two(num_topk)
-        num_tiles = -(-sizes.hidden // (CAST_BLOCKS * CHANNELS))
+        num_shares = self._shares(num_tokens, -(-sizes.hidden // (CAST_BLOCKS * CHANNELS)))
         send = self._talk.launcher(
             kernels.send_tokens,
             4,
             TRAVEL=int(tokens.travel),
             NUM_TOPK=num_topk,
             SLOT_BLOCK=slot_block,
-            NUM_TILES=num_tiles,
+            NUM_SHARES=num_shares,
             TILE_BLOCKS=CAST_BLOCKS,
             TILE_TOKENS=max(16, LIST_CHOICES // slot_block),
             **self._blocks,
         )
         send(
             stream,
-            (sizes.num_experts + num_tokens * num_tiles,),
+            (sizes.num_experts + num_tokens * num_shares,),
             *self._common(state),
             tokens.x.view(torch.uint16),
             tokens.topk_idx,
@@ -250,14 +252,15 @@ class GpuLowLatency(LowLatency):
             places.slots.num_local_experts,
         )
 
-    def _pack(
+    def _launch_pack(
         self, stream: Any, state: torch.Tensor, places: Any, tokens: Tokens, received: Received
     ) -> None:
         num_experts = places.slots.num_local_experts
         tile_rows, tile_words, tile_scales = PACK_TILE
         has_scales, has_stats = received.scales is not None, tokens.expert_stats is not None
         most_shares = -(-tokens.sizes.num_max_tokens // tile_rows)
-        num_shares = self._shares(2 * self._programs, num_experts * self._num_ranks, most_shares)
+        # Their work is uneven.
+        num_shares = min(2 * self._shares(num_experts * self._num_ranks, most_shares), most_shares)
         pack = self._talk.launcher(
             kernels.pack_tokens,
             4,
@@ -306,11 +309,11 @@ class GpuLowLatency(LowLatency):
 
             def send(stream: Any) -> None:
                 self._open(stream, state, header)
-                self._return_rows(stream, state, places, outputs)
+                self._launch_rows(stream, state, places, outputs)
 
             def receive(stream: Any) -> None:
                 self._receive_notes(stream, state, places.slots.num_local_experts, outputs.wait_stats)
-                self._sum(stream, state, places, outputs, out)
+                self._launch_sum(stream, state, places, outputs, out)
 
             tensors = (
                 *(outputs.x, outputs.topk_idx, outputs.topk_weights, outputs.src_info, outputs.layout_range),
@@ -324,9 +327,9 @@ class GpuLowLatency(LowLatency):
         """What a handle holds is judged where kernels read it; the host does not know its rows."""
         return 0
 
-    def _return_rows(self, stream: Any, state: torch.Tensor, places: Any, outputs: Outputs) -> None:
+    def _launch_rows(self, stream: Any, state: torch.Tensor, places: Any, outputs: Outputs) -> None:
         num_experts = places.slots.num_local_experts
-        num_shares = self._shares(self._programs, num_experts, outputs.sizes.num_max_tokens)
+        num_shares = self._shares(num_experts, outputs.sizes.num_max_tokens)
         give_back = self._talk.launcher(
             kernels.return_rows,
             4,
@@ -352,12 +355,13 @@ class GpuLowLatency(LowLatency):
             places.rows_per_expert,
         )
 
-    def _sum(
+    def _launch_sum(
         self, stream: Any, state: torch.Tensor, places: Any, outputs: Outputs, out: torch.Tensor
     ) -> None:
         num_tokens, num_topk = outputs.topk_idx.shape
         hidden = outputs.sizes.hidden
         tile_blocks = CAST_BLOCKS if outputs.use_logfmt else SUM_BLOCKS
+        num_shares = self._shares(num_tokens, -(-hidden // (tile_blocks * CHANNELS)))
         add_up = self._talk.launcher(
             kernels.sum_tokens,
             4,
@@ -372,7 +376,7 @@ class GpuLowLatency(LowLatency):
         add_up(
             stream,
             # Somebody has to close a call that has no tokens, too.
-            (max(1, num_tokens), -(-hidden // (tile_blocks * CHANNELS))),
+            (max(1, num_tokens), num_shares),
             *self._common(state),
             outputs.topk_idx,
             outputs.topk_weights,
@@ -387,9 +391,9 @@ class GpuLowLatency(LowLatency):
             places.rows_per_expert,
         )
 
-    def _shares(self, num_programs: int, num_pieces: int, most: int) -> int:
+    def _shares(self, num_pieces: int, most: int) -> int:
         """Programs for each of so many pieces of work, so that those of all ranks fill the GPU."""
-        return max(1, min(num_programs // num_pieces, most, MOST_SHARES))
+        return max(1, min(self._programs // max(1, num_pieces), most, MOST_SHARES))
 
     def next_combine_buffer(self, sizes: LowLatencySizes) -> torch.Tensor:
         """Where the next call, a combine with `zero_copy`, looks for its rows: [experts, rows, hidden].
@@ -417,7 +421,7 @@ class GpuLowLatency(LowLatency):
                 torch.bfloat16,
             )
             rows: torch.Tensor = messages[:, LOW_LATENCY_HEADER_BYTES // 2 :][:, : sizes.hidden]
-            return rows.unflatten(0, (slots.num_local_experts, places.rows_per_expert))
+            return rows.view(slots.num_local_experts, places.rows_per_expert, sizes.hidden)
 
         rows = self._guarded(call, whole_call)
         self._lent_for = (call.number, sizes)
@@ -755,10 +759,10 @@ class _Order:
         with self._lock:
             graph = 0
             if self._gpu.stream.is_capturing():
-                graph = self._gpu.stream.graph() or -1
+                graph = self._gpu.stream.graph() or UNKNOWN_GRAPH
             last_graph, last_stream = self._last
             # A graph can wait only for what is in it; the caller orders its replays.
-            if graph == last_graph and stream != last_stream:
+            if graph == last_graph != UNKNOWN_GRAPH and stream != last_stream:
                 stream.wait_event(self._done)
             launch(stream)
             self._done.record(stream)

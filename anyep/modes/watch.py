@@ -37,6 +37,9 @@ class Watch:
                     return
                 poller.unregister(descriptor)
                 self._on_death(self._descriptors[descriptor])
+                if self._stop < 0:
+                    # Closed by whoever heard of it: the descriptors are not ours any more.
+                    return
 
     def close(self) -> None:
         """End the thread, and close what it watched."""

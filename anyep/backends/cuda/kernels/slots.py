@@ -481,7 +481,7 @@ def finish_call(
 
 
 @triton.jit
-def cast_tile(
+def cast_token(
     x,
     hidden,
     topk_idx,
@@ -489,34 +489,38 @@ def cast_tile(
     messages,
     message_bytes,
     token,
-    tile,
+    share,
     TRAVEL: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
-    """Put `TILE_BLOCKS` blocks of 128 values of a token that goes anywhere into its message, cast."""
+    """Put a share of a token that goes anywhere into its message, cast as it travels."""
     slots = tl.arange(0, SLOT_BLOCK)
     experts = tl.load(topk_idx + token * NUM_TOPK + slots, mask=slots < NUM_TOPK, other=-1)
     is_wanted = tl.max(((experts >= 0) & (experts < num_experts)).to(tl.int32), axis=0) > 0
     source = x + token * hidden
     payload = messages + token * message_bytes + MESSAGE_HEADER_BYTES
-    if TRAVEL == RAW:
-        columns = tile * TILE_BLOCKS * CHANNELS + tl.arange(0, TILE_BLOCKS * CHANNELS)
-        is_sent = is_wanted & (columns < hidden)
-        values = tl.load(source + columns, mask=is_sent)
-        tl.store(payload.to(tl.pointer_type(tl.uint16)) + columns, values, mask=is_sent)
-    else:
-        blocks = tile * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
-        is_sent = is_wanted & (blocks < hidden // CHANNELS)
-        columns = blocks[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-        halves = tl.load(source + columns, mask=is_sent[:, None], other=0)
-        codes, scale = fp8_block(halves, TRAVEL != FP8)
-        tl.store(payload + columns, codes, mask=is_sent[:, None])
-        if TRAVEL == FP8_UE8M0:
-            tl.store(payload + hidden + blocks, ue8m0_of_scale(scale), mask=is_sent)
+    for start in range(share * TILE_BLOCKS * CHANNELS, hidden, NUM_SHARES * TILE_BLOCKS * CHANNELS):
+        # What goes nowhere is loaded, too: else the load would wait for the choices.
+        if TRAVEL == RAW:
+            columns = start + tl.arange(0, TILE_BLOCKS * CHANNELS)
+            values = tl.load(source + columns, mask=columns < hidden)
+            to = payload.to(tl.pointer_type(tl.uint16)) + columns
+            tl.store(to, values, mask=is_wanted & (columns < hidden))
         else:
-            tl.store((payload + hidden).to(tl.pointer_type(tl.float32)) + blocks, scale, mask=is_sent)
+            blocks = start // CHANNELS + tl.arange(0, TILE_BLOCKS)
+            is_block = blocks < hidden // CHANNELS
+            columns = blocks[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+            halves = tl.load(source + columns, mask=is_block[:, None], other=0)
+            codes, scale = fp8_block(halves, TRAVEL != FP8)
+            is_sent = is_wanted & is_block
+            tl.store(payload + columns, codes, mask=is_sent[:, None])
+            if TRAVEL == FP8_UE8M0:
+                tl.store(payload + hidden + blocks, ue8m0_of_scale(scale), mask=is_sent)
+            else:
+                tl.store((payload + hidden).to(tl.pointer_type(tl.float32)) + blocks, scale, mask=is_sent)
 
 
 @triton.jit
@@ -562,7 +566,7 @@ def send_tokens(
     TRAVEL: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
-    NUM_TILES: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -577,14 +581,14 @@ def send_tokens(
     token that chose an expert twice is listed once. Nothing is left for a masked reader.
 
     messages[set, r] is the address of rank r's first message, lists[set, r] that of the list for reader r's
-    first expert; the next expert's is `list_stride` further on. The first program of each expert lists its
-    tokens, `TILE_TOKENS` at a time; then `NUM_TILES` programs cast each token, `TILE_BLOCKS` blocks of 128
-    values each. x is uint16.
+    first expert; the next expert's is `list_stride` further on. The first programs list an expert's tokens
+    each, `TILE_TOKENS` at a time; then `NUM_SHARES` programs cast each token, `TILE_BLOCKS` blocks of 128
+    values at a time. x is uint16.
     """
     program = tl.program_id(0)
     num_experts = NUM_RANKS * local_experts
+    number = tl.load(state + NUMBER)
     if tl.load(state + OUTCOME) == 0:
-        number = tl.load(state + NUMBER)
         table = number % NUM_SETS * NUM_RANKS
         if program < num_experts:
             reader = program // local_experts
@@ -608,9 +612,8 @@ def send_tokens(
         else:
             # A pointer out of a table is not known to be aligned; ours are.
             own = tl.load(messages + table + tl.load(facts + RANK)).to(tl.pointer_type(tl.uint8))
-            token = (program - num_experts) // NUM_TILES
-            tile = program - num_experts - token * NUM_TILES
-            cast_tile(
+            token = (program - num_experts) // NUM_SHARES
+            cast_token(
                 x,
                 hidden,
                 topk_idx,
@@ -618,10 +621,11 @@ def send_tokens(
                 tl.multiple_of(own, 16),
                 message_bytes,
                 token.to(tl.int64),
-                tile,
+                program - num_experts - token * NUM_SHARES,
                 TRAVEL,
                 NUM_TOPK,
                 SLOT_BLOCK,
+                NUM_SHARES,
                 TILE_BLOCKS,
             )
     if is_last(state + NUM_SENT):
@@ -676,9 +680,8 @@ def pack_tokens(
     table = tl.load(state + NUMBER) % NUM_SETS * NUM_RANKS
     senders = tl.arange(0, RANK_BLOCK)
     ranges = state + RANGES
-    is_sender = is_good & (senders < NUM_RANKS)
-    theirs = tl.load(ranges + senders * local_experts + expert, mask=is_sender, other=0)
-    their_counts = (theirs & COUNT_MASK).to(tl.int32)
+    theirs = tl.load(ranges + senders * local_experts + expert, mask=senders < NUM_RANKS, other=0)
+    their_counts = tl.where(is_good, theirs & COUNT_MASK, 0).to(tl.int32)
     begin = tl.sum(tl.where(senders < sender, their_counts, 0), axis=0)
     count = tl.sum(tl.where(senders == sender, their_counts, 0), axis=0)
     is_first = is_good & (share == 0)
@@ -841,8 +844,8 @@ def return_rows(
     """
     program = tl.program_id(0)
     num_lists = NUM_RANKS * local_experts
+    number = tl.load(state + NUMBER)
     if tl.load(state + OUTCOME) == 0:
-        number = tl.load(state + NUMBER)
         table = number % NUM_SETS * NUM_RANKS
         rank = tl.load(facts + RANK)
         if program < num_lists:
@@ -975,15 +978,15 @@ def sum_tokens(
     is_good = (tl.load(state + OUTCOME) == 0) & (token < num_tokens)
     table = tl.load(state + NUMBER) % NUM_SETS * NUM_RANKS
     slots = tl.arange(0, SLOT_BLOCK)
-    is_slot = (slots < NUM_TOPK) & is_good
+    is_slot = (slots < NUM_TOPK) & (token < num_tokens)
     chosen = tl.load(topk_idx + token * NUM_TOPK + slots, mask=is_slot, other=-1)
     is_expert = (chosen >= 0) & (chosen < NUM_RANKS * local_experts)
     experts = tl.where(is_expert, chosen, 0)
     ranks = experts // local_experts
     locals_there = experts - ranks * local_experts
-    is_wanted = is_expert & (tl.load(generations + ranks) % 2 == 0)
-    theirs = tl.load(state + RANGES + experts, mask=is_wanted, other=0)
-    counts = (theirs & COUNT_MASK).to(tl.int32)
+    is_wanted = is_expert & is_good & (tl.load(generations + ranks) % 2 == 0)
+    theirs = tl.load(state + RANGES + experts)
+    counts = tl.where(is_wanted, theirs & COUNT_MASK, 0).to(tl.int32)
     listed = (tl.load(lists + table + ranks) + locals_there * list_stride).to(tl.pointer_type(tl.int32))
     places = find_places(listed, counts, token, SLOT_BLOCK, TILE_LIST)
     is_missing = is_wanted & (places < 0)

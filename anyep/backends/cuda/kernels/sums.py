@@ -14,6 +14,7 @@ PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
 PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
 OUTCOME = tl.constexpr(words_of.OUTCOME)
 USES_RINGS = tl.constexpr(words_of.USES_RINGS)
+STAGERS = tl.constexpr(words_of.STAGERS)
 BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
 NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
@@ -46,36 +47,100 @@ def pull_and_sum(
     With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of rank 0 plus row 2 of rank 1, and the
     second one is row 3 of rank 1. Sums start from bias_0 + bias_1, or from bias_0, or from +0.0. Top-k
     weights likewise, per slot, without bias; TOPK_BLOCK is 0 where there are none. Nothing is done if the
-    outcome of what came before is not 0, or if some rows come through rings. A row that rank r does not have
-    is left out: the outcome is then 5 (bad handle) + 16 * r.
+    outcome of what came before is not 0, or if some rows come through rings or are still to be staged. A row
+    that rank r does not have is left out: the outcome is then 5 (bad handle) + 16 * r.
     """
     is_mine = (tl.load(state + OUTCOME) == 0) & (tl.load(state + USES_RINGS) == 0)
+    is_mine = is_mine & (tl.load(state + STAGERS) == 0)
     # In pieces of rows, so that no program is left with a whole row while the others are done.
     num_pieces = tl.cdiv(hidden, TILE_VALUES)
     num_tiles = tl.where(is_mine, tl.cdiv(num_tokens, TILE_TOKENS) * num_pieces, 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        tokens = tile // num_pieces * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-        is_token = tokens < num_tokens
-        columns = tile % num_pieces * TILE_VALUES + tl.arange(0, TILE_VALUES)
-        is_column = columns < hidden
-        sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
-        if NUM_BIASES > 0:
-            index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
-            is_value = is_token[:, None] & is_column[None, :]
-            sums = load_rows(bias_0 + index, is_value, DTYPE)
-            if NUM_BIASES > 1:
-                sums += load_rows(bias_1 + index, is_value, DTYPE)
-        for rank in tl.static_range(NUM_RANKS):
-            rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
-            window = values_at(tl.load(places + PLACE_WORDS * rank), DTYPE)
-            is_there = is_below(rows, num_rows_there(places, rank))
-            source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
-            is_row = is_there[:, None] & is_column[None, :]
-            sums += load_rows(source, is_row, DTYPE, NUM_BIASES == 0)
-        # Not before the loop: addresses that live through it would cost the registers that rows need.
-        target = out + tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
-        store_rows(target, sums, is_token[:, None] & is_column[None, :], DTYPE, IN_HARDWARE)
-    num_chunks = tl.where(is_mine, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
+        sum_tile(
+            out,
+            bias_0,
+            bias_1,
+            send_head,
+            places,
+            tile,
+            num_tokens,
+            hidden,
+            DTYPE,
+            NUM_BIASES,
+            NUM_RANKS,
+            TILE_TOKENS,
+            TILE_VALUES,
+            IN_HARDWARE,
+        )
+    sum_weights(
+        out_weights,
+        send_head,
+        places,
+        state,
+        tl.where(is_mine, num_tokens, 0),
+        num_topk,
+        NUM_RANKS,
+        TOPK_BLOCK,
+        CHUNK_TOKENS,
+    )
+
+
+@triton.jit
+def sum_tile(
+    out,
+    bias_0,
+    bias_1,
+    send_head,
+    places,
+    tile,
+    num_tokens,
+    hidden,
+    DTYPE: tl.constexpr,
+    NUM_BIASES: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_VALUES: tl.constexpr,
+    IN_HARDWARE: tl.constexpr,
+):
+    """Add up pieces of some tokens' rows: with 3 pieces per row, tile 4 is piece 1 of the second tokens."""
+    num_pieces = tl.cdiv(hidden, TILE_VALUES)
+    tokens = tile // num_pieces * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    is_token = tokens < num_tokens
+    columns = tile % num_pieces * TILE_VALUES + tl.arange(0, TILE_VALUES)
+    is_column = columns < hidden
+    sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
+    if NUM_BIASES > 0:
+        index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+        is_value = is_token[:, None] & is_column[None, :]
+        sums = load_rows(bias_0 + index, is_value, DTYPE)
+        if NUM_BIASES > 1:
+            sums += load_rows(bias_1 + index, is_value, DTYPE)
+    for rank in tl.static_range(NUM_RANKS):
+        rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
+        window = values_at(tl.load(places + PLACE_WORDS * rank), DTYPE)
+        is_there = is_below(rows, num_rows_there(places, rank))
+        source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
+        is_row = is_there[:, None] & is_column[None, :]
+        sums += load_rows(source, is_row, DTYPE, NUM_BIASES == 0)
+    # Not before the loop: addresses that live through it would cost the registers that rows need.
+    target = out + tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+    store_rows(target, sums, is_token[:, None] & is_column[None, :], DTYPE, IN_HARDWARE)
+
+
+@triton.jit
+def sum_weights(
+    out_weights,
+    send_head,
+    places,
+    state,
+    num_tokens,
+    num_topk,
+    NUM_RANKS: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr,
+):
+    """Add up the tokens' top-k weights, if there are any; and look for rows that do not exist."""
+    num_chunks = tl.cdiv(num_tokens, CHUNK_TOKENS)
     for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         is_token = tokens < num_tokens
