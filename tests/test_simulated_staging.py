@@ -19,8 +19,9 @@ import torch.distributed as dist
 from anyep.backends import cpu
 from anyep.errors import AnyEPError
 from tests.cases import Case, buffer_for, check_case
+from tests.gpu_scenarios import FEW_SMS, good_dispatch, new_buffer, poison_windows, rows_of
 from tests.ptx import ptx_of
-from tests.test_simulated_gpu import FEW_SMS, good_dispatch, new_buffer, poison_windows, rows_of, simulate
+from tests.test_simulated_gpu import simulate
 from tests.world import RankContext, World
 
 # Not loaded here: ranks load this module, too, before they choose to interpret kernels.
@@ -123,8 +124,8 @@ def test_calls_in_a_row(worlds: dict[int, World], in_window: tuple[int, ...]) ->
 
 
 def share_work(context: RankContext, num_programs: int) -> None:
-    """One rank of two, by hand: its flags say that all is staged, so that no program waits for another. The
-    example of the kernel's docstring, with the rows of rank 1 staged already."""
+    """One rank of two, by hand: its flags say that all is staged, so that no program waits for another. So it
+    is with rank 1's rows."""
     import torch
 
     from anyep.backends.cuda import facts
@@ -151,10 +152,10 @@ def share_work(context: RankContext, num_programs: int) -> None:
     places = torch.tensor([[window.data_ptr(), 0, 0, 0, 0, 9], [theirs.data_ptr(), 0, 0, 0, 0, 6]])
     addresses = torch.tensor([heap.data_ptr() for heap in heaps])
 
-    def launch(rows: torch.Tensor) -> None:
+    def launch() -> None:
         staging.stage_and_sum[(num_programs,)](
-            *(rows.view(torch.int32), out, state, state, state, head, int32([[6, 6], [9, 6]]), sources),
-            *(places, words, addresses, state, num_tokens, hidden, 0),
+            *(x.view(torch.int32), window.view(torch.int32), out, state, state, state),
+            *(head, int32([[6, 6], [9, 6]]), sources, places, words, addresses, state, num_tokens, hidden, 0),
             DTYPE=cpu.FP32,
             NUM_BIASES=0,
             NUM_RANKS=2,
@@ -169,11 +170,11 @@ def share_work(context: RankContext, num_programs: int) -> None:
             IN_HARDWARE=False,
         )
 
-    launch(x)
-    assert torch.equal(window, x)
+    launch()
+    assert torch.equal(window[6:], x[6:])
+    assert (window[:6] == -1).all(), "nobody else reads them"
+    assert int(places[0, 0]) == x.data_ptr()
     assert int(heaps[1, 0]) == call + 2**32 - 1
-    # Now nobody has to wait for what is staged.
-    launch(x)
     for token, (mine, other) in enumerate(head.tolist()):
         expected = torch.zeros(hidden)
         expected += x[mine] if mine >= 0 else 0.0
@@ -223,7 +224,7 @@ def stage(num_ranks: int, dtype: int = cpu.BF16, num_biases: int = 0) -> tuple[A
     tile_tokens, tile_values, num_warps, step_tokens, copy_words = STAGING_TILES[num_ranks]
     values = dict.fromkeys(("out", "bias_0", "bias_1"), "*fp32" if dtype == cpu.FP32 else "*u16")
     types = {
-        **dict.fromkeys(("x", "send_head", "rank_prefix", "source_tokens"), "*i32"),
+        **dict.fromkeys(("x", "window", "send_head", "rank_prefix", "source_tokens"), "*i32"),
         **dict.fromkeys(("places", "facts", "heaps", "state"), "*i64"),
         **values,
         "out_weights": "*fp32",

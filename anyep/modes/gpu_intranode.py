@@ -702,7 +702,10 @@ class GpuIntranode:
             if not header[STAGES]:
                 self._sum(outputs, out, out_weights)
             # Other ranks may stage, even if this one does not.
-            self._stage_and_sum(outputs, out, out_weights)
+            window = x
+            if header[STAGES]:
+                window = self.windows.tensor(int(header[X_OFFSET]), tuple(x.shape), x.dtype)
+            self._stage_and_sum(outputs, window, out, out_weights)
         self._combine_through_rings(outputs, out, out_weights)
         # Until every reader is done, x must stay as it is.
         self.talk.meet(facts.PULLED_AT)
@@ -743,8 +746,10 @@ class GpuIntranode:
             num_topk,
         )
 
-    def _stage_and_sum(self, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
-        """The sums of rows that are staged meanwhile, here or elsewhere; nothing if none are."""
+    def _stage_and_sum(
+        self, outputs: Outputs, window: torch.Tensor, out: torch.Tensor, out_weights: torch.Tensor | None
+    ) -> None:
+        """The sums of rows that are staged meanwhile, here in `window` or elsewhere; nothing if none are."""
         x, routing, _, biases, config = outputs
         assert isinstance(routing, GpuRouting)
         tile_tokens, tile_values, num_warps, step_tokens, copy_words = self._staging_tile
@@ -770,6 +775,7 @@ class GpuIntranode:
             # Programs wait for each other, and in the interpreter one runs after the other.
             (config.num_sms if self._gpu.rounds_in_hardware else 1,),
             _words(x),
+            _words(window),
             _bits(out),
             out_weights if out_weights is not None else self.talk.state,
             *(_bits(bias) for bias in biases),
@@ -809,7 +815,7 @@ class GpuIntranode:
                     header[X_OFFSET], header[WEIGHTS_OFFSET], header[STAGES] = -1, -1, 0
                     return []
                 taken.append((offset, num_bytes))
-                if tensor is x:
+                if tensor is x and x.data_ptr() % 16 == 0:
                     header[STAGES] = 1
                 else:
                     with self._gpu.on_communication_stream():

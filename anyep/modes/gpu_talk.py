@@ -299,7 +299,7 @@ class GpuTalk:
         box = words[facts.BOX_STRIDE] * (number % 2) if flags == facts.MAILBOX_AT else 0
         flag = int(self.heap.tensor(words[flags] + box + rank * stride, (1,), torch.int64))
         if flags == facts.STAGED_AT:
-            # The last call that the rank staged all of: the lower half counts steps, and is full after the last.
+            # The last call that the rank staged all of: the lower half counts steps, and is full at the end.
             return max(0, (flag + 1 >> 32) - 1)
         return flag
 

@@ -37,6 +37,8 @@ PLACE_WORDS = tl.constexpr(facts.PLACE_WORDS)
 PLACE_ROWS = tl.constexpr(facts.PLACE_ROWS)
 PLACE_WEIGHTS = tl.constexpr(3)
 USES_RINGS = tl.constexpr(facts.USES_RINGS)
+WAITED_FOR = tl.constexpr(facts.WAITED_FOR)
+TAIL_AT = tl.constexpr(facts.TAIL_AT)
 
 VARYING = [
     *("results", "alarm", "patience_ns", "rank", "ring_rows", "meta_at", "scales_at", "ids_at", "weights_at"),
@@ -344,6 +346,7 @@ def dispatch_through_rings(
     # A row is a multiple of 4 words, and the compiler is to know it.
     row_words = row_words // 4 * 4
     if is_good(outcome) & (tl.load(outcome + USES_RINGS) != 0):
+        tl.store(outcome + WAITED_FOR, TAIL_AT)
         if tl.program_id(0) % 2 == 0:
             first_token = channel * tokens_per_channel
             send_tokens(
@@ -628,6 +631,7 @@ def combine_through_rings(
     # A row is a multiple of 4 words, and the compiler is to know it.
     row_words = hidden // 4 * 4 if DTYPE == FP32 else hidden // 8 * 4
     if is_good(outcome) & (tl.load(outcome + USES_RINGS) != 0):
+        tl.store(outcome + WAITED_FOR, TAIL_AT)
         if tl.program_id(0) % 2 == 0:
             if tl.load(places + PLACE_WORDS * rank) == 0:
                 rings = rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK)

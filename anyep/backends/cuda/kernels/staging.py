@@ -4,6 +4,7 @@ Staging goes in steps: step k are the rows of every source's tokens [k * STEP_TO
 When all programs of a rank have copied their part of a step, the last of them raises the rank's flag at every
 peer. A step is small enough for the cache: its rows are still there when they are read. Each program stages
 `STEPS_AHEAD` steps more than it has summed, so that nobody waits in a circle, and flags have time to come.
+What a rank wants itself it reads where it is.
 
 The programs of all ranks must be resident at once. Triton's interpreter, where one program runs after the
 other, gets one program. Addresses and sizes of rows are multiples of 16 bytes.
@@ -38,7 +39,6 @@ from anyep.backends.cuda.kernels.rings import (
     is_good,
     wait_for_counters,
 )
-from anyep.backends.cuda.kernels.rings import words_at as row_words_at
 from anyep.backends.cuda.kernels.sums import sum_tile, sum_weights
 
 STAGED_AT = tl.constexpr(words_of.STAGED_AT)
@@ -56,6 +56,7 @@ MOST_STEPS = tl.constexpr(1 << 20)
 @triton.jit(do_not_specialize=["num_tokens", "num_topk"])
 def stage_and_sum(
     x,
+    window,
     out,
     out_weights,
     bias_0,
@@ -86,10 +87,11 @@ def stage_and_sum(
     """Copy this rank's rows to its window, if it is one of the stagers; sum its tokens' rows as they come.
 
     `source_tokens` are the tokens of this rank's rows, ascending for each source; those of source r end at
-    `rank_prefix[r][rank]`. With steps of 2 tokens, rank_prefix [[3], [4]] and source_tokens [0, 1, 3, 1] rank
-    0 of call 5 copies the rows 0, 1 and 3 in step 0, after which its flags are 5 * 2**32 + 1, and row 2 in
-    step 1, after which they are 5 * 2**32 + 2**32 - 1: there is no more. It sums its tokens 0 and 1 after
-    step 1, when the flags of all stagers say that step 0 is done.
+    `rank_prefix[r][rank]`. On rank 0 of 3 these are [2, 5, 6]: with steps of 2 tokens and source_tokens
+    [0, 1, 0, 1, 3, 1] call 5 copies the rows 2, 3 and 5 in step 0, after which its flags are 5 * 2**32 + 1,
+    and row 4 in step 1, after which they are 5 * 2**32 + 2**32 - 1: there is no more. It sums its tokens 0
+    and 1 after step 1, when the flags of all stagers say that step 0 is done; its own rows 0 and 1 it finds
+    in x, which it notes in `places`.
 
     Sums are those of `pull_and_sum`, which does the work if nobody stages; then nothing is done here, nor if
     the outcome of what came before is not 0. Flags that do not come are an outcome of 1 (late) or 3
@@ -122,17 +124,19 @@ def stage_and_sum(
         call = tl.load(state + NUMBER) << STEP_BITS
         # A row is a multiple of 4 words, and the compiler is to know it.
         row_words = hidden // 4 * 4 if DTYPE == FP32 else hidden // 8 * 4
-        window = tl.load(places + PLACE_WORDS * rank)
 
         num_rows = tl.load(places + PLACE_WORDS * rank + PLACE_ROWS).to(tl.int32)
         end = tl.load(rank_prefix + ranks * NUM_RANKS + rank, mask=is_rank, other=0)
         before = rank_prefix + (ranks - 1) * NUM_RANKS + rank
         begin = tl.load(before, mask=is_rank & (ranks > 0), other=0)
         end = tl.minimum(tl.maximum(end, 0), num_rows)
-        begin = tl.minimum(tl.maximum(begin, 0), end)
+        begin = tl.where(ranks == rank, end, tl.minimum(tl.maximum(begin, 0), end))
         last = tl.load(source_tokens + end - 1, mask=begin < end, other=0)
         num_stagings = tl.minimum(tl.max(last, axis=0) // STEP_TOKENS + 1, MOST_STEPS)
-        num_stagings = tl.where(any_of(is_stager & (ranks == rank)), num_stagings, 0)
+        is_staging = any_of(is_stager & (ranks == rank))
+        num_stagings = tl.where(is_staging, num_stagings, 0)
+        tl.store(places + PLACE_WORDS * rank, x.to(tl.int64), mask=is_staging)
+        tl.debug_barrier()
 
         num_pieces = tl.cdiv(hidden, TILE_VALUES)
         num_tiles = tl.cdiv(num_tokens, TILE_TOKENS) * num_pieces
@@ -229,7 +233,7 @@ def stage_rows(
         is_word = words < num_words
         # Nobody reads x again; what is stored, everybody does.
         values = tl.load(x + row * row_words + words, mask=is_word, eviction_policy="evict_first")
-        tl.store(row_words_at(window) + row * row_words + words, values, mask=is_word)
+        tl.store(window + row * row_words + words, values, mask=is_word)
     return begin + counts
 
 
