@@ -30,5 +30,4 @@ class Field(IntEnum):
     X_OFFSET = 12
     WEIGHTS_OFFSET = 13
     NUM_OFFERS = 14
-    STAGES = 15
     OFFERS = 16

@@ -312,7 +312,6 @@ class ControlRegion:
             ("mailbox", self.letter_bytes, self.num_ranks, NUM_MAILBOXES),
             ("window arrival", COUNTER_BYTES, node_ranks, 1),
             ("window pulled", COUNTER_BYTES, node_ranks, 1),
-            ("staged", COUNTER_BYTES, node_ranks, 1),
             ("ring tail", per_channel, node_ranks, 1),
             ("ring head", per_channel, node_ranks, 1),
             ("ring prefix", per_channel * 2 * nodes, node_ranks, 1),

@@ -1,7 +1,7 @@
 """The dense reference on the GPU itself: fast enough to compare every one of thousands of calls, bit for bit.
 
-Every rank makes all ranks' inputs from seeds, so it knows what it has to get. Nothing is looked at on the host
-until `Tally.check`.
+Every rank makes all ranks' inputs from seeds, so it knows what it has to get. The host looks at nothing until
+`Tally.check`.
 
     truth, tally = Truth(Shape(num_ranks=4), 7, rank, "cuda"), Tally("cuda")
     ... dispatch truth.x, let the experts work, combine ...

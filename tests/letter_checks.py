@@ -463,32 +463,28 @@ def check_letters_without_counts(device: str) -> None:
 
 
 def check_letters_of_a_combine(device: str) -> None:
-    """exchange_letters of a combine: where each rank's rows and weights lie, and who is to stage them."""
+    """exchange_letters of a combine: where each rank's rows and weights lie."""
     prefix = np.array([[2, 1], [3, 4]], np.int32)
     word = routing_word(device, prefix)
     block, nowhere = 2 << facts.WINDOW_BLOCK_BITS, [0, 0]
-    # By rank: offsets of rows and weights, and whether it stages; where they lie; whether rings are used.
-    for said_by, places, uses_rings, stagers in (
-        (((0, 128, 0), (256, 0, 0)), ([4096, 4224], [8448, 8192]), 0, 0),
-        (((block + 512, 0, 0), (0, block, 0)), ([(2 << 30) + 4608, 4096], [8192, (2 << 30) + 8192]), 0, 0),
-        (((-1, -1, 0), (0, -1, 0)), (nowhere, [8192, 0]), 1, 0),
-        (((0, 128, 0), (256, 0, 1)), ([4096, 4224], [8448, 8192]), 0, 2),
-        (((0, 128, 1), (256, 0, 1)), ([4096, 4224], [8448, 8192]), 0, 3),
-        # Staging is not worth it where some rows come through rings.
-        (((-1, -1, 0), (256, 0, 1)), (nowhere, nowhere), 1, 0),
+    # By rank: offsets of rows and weights; where they lie; whether rings are used.
+    for said_by, places, uses_rings in (
+        (((0, 128), (256, 0)), ([4096, 4224], [8448, 8192]), 0),
+        (((block + 512, 0), (0, block)), ([(2 << 30) + 4608, 4096], [8192, (2 << 30) + 8192]), 0),
+        (((-1, -1), (0, -1)), (nowhere, [8192, 0]), 1),
     ):
         said = [
             cached_letter(KIND=Kind.COMBINE, ROUTING=word, RESULT_ROWS=6 + rank).saying(
-                X_OFFSET=x, WEIGHTS_OFFSET=weights, STAGES=stages
+                X_OFFSET=x, WEIGHTS_OFFSET=weights
             )
-            for rank, (x, weights, stages) in enumerate(said_by)
+            for rank, (x, weights) in enumerate(said_by)
         ]
         call = Call(device, 0, said)
         call.exchange(there(prefix, device), is_combine=True)
         assert call.outcome == 0
         assert call.places[:, [0, 3, 5]].tolist() == [[*found, 6 + rank] for rank, found in enumerate(places)]
         assert (call.places[:, [1, 2, 4]] == GUARD).all()
-        assert [int(call.state[word]) for word in (facts.USES_RINGS, facts.STAGERS)] == [uses_rings, stagers]
+        assert int(call.state[facts.USES_RINGS]) == uses_rings
 
 
 def check_letters_that_differ(device: str) -> None:

@@ -225,7 +225,6 @@ def test_control_region_in_full() -> None:
         "mailbox": (4992, 2, 2),
         "window arrival": (8, 2, 1),
         "window pulled": (8, 2, 1),
-        "staged": (8, 2, 1),
         "ring tail": (1024, 2, 1),
         "ring head": (1024, 2, 1),
         "ring prefix": (2048, 2, 1),

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from anyep import Config
 from anyep.buffer import Buffer
 from tests.cases import Case, buffer_for, check_case, delays
+from tests.gpu_pairs import soak
 from tests.gpu_scenarios import (
     GOOD,
     NUM_RANKS,
@@ -142,6 +143,16 @@ def test_any_case(worlds: dict[int, World], num_ranks: int) -> None:
         worlds[num_ranks].run(run_simulated_case, replace(case, num_window_bytes=window_bytes))
 
     check()
+
+
+def run_pairs(context: RankContext, num_pairs: int) -> None:
+    """As on a GPU, where it is thousands."""
+    soak(context, num_pairs, 1 << 20, 3)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_pairs_of_all_kinds(worlds: dict[int, World], num_ranks: int) -> None:
+    worlds[num_ranks].run(run_pairs, 10)
 
 
 # Windows

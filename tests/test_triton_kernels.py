@@ -47,7 +47,7 @@ INT32 = (
     "source",
 )
 INT64 = ("topk_idx", "facts", "heaps", "bases", "state", "places", "ids")
-NUMBERS_OF_64_BITS = ("letter", "totals", "rows_of", "ticket", "offset", "row_bytes")
+NUMBERS_OF_64_BITS = ("letter", "totals", "rows_of", "ticket", "offset", "row_bytes", "own_x")
 TYPES = {
     **dict.fromkeys(INT8, "*i8"),
     **dict.fromkeys(INT32, "*i32"),
@@ -91,7 +91,7 @@ def pull(num_ranks: int, tile_tokens: int, dtype: int, num_biases: int) -> Parts
 
 def kernels() -> dict[str, Parts]:
     """Each kernel with the types of its arguments, its constants, and its options."""
-    from anyep.backends.cuda.kernels import counting, letters, windows
+    from anyep.backends.cuda.kernels import counting, letters, sums, windows
 
     one_warp = {"num_warps": 1}
     return {
@@ -122,6 +122,12 @@ def kernels() -> dict[str, Parts]:
             TYPES | {"num_topk": "i64", "num_scales": "i64"},
             BLOCKS,
             one_warp,
+        ),
+        "send back: copy": (
+            sums.copy_for_peers,
+            TYPES | {"window": "*i32"},
+            {"NUM_RANKS": 4, "TILE_WORDS": 16384},
+            {"num_warps": 32},
         ),
         "fill_send_head": (letters.fill_send_head, TYPES, {**BLOCKS, "TILE_TOKENS": 128}, {"num_warps": 4}),
         "send between 2": send(2, 16, 1024, 32, True),

@@ -591,6 +591,8 @@ class Sum:
         places = [
             [x.data_ptr(), 0, 0, part.data_ptr(), 0, len(x)] for x, part in zip(rows, weights, strict=True)
         ]
+        # A rank's own rows are not where the table says.
+        own_rank, places[-1][0] = self.num_ranks - 1, 16
         launch(
             sums.pull_and_sum,
             device,
@@ -602,6 +604,8 @@ class Sum:
             head.to(device),
             int64(places, device),
             state,
+            rows[-1].data_ptr(),
+            own_rank,
             self.num_tokens,
             self.hidden,
             self.num_topk,
@@ -650,11 +654,42 @@ def check_sums(device: str) -> None:
             assert not state.any()
 
 
+def check_copies_for_peers(device: str) -> None:
+    """copy_for_peers: all rows but a rank's own."""
+    for rank, prefix, num_rows, copied in (
+        (1, [[2, 1], [3, 4]], 5, [0, 4]),
+        (0, [[2, 1], [3, 4]], 3, [2]),
+        (0, [[4]], 4, []),
+        (2, [[0, 0, 3], [0, 0, 3], [0, 0, 5]], 9, [0, 1, 2, 5, 6, 7, 8]),
+        # A handle that names more rows than there are.
+        (1, [[2, 6], [3, 9]], 5, [0, 1, 2, 3, 4]),
+    ):
+        x = torch.arange(num_rows * 20, dtype=torch.int32).view(num_rows, 20).to(device)
+        window = guarded((num_rows + 1, 20), torch.int32, device)
+        launch(
+            sums.copy_for_peers,
+            device,
+            3,
+            x,
+            window,
+            int32(prefix).to(device),
+            rank,
+            num_rows,
+            20,
+            NUM_RANKS=len(prefix),
+            TILE_WORDS=16,
+        )
+        for row in range(num_rows):
+            assert torch.equal(window[row], x[row]) == (row in copied)
+            assert (row in copied) or (window[row] == GUARD).all()
+        assert (window[num_rows] == GUARD).all()
+
+
 def check_sums_that_are_not_made(device: str) -> None:
     """pull_and_sum after something went wrong; where rows come otherwise; with rows that are not there."""
     case = Sum(3, 11, 32, torch.float16, 1, 2)
     head, _ = send_head_of(case.layout)
-    for words in ({"OUTCOME": outcomes.DIFFERENT}, {"USES_RINGS": 1}, {"STAGERS": 2}):
+    for words in ({"OUTCOME": outcomes.DIFFERENT}, {"USES_RINGS": 1}):
         state = state_of(device, **words)
         for part in case.ours(device, head, state):
             assert (part == GUARD).all()
@@ -777,6 +812,7 @@ CHECKS = (
     check_unpack,
     check_sums,
     check_sums_that_are_not_made,
+    check_copies_for_peers,
     check_parts,
     check_floats,
 )

@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 
 from anyep.backends.cuda import facts
-from anyep.backends.cuda.kernels import counting, rings, staging, sums, windows
+from anyep.backends.cuda.kernels import counting, rings, sums, windows
 from anyep.backends.cuda.kernels import letters as letter_kernels
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
-from anyep.headers import MAX_OFFERS, Field
+from anyep.headers import MAX_OFFERS
 from anyep.layout import RingArea
 from anyep.modes.conversation import Array, Call, Conversation
 from anyep.modes.gpu_connection import GpuConnection
@@ -52,15 +52,8 @@ RING_COMBINE_TILES: Final = {
     8: (16, 512, 16, 4, 256, 1),
 }
 """The same for rows that are pushed, and the values and pieces of a tile that is summed."""
-STAGING_TILES: Final = {
-    2: (32, 1024, 32, 256, 16384),
-    4: (8, 1024, 32, 64, 16384),
-    8: (8, 1024, 32, 32, 16384),
-}
-"""The same for rows that are staged, tokens of a step, and words that are copied at a time. Two steps of all
-ranks' rows are to fit in the L2 cache of one GPU. All ranks must have the same steps."""
-STEPS_AHEAD: Final = 1
-STAGES: Final = int(Field.STAGES)
+COPY_WARPS: Final = 32
+COPY_WORDS: Final = 16384
 CHUNK_TOKENS: Final = 128
 LAYOUT_TOKENS: Final = 64
 PLACE_TOKENS: Final = 512
@@ -127,7 +120,6 @@ class GpuIntranode:
         self._areas = RingAreas(talk.control.num_bytes, num_nvl_bytes, talk.num_ranks)
         size = min((size for size in DISPATCH_TILES if size >= talk.num_ranks), default=8)
         self._dispatch_tile, self._combine_tile = DISPATCH_TILES[size], COMBINE_TILES[size]
-        self._staging_tile = STAGING_TILES[size]
         self._ring_dispatch_tile = RING_DISPATCH_TILES[size]
         self._ring_combine_tile = RING_COMBINE_TILES[size]
         if self.windows.num_bytes:
@@ -696,16 +688,10 @@ class GpuIntranode:
         if weights is not None:
             out_weights = self._new(previous, (routing.num_tokens, num_topk), torch.float32)
         self._begin(call, previous)
-        taken = self._stage(header, x, weights)
+        taken = self._stage(header, outputs)
         self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=True)
         if self.windows.num_bytes:
-            if not header[STAGES]:
-                self._sum(outputs, out, out_weights)
-            # Other ranks may stage, even if this one does not.
-            window = x
-            if header[STAGES]:
-                window = self.windows.tensor(int(header[X_OFFSET]), tuple(x.shape), x.dtype)
-            self._stage_and_sum(outputs, window, out, out_weights)
+            self._sum(outputs, out, out_weights)
         self._combine_through_rings(outputs, out, out_weights)
         # Until every reader is done, x must stay as it is.
         self.talk.meet(facts.PULLED_AT)
@@ -741,68 +727,21 @@ class GpuIntranode:
             routing.send_head,
             self.talk.places,
             self.talk.state,
+            x.data_ptr(),
+            self._rank,
             routing.num_tokens,
             x.shape[1],
             num_topk,
         )
 
-    def _stage_and_sum(
-        self, outputs: Outputs, window: torch.Tensor, out: torch.Tensor, out_weights: torch.Tensor | None
-    ) -> None:
-        """The sums of rows that are staged meanwhile, here in `window` or elsewhere; nothing if none are."""
-        x, routing, _, biases, config = outputs
-        assert isinstance(routing, GpuRouting)
-        tile_tokens, tile_values, num_warps, step_tokens, copy_words = self._staging_tile
-        num_topk = out_weights.shape[1] if out_weights is not None else 0
-        launch = self.talk.launcher(
-            staging.stage_and_sum,
-            num_warps,
-            DTYPE=DTYPE_CODES[x.dtype],
-            NUM_BIASES=len(biases),
-            NUM_RANKS=self._num_ranks,
-            RANK_BLOCK=self.talk.rank_block,
-            TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
-            TILE_TOKENS=tile_tokens,
-            TILE_VALUES=tile_values,
-            CHUNK_TOKENS=CHUNK_TOKENS,
-            STEP_TOKENS=step_tokens,
-            STEPS_AHEAD=STEPS_AHEAD,
-            COPY_WORDS=copy_words,
-            IN_HARDWARE=self._gpu.rounds_in_hardware,
-        )
-        launch(
-            self.communication_stream,
-            # Programs wait for each other, and in the interpreter one runs after the other.
-            (config.num_sms if self._gpu.rounds_in_hardware else 1,),
-            _words(x),
-            _words(window),
-            _bits(out),
-            out_weights if out_weights is not None else self.talk.state,
-            *(_bits(bias) for bias in biases),
-            *(self.talk.state,) * (2 - len(biases)),
-            routing.send_head,
-            routing.rank_prefix_matrix,
-            routing.recv_src_idx,
-            self.talk.places,
-            self.talk.facts,
-            self.talk.heaps,
-            self.talk.state,
-            routing.num_tokens,
-            x.shape[1],
-            num_topk,
-        )
-
-    def _stage(
-        self, header: Array, x: torch.Tensor, topk_weights: torch.Tensor | None
-    ) -> list[tuple[int, int]]:
+    def _stage(self, header: Array, outputs: Outputs) -> list[tuple[int, int]]:
         """Say where peers can read x and the weights: where they are, if that is a window, else in a copy.
 
-        That of the weights is made here, that of x while it is read. Returns the windows that the call took.
-        If there is no room, the rows go through rings.
+        Returns the windows that the call took. If there is no room, the rows go through rings.
         """
         taken: list[tuple[int, int]] = []
         offsets: list[int] = []
-        for tensor in (x, topk_weights):
+        for tensor in (outputs.x, outputs.topk_weights):
             if tensor is None or tensor.numel() == 0:
                 offsets.append(0)
                 continue
@@ -812,17 +751,36 @@ class GpuIntranode:
                 offset = self.windows.allocate(num_bytes)
                 if offset is None:
                     self._give_back(taken)
-                    header[X_OFFSET], header[WEIGHTS_OFFSET], header[STAGES] = -1, -1, 0
+                    header[X_OFFSET], header[WEIGHTS_OFFSET] = -1, -1
                     return []
                 taken.append((offset, num_bytes))
-                if tensor is x and x.data_ptr() % 16 == 0:
-                    header[STAGES] = 1
+                window = self.windows.tensor(offset, tuple(tensor.shape), tensor.dtype)
+                if tensor is outputs.x:
+                    self._copy_for_peers(outputs, window)
                 else:
                     with self._gpu.on_communication_stream():
-                        self.windows.tensor(offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+                        window.copy_(tensor)
             offsets.append(offset)
         header[X_OFFSET], header[WEIGHTS_OFFSET] = offsets
         return taken
+
+    def _copy_for_peers(self, outputs: Outputs, window: torch.Tensor) -> None:
+        """Copy the rows that other ranks read; what this rank wants itself, it reads where it is."""
+        x, routing, config = outputs.x, outputs.routing, outputs.config
+        assert isinstance(routing, GpuRouting)
+        launch = self.talk.launcher(
+            sums.copy_for_peers, COPY_WARPS, NUM_RANKS=self._num_ranks, TILE_WORDS=COPY_WORDS
+        )
+        launch(
+            self.communication_stream,
+            (config.num_sms,),
+            _words(x),
+            _words(window),
+            routing.rank_prefix_matrix,
+            self._rank,
+            x.shape[0],
+            x.shape[1] * x.element_size() // 4,
+        )
 
     def _give_back(self, taken: list[tuple[int, int]]) -> None:
         """Later calls on the communication stream come after this one: they may have its windows at once."""

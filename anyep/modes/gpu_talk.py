@@ -36,7 +36,6 @@ WAITS: Final = {
     facts.MAILBOX_AT: ("letter", Phase.NOTIFY),
     facts.ARRIVED_AT: ("rows", Phase.RECEIVE),
     facts.PULLED_AT: ("acknowledgement", Phase.ACKNOWLEDGE),
-    facts.STAGED_AT: ("staged rows", Phase.PULL),
     facts.TAIL_AT: ("rows, or room in its ring,", Phase.RINGS),
 }
 FAILURES: Final = (outcomes.LATE, outcomes.STOPPED)
@@ -93,7 +92,6 @@ class GpuTalk:
         words[facts.ARRIVED_AT] = control.block("window arrival").start
         words[facts.PULLED_AT] = control.block("window pulled").start
         words[facts.FLAG_STRIDE] = control.block("window pulled").stride
-        words[facts.STAGED_AT] = control.block("staged").start
         words[facts.GIVEN_UP_AT] = control.block("given up").start
         words[facts.REPORT] = int(self.report.ctypes.data)
         words[facts.TAIL_AT] = tail.start
@@ -297,11 +295,7 @@ class GpuTalk:
         if flags == facts.TAIL_AT:
             stride = words[facts.RING_STRIDE]
         box = words[facts.BOX_STRIDE] * (number % 2) if flags == facts.MAILBOX_AT else 0
-        flag = int(self.heap.tensor(words[flags] + box + rank * stride, (1,), torch.int64))
-        if flags == facts.STAGED_AT:
-            # The last call that the rank staged all of: the lower half counts steps, and is full at the end.
-            return max(0, (flag + 1 >> 32) - 1)
-        return flag
+        return int(self.heap.tensor(words[flags] + box + rank * stride, (1,), torch.int64))
 
     def _reported_headers(self) -> Array:
         headers: Array = self.report[facts.REPORTED_HEADERS :].reshape(self.num_ranks, NUM_WORDS)

@@ -32,8 +32,6 @@ GIVEN_UP_AT: Final = 14
 """In the heap: a word per rank, not 0 when it has given up; as far apart as flags are."""
 OWN_HEAP: Final = 15
 """The address of this rank's heap."""
-STAGED_AT: Final = 16
-"""In the heap: a flag per rank, how far it has staged its rows of a combine."""
 NUM_FACTS: Final = 32
 
 # The state of a call.
@@ -52,12 +50,7 @@ WRONG_TOKEN: Final = 3
 WAITED_FOR: Final = 6
 """The fact that says where the flags lie that did not come."""
 KIND: Final = 7
-STAGERS: Final = 8
-"""Which ranks stage their rows while the others read them: bit r for rank r."""
-STAGED: Final = 9
-"""Programs that have done their part of a step of the staging; steps take turns with these words."""
-NUM_STAGED: Final = 3
-NUM_STATES: Final = 12
+NUM_STATES: Final = 8
 
 # A report.
 NUM_REPORTS: Final = 0
@@ -104,7 +97,7 @@ NUM_SENT: Final = NUM_STATES
 NUM_TAKEN: Final = NUM_STATES + 1
 """Programs that have done their part of the receiving."""
 MISSING_ROW: Final = NUM_STATES + 2
-NOTE_HEADER: Final = NUM_STATES + 4
+NOTE_HEADER: Final = 16
 """The header of this rank's notes."""
-RANGES: Final = NUM_STATES + 12
+RANGES: Final = 24
 """What everyone's notes say, by (rank, local expert)."""

@@ -46,7 +46,6 @@ IS_REPORTED = tl.constexpr(words_of.IS_REPORTED)
 IS_WRONG = tl.constexpr(words_of.IS_WRONG)
 WAITED_FOR = tl.constexpr(words_of.WAITED_FOR)
 KIND = tl.constexpr(words_of.KIND)
-STAGERS = tl.constexpr(words_of.STAGERS)
 
 NUM_REPORTS = tl.constexpr(words_of.NUM_REPORTS)
 NUM_READ = tl.constexpr(words_of.NUM_READ)
@@ -78,7 +77,6 @@ ROW_BYTES = tl.constexpr(int(Field.ROW_BYTES))
 TOPK = tl.constexpr(int(Field.TOPK))
 SCALES = tl.constexpr(int(Field.SCALES))
 NUM_OFFERS = tl.constexpr(int(Field.NUM_OFFERS))
-STAGES = tl.constexpr(int(Field.STAGES))
 OFFERS = tl.constexpr(int(Field.OFFERS))
 MAX_OFFERS = tl.constexpr(MOST_OFFERS)
 REFUSED_BY_COUNTS = tl.constexpr(BY_COUNTS)
@@ -246,18 +244,10 @@ def place_in_new_block(
 
 
 @triton.jit
-def find_outputs(headers, rows, ranks, is_rank, bases, places, state):
-    """Where each rank's rows, and their weights, lie for a combine; 0 where they do not lie in a window.
-
-    Rows that are to be staged are not, if some rank's come through rings: then theirs do, too. Of the ranks
-    0 and 1, of which 1 stages, the stagers are 2.
-    """
+def find_outputs(headers, rows, ranks, is_rank, bases, places):
+    """Where each rank's rows, and their weights, lie for a combine; 0 where they do not lie in a window."""
     x_offset, weights_offset = word_of(headers, is_rank, X_OFFSET), word_of(headers, is_rank, WEIGHTS_OFFSET)
-    stages = is_rank & (word_of(headers, is_rank, STAGES) != 0)
-    uses_rings = tl.max((is_rank & (x_offset < 0)).to(tl.int32), axis=0) > 0
-    has_place = (x_offset >= 0) & ~(stages & uses_rings)
-    stagers = tl.sum(tl.where(stages & ~uses_rings, tl.full(ranks.shape, 1, tl.int64) << ranks, 0), axis=0)
-    tl.store(state + STAGERS, stagers)
+    has_place = x_offset >= 0
     x = address_in_window(bases, ranks, is_rank, x_offset)
     weights = address_in_window(bases, ranks, is_rank, weights_offset)
     table = places + ranks * PLACE_WORDS
@@ -463,7 +453,7 @@ def exchange_letters(
         rows = tl.where(rows >= 0, rows, arriving)
         tl.store(state + NUM_ROWS, tl.sum(tl.where(ranks == rank, arriving, 0), axis=0))
     if IS_COMBINE:
-        has_place = find_outputs(headers_here, rows, ranks, is_rank, bases, places, state)
+        has_place = find_outputs(headers_here, rows, ranks, is_rank, bases, places)
     else:
         has_place = choose_windows(headers_here, rows, ranks, is_rank, bases, places)
     uses_rings = tl.max(tl.where(is_rank & ~has_place, 1, 0), axis=0).to(tl.int64)

@@ -14,13 +14,12 @@ PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
 PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
 OUTCOME = tl.constexpr(words_of.OUTCOME)
 USES_RINGS = tl.constexpr(words_of.USES_RINGS)
-STAGERS = tl.constexpr(words_of.STAGERS)
 BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
 NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
 
 # What varies from call to call is not to be compiled in.
-@triton.jit(do_not_specialize=["num_tokens", "num_topk"])
+@triton.jit(do_not_specialize=["own_x", "own_rank", "num_tokens", "num_topk"])
 def pull_and_sum(
     out,
     out_weights,
@@ -29,6 +28,8 @@ def pull_and_sum(
     send_head,
     places,
     state,
+    own_x: tl.int64,
+    own_rank,
     num_tokens,
     hidden,
     num_topk,
@@ -47,11 +48,10 @@ def pull_and_sum(
     With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of rank 0 plus row 2 of rank 1, and the
     second one is row 3 of rank 1. Sums start from bias_0 + bias_1, or from bias_0, or from +0.0. Top-k
     weights likewise, per slot, without bias; TOPK_BLOCK is 0 where there are none. Nothing is done if the
-    outcome of what came before is not 0, or if some rows come through rings or are still to be staged. A row
-    that rank r does not have is left out: the outcome is then 5 (bad handle) + 16 * r.
+    outcome of what came before is not 0, or if some rows come through rings. A row that rank r does not have
+    is left out: the outcome is then 5 (bad handle) + 16 * r. This rank's own rows are at `own_x`, an address.
     """
     is_mine = (tl.load(state + OUTCOME) == 0) & (tl.load(state + USES_RINGS) == 0)
-    is_mine = is_mine & (tl.load(state + STAGERS) == 0)
     # In pieces of rows, so that no program is left with a whole row while the others are done.
     num_pieces = tl.cdiv(hidden, TILE_VALUES)
     num_tiles = tl.where(is_mine, tl.cdiv(num_tokens, TILE_TOKENS) * num_pieces, 0)
@@ -62,6 +62,8 @@ def pull_and_sum(
             bias_1,
             send_head,
             places,
+            own_x,
+            own_rank,
             tile,
             num_tokens,
             hidden,
@@ -92,6 +94,8 @@ def sum_tile(
     bias_1,
     send_head,
     places,
+    own_x,
+    own_rank,
     tile,
     num_tokens,
     hidden,
@@ -117,7 +121,8 @@ def sum_tile(
             sums += load_rows(bias_1 + index, is_value, DTYPE)
     for rank in tl.static_range(NUM_RANKS):
         rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
-        window = values_at(tl.load(places + PLACE_WORDS * rank), DTYPE)
+        place = tl.load(places + PLACE_WORDS * rank)
+        window = values_at(tl.where(rank == own_rank, own_x, place), DTYPE)
         is_there = is_below(rows, num_rows_there(places, rank))
         source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
         is_row = is_there[:, None] & is_column[None, :]
@@ -161,3 +166,35 @@ def sum_weights(
                 weights += tl.load(source, mask=is_there, other=0.0)
             to = out_weights + tokens.to(tl.int64)[:, None] * num_topk + slots[None, :]
             tl.store(to, weights, mask=is_token[:, None] & is_slot)
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows"])
+def copy_for_peers(
+    x,
+    window,
+    rank_prefix,
+    rank,
+    num_rows,
+    row_words,
+    NUM_RANKS: tl.constexpr,
+    TILE_WORDS: tl.constexpr,
+):
+    """Copy the rows whose tokens are those of other ranks, to the same places in a window.
+
+    On rank 1 of 2 with rank_prefix [[2, 1], [3, 4]] rows 1 to 3 are its own: of 5 rows, the last one beyond
+    what came, rows 0 and 4 are copied.
+
+    x is seen as words of 4 bytes; programs take `TILE_WORDS` at a time.
+    """
+    row_words = row_words // 4 * 4
+    limit = num_rows.to(tl.int64)
+    end = tl.minimum(tl.load(rank_prefix + rank * NUM_RANKS + rank).to(tl.int64), limit)
+    before = rank_prefix + (rank - 1) * NUM_RANKS + rank
+    first = tl.minimum(tl.load(before, mask=rank > 0, other=0).to(tl.int64), end)
+    num_words = (limit - (end - first)) * row_words
+    for start in range(tl.program_id(0).to(tl.int64) * TILE_WORDS, num_words, tl.num_programs(0) * TILE_WORDS):
+        words = start + tl.arange(0, TILE_WORDS)
+        # Own rows are left out: behind them the places are that much further on.
+        at = tl.where(words < first * row_words, words, words + (end - first) * row_words)
+        at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
+        tl.store(window + at, tl.load(x + at, mask=words < num_words), mask=words < num_words)
