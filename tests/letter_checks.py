@@ -515,6 +515,11 @@ def check_letters_that_differ(device: str) -> None:
         expected[:, Field.CALL] = call.number
         assert (reported == expected).all()
         assert not any(call.alarms()), "all ranks find the same, and go on"
+    arriving = int(matrix_of(said).sum(0)[1])
+    for limit, outcome in ((arriving, 0), (arriving - 1, outcomes.outcome_of(outcomes.TOO_MANY, 1))):
+        call = Call(device, 0, [said[0], said[1].saying(RESULT_ROWS=limit), said[2]])
+        call.exchange()
+        assert call.outcome == outcome
 
 
 def check_letters_of_wrong_counts(device: str) -> None:

@@ -1,8 +1,8 @@
 """A GPU without a GPU: kernels run in Triton's interpreter, on CPU tensors in memory that processes share.
 
-Streams are the order of the program, and what is launched has run when the launch returns. A kernel that waits
-for another rank waits for another process, so the whole protocol runs; only kernels whose own programs wait
-for each other cannot. `use_simulated_gpu()` makes Buffers of this process with device "cuda" use it: in a
+Streams are the order of the program, and what is launched has run when the launch returns. A kernel that
+waits for another rank waits for another process, so the whole protocol runs; only kernels whose own programs
+wait for each other cannot. `use_simulated_gpu()` makes Buffers of this process with device "cuda" use it: in a
 process that has not loaded any kernels yet.
 """
 

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 WINDOW_BYTES: tuple[int | None, ...] = (None,)
-NUM_EXAMPLES = {1: 4, 2: 12, 3: 8}
+NUM_EXAMPLES = {1: 3, 2: 8, 3: 5}
 
 
 def simulate(context: RankContext, timeout_s: str = "20") -> None:
@@ -150,9 +150,8 @@ def run_pairs(context: RankContext, num_pairs: int) -> None:
     soak(context, num_pairs, 1 << 20, 3)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_pairs_of_all_kinds(worlds: dict[int, World], num_ranks: int) -> None:
-    worlds[num_ranks].run(run_pairs, 10)
+def test_pairs_of_all_kinds(worlds: dict[int, World]) -> None:
+    worlds[2].run(run_pairs, 8)
 
 
 # Windows
@@ -237,7 +236,7 @@ def world() -> Iterator[World]:
         yield fresh
 
 
-@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_killed_rank(world: World, call: int) -> None:
     world.run(simulate)
     check_a_killed_rank(world, call)

@@ -61,7 +61,8 @@ class GpuConnection:
         if self.ranks_on_gpu > 1 and rendezvous.rank == 0 and not MultiProcessService.is_running():
             log.warning(
                 "%d ranks share a GPU without NVIDIA's multi-process service: they take turns of some"
-                " milliseconds, and every wait for another rank costs one; `anyep doctor` tells how to start it",
+                " milliseconds, and every wait for another rank costs one; `anyep doctor` tells how to"
+                " start it",
                 self.ranks_on_gpu,
             )
 
@@ -72,8 +73,7 @@ class GpuConnection:
         """
         total = self.windows.num_bytes
         wanted = max(2 * num_bytes, total)
-        for new_bytes in (wanted, num_bytes):
-            new_bytes = align(new_bytes, BLOCK_BYTES)
+        for new_bytes in (align(wanted, BLOCK_BYTES), align(num_bytes, BLOCK_BYTES)):
             fits = total + new_bytes <= self._most_window_bytes
             if fits and self.windows.num_blocks < facts.MAX_WINDOW_BLOCKS:
                 return self._add_windows(new_bytes)

@@ -123,8 +123,8 @@ class GpuIntranode:
         self._ring_dispatch_tile = RING_DISPATCH_TILES[size]
         self._ring_combine_tile = RING_COMBINE_TILES[size]
         if self.windows.num_bytes:
-            # Most calls have no use for rings then. Without pieces on their way a kernel takes no shared memory,
-            # and the next kernel need not wait until an SM has another share of it.
+            # Most calls have no use for rings then. Without pieces on their way a kernel takes no shared
+            # memory, and the next one need not wait until an SM has another share of it.
             self._ring_dispatch_tile = (*self._ring_dispatch_tile[:3], 1)
             self._ring_combine_tile = (*self._ring_combine_tile[:3], 1, self._ring_combine_tile[4], 1)
         self._ranks_on_gpu = connection.ranks_on_gpu
@@ -341,9 +341,7 @@ class GpuIntranode:
         if num_worst_tokens:
             results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
         self._begin(call, previous)
-        ticket = self._notify(
-            call, header, payload, counts, config, routing, scratch, not num_worst_tokens
-        )
+        ticket = self._notify(call, header, payload, counts, config, routing, scratch, not num_worst_tokens)
         if num_worst_tokens:
             self._transfer(payload, routing, results, source, config, local_experts)
             self.talk.meet(facts.ARRIVED_AT)
@@ -379,7 +377,7 @@ class GpuIntranode:
             results.topk_idx,
             results.topk_weights,
             by_expert,
-            routing,  # type: ignore[arg-type]
+            routing,
             event,
         )
 
@@ -407,7 +405,13 @@ class GpuIntranode:
             if window < 0:
                 self._keep(run_async, previous, *results)
             return Received(
-                results.x, results.scales, None, None, [], routing, event  # type: ignore[arg-type]
+                results.x,
+                results.scales,
+                None,
+                None,
+                [],
+                routing,
+                event,
             )
 
         return self._guarded(call, whole_call)
@@ -641,9 +645,7 @@ class GpuIntranode:
     def _unpack(self, source: torch.Tensor, results: _Results, num_rows: int, pad: bool) -> None:
         """Take what must outlive the window out of it."""
         ids = results.topk_idx
-        unpack = self.talk.launcher(
-            windows.unpack_window, 4, PAD=pad and ids is not None, BLOCK=UNPACK_BLOCK
-        )
+        unpack = self.talk.launcher(windows.unpack_window, 4, PAD=pad and ids is not None, BLOCK=UNPACK_BLOCK)
         unpack(
             self.communication_stream,
             (-(-num_rows // UNPACK_BLOCK),),

@@ -43,7 +43,7 @@ FAILURES: Final = (outcomes.LATE, outcomes.STOPPED)
 
 
 class GpuTalk:
-    """One rank's side of the talk in the GPUs' memory: `heap` is this rank's, connected, its control zeros."""
+    """One rank's side of the talk in the GPUs' memory: `heap` is its own, connected, its control zeros."""
 
     def __init__(self, gpu: Any, conversation: Conversation, control: ControlRegion, heap: Any) -> None:
         self.gpu = gpu
@@ -203,9 +203,7 @@ class GpuTalk:
 
     def meet(self, flags_at: int, unless_rings: bool = False) -> None:
         """Let every rank's part of the call be done before any rank goes on."""
-        launch = self.launcher(
-            kernels.meet, 1, FLAGS_AT=flags_at, UNLESS_RINGS=unless_rings, **self._blocks
-        )
+        launch = self.launcher(kernels.meet, 1, FLAGS_AT=flags_at, UNLESS_RINGS=unless_rings, **self._blocks)
         launch(self.gpu.stream.stream, (1,), self.facts, self.heaps, self.state)
 
     def refuse(self, call: Call, error: AnyEPError) -> None:
@@ -222,7 +220,7 @@ class GpuTalk:
         self.gpu.stream.end(False)
 
     def wait_for_totals(self, call: Call, ticket: int) -> Array:
-        """Wait until the letters of a dispatch have told how many rows come; they always do, or say why not."""
+        """Wait until the letters of a dispatch tell how many rows come; they always do, or say why not."""
         words = self.totals
         began = looked = time.monotonic()
         while words[facts.TICKET] != ticket:

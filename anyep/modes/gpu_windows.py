@@ -58,9 +58,7 @@ class GpuWindows:
                 first = index << WINDOW_BLOCK_BITS
                 room = most - len(found)
                 if room:
-                    found += [
-                        (first + offset, size) for offset, size in self._free_lists[index].offers(room)
-                    ]
+                    found += [(first + offset, size) for offset, size in self._free_lists[index].offers(room)]
             return found
 
     def allocate(self, num_bytes: int) -> int | None:

@@ -107,7 +107,8 @@ class Received(NamedTuple):
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     tokens_per_expert: list[int]
-    routing: Routing
+    routing: Any
+    """A `Routing`, or that of the device that the rows are on."""
     event: EventHandle | None
 
 

@@ -31,6 +31,4 @@ class RingAreas:
         return fitting
 
     def _area(self, config: Config, token: TokenLayout, num_rows: int) -> RingArea:
-        return nvl_rings(
-            self._start, config.num_channels, self._num_ranks, 1, num_rows, token.token_bytes
-        )
+        return nvl_rings(self._start, config.num_channels, self._num_ranks, 1, num_rows, token.token_bytes)

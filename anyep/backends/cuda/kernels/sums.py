@@ -192,7 +192,9 @@ def copy_for_peers(
     before = rank_prefix + (rank - 1) * NUM_RANKS + rank
     first = tl.minimum(tl.load(before, mask=rank > 0, other=0).to(tl.int64), end)
     num_words = (limit - (end - first)) * row_words
-    for start in range(tl.program_id(0).to(tl.int64) * TILE_WORDS, num_words, tl.num_programs(0) * TILE_WORDS):
+    for start in range(
+        tl.program_id(0).to(tl.int64) * TILE_WORDS, num_words, tl.num_programs(0) * TILE_WORDS
+    ):
         words = start + tl.arange(0, TILE_WORDS)
         # Own rows are left out: behind them the places are that much further on.
         at = tl.where(words < first * row_words, words, words + (end - first) * row_words)
