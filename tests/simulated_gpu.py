@@ -2,8 +2,8 @@
 
 Streams are the order of the program, and what is launched has run when the launch returns. A kernel that
 waits for another rank waits for another process, so the whole protocol runs; only kernels whose own programs
-wait for each other cannot. `use_simulated_gpu()` makes Buffers of this process with device "cuda" use it: in a
-process that has not loaded any kernels yet.
+wait for each other cannot. `use_simulated_gpu()` makes Buffers of this process with device "cuda" use it: in
+a process that has not loaded any kernels yet.
 """
 
 from __future__ import annotations
