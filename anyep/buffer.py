@@ -632,10 +632,9 @@ class Buffer:
         return self._low_latency
 
     def _before_low_latency(self, mode: LowLatency, run_async: bool) -> None:
-        """Raise what went wrong in an earlier call."""
+        """Find out what went wrong in an earlier call."""
         self._check_usable().before(run_async)
-        if self._device.type != "cpu":
-            mode.raise_reported()  # type: ignore[attr-defined]
+        mode.listen()
 
     def _check_shrinking(self) -> LowLatency:
         mode = self._check_low_latency()

@@ -34,7 +34,7 @@ from tests.world import RankContext, World
 
 pytestmark = [*NEEDS_GPU, pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 
-WINDOW_BYTES: tuple[int | None, ...] = (None,)
+WINDOW_BYTES: tuple[int | None, ...] = (None, 0, 1 << 16)
 """Of the cases. In the other tests windows are as the test needs them."""
 NUM_EXAMPLES = {2: 40, 4: 30, 8: 20}
 TIMEOUT_S = 200.0

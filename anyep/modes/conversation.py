@@ -390,7 +390,8 @@ class Conversation:
     def lost(self, call: Call, peer: int, stall: Stall, phase: str) -> PeerLost:
         """What to raise when a peer that is waited for will not come."""
         status = self._statuses[peer]
-        waiting = f"while rank {self.rank} waited for its {stall.what} in {call}, phase {phase}"
+        whose = "its" if peer in stall.peers else f"rank {stall.peers[0]}'s"
+        waiting = f"while rank {self.rank} waited for {whose} {stall.what} in {call}, phase {phase}"
         if status.state is State.FAILED:
             return PeerLost(f"rank {peer} (pid {status.pid}) failed {waiting}: {status.failure}")
         if status.state is State.DESTROYED:

@@ -305,6 +305,8 @@ class GpuIntranode:
     ) -> Received:
         """A dispatch that finds out its routing."""
 
+        payload = _aligned_payload(payload)
+
         def whole_call() -> Received:
             return self._dispatch(
                 call, payload, counts, config, num_worst_tokens, expert_alignment, previous, run_async
@@ -391,6 +393,7 @@ class GpuIntranode:
         run_async: bool,
     ) -> Received:
         """A dispatch along a known routing: a short letter, no counts."""
+        payload = _aligned_payload(payload)
 
         def whole_call() -> Received:
             header = self._dispatch_header(payload, config, 0)
@@ -672,6 +675,7 @@ class GpuIntranode:
     def _combine(
         self, call: Call, outputs: Outputs, previous: EventOverlap | None, run_async: bool
     ) -> Combined:
+        outputs = _aligned_outputs(outputs)
         x, routing, weights, biases, config = outputs
         assert isinstance(routing, GpuRouting)
         num_topk = weights.shape[1] if weights is not None else 0
@@ -957,6 +961,21 @@ class GpuIntranode:
 def _slot_offsets(token: TokenLayout) -> tuple[int, ...]:
     """Where source meta, scales, ids and weights lie in a slot, and the bytes of a slot."""
     return tuple(slot_offsets(token).tolist())
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that begins at a multiple of 16 bytes, as kernels expect rows to; nearly all do."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _aligned_payload(payload: Payload) -> Payload:
+    x = _aligned(payload.x)
+    return payload if x is payload.x else dataclasses.replace(payload, x=x)
+
+
+def _aligned_outputs(outputs: Outputs) -> Outputs:
+    biases = tuple(_aligned(bias) for bias in outputs.biases)
+    return outputs._replace(x=_aligned(outputs.x), biases=biases)
 
 
 def _tokens_per_channel(num_tokens: int, config: Config) -> int:

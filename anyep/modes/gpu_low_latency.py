@@ -83,6 +83,8 @@ class GpuLowLatency(LowLatency):
         self._can_shrink = can_shrink
         self._stream = _InLine()
         self._order = _Order(self._gpu)
+        self._unheard: AnyEPError | None = None
+        """What went wrong in an earlier call, for the next one to raise."""
         self._report = self._gpu.words(facts.REPORTED_HEADERS + notes.NUM_WORDS * self._num_ranks)
         self._words = self._facts()
         self._facts_there = self._gpu.table(self._words)
@@ -492,10 +494,15 @@ class GpuLowLatency(LowLatency):
     # Steps of a call
 
     def _guarded(self, call: Call, work: Callable[[], T]) -> T:
-        """Launch a call's kernels; a failure of the host's own is told to the peers."""
+        """Launch a call's kernels; a failure of the host's own is told to the peers.
+
+        Then raise what went wrong in an earlier call: this one is sent all the same, so that the ranks stay
+        in step, whenever each of them hears of it.
+        """
         self._conversation.enter(call, Phase.SEND)
         result = self._conversation.guarded(call, work)
         self._conversation.end(call)
+        self._raise_unheard()
         return result
 
     def _new_state(self, num_experts: int) -> torch.Tensor:
@@ -614,13 +621,23 @@ class GpuLowLatency(LowLatency):
     def _settle(self) -> None:
         """Wait until all calls are over, and raise what went wrong in them."""
         self._gpu.synchronize_device()
-        self.raise_reported()
+        self.listen()
+        self._raise_unheard()
 
-    def raise_reported(self) -> None:
-        """Raise what a kernel found wrong since the last time that somebody looked."""
+    def listen(self) -> None:
+        """Find out what went wrong in earlier calls; what ends this rank's part in them is raised at once."""
+        self._unheard = self._unheard or self._reported()
+
+    def _raise_unheard(self) -> None:
+        error, self._unheard = self._unheard, None
+        if error is not None:
+            raise error
+
+    def _reported(self) -> AnyEPError | None:
+        """What a kernel found wrong since the last time that somebody looked."""
         report = self._report
         if report[facts.NUM_REPORTS] == report[facts.NUM_READ]:
-            return
+            return None
         outcome = int(report[facts.REPORTED_OUTCOME])
         call = Call(int(report[facts.REPORTED_NUMBER]), int(report[facts.REPORTED_KIND]))
         try:
@@ -629,7 +646,10 @@ class GpuLowLatency(LowLatency):
             report[facts.NUM_READ] = report[facts.NUM_REPORTS]
         if outcomes.code_of(outcome) in FAILURES:
             self._conversation.fail(call, error)
-        raise error
+            raise error
+        if isinstance(error, Masked):
+            raise error
+        return error
 
     def _error_of(self, call: Call, code: int, rank: int) -> AnyEPError:
         if code == outcomes.DIFFERENT:

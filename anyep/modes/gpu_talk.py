@@ -276,7 +276,9 @@ class GpuTalk:
             )
         flags = int(self.report[facts.REPORTED_WAIT])
         what, phase = WAITS[flags]
-        stall = Stall([rank], what, self._flag_of(rank, flags, call.number), call.number)
+        seen = self._flag_of(rank, flags, call.number)
+        # A ring's counter counts rows, of all calls: one more at least was waited for.
+        stall = Stall([rank], what, seen, seen + 1 if flags == facts.TAIL_AT else call.number)
         if code == outcomes.LATE:
             return self.conversation.too_late(call, stall, phase.name.lower())
         gone = self.conversation.gone()

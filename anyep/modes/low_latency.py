@@ -159,6 +159,9 @@ class LowLatency:
         self._last_call += 1
         return Call(self._last_call, kind)
 
+    def listen(self) -> None:
+        """Find out what went wrong in earlier calls; here, calls raise it themselves."""
+
     def _forget_dropped_hooks(self) -> None:
         """What nobody can receive any more needs no slots; whoever waits for that is told."""
         while self._dropped:

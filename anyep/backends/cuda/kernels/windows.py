@@ -143,7 +143,8 @@ def unpack_window(
     With 1 row received where 2 were allowed for, and ids [[3], [?]], the ids become [[3], [-1]] (if PAD).
     Without a window only the ids are padded. Programs take blocks of `BLOCK` indices and ids.
     """
-    num_rows = tl.load(state + NUM_ROWS)
+    # Of a call that went wrong nothing has arrived: whoever reads its ids finds no expert in them.
+    num_rows = tl.where(tl.load(state + OUTCOME) == 0, tl.load(state + NUM_ROWS), 0)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sources = tl.load(places + PLACE_WORDS * rank + 1)
     is_row = (offsets < num_rows) & (offsets < num_result_rows) & (sources != 0)
