@@ -176,7 +176,11 @@ class Window:
 
 @lru_cache(maxsize=256)
 def window_of(num_rows: int, row_bytes: int, num_topk: int, num_scales: int) -> Window:
-    """A `Window`; calls of one kind share it, and what it has worked out."""
+    """A `Window`; calls of one kind share it, and what it has worked out.
+
+    >>> window_of(3, 64, 2, 1) is window_of(3, 64, 2, 1)
+    True
+    """
     return Window(num_rows, row_bytes, num_topk, num_scales)
 
 
