@@ -18,6 +18,7 @@ import torch
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import counting, rings, sums, windows
 from anyep.backends.cuda.kernels import letters as letter_kernels
+from anyep.backends.cuda.launch import Seen
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
 from anyep.headers import MAX_OFFERS
@@ -281,7 +282,7 @@ class GpuIntranode:
             topk_idx,
             per_rank,
             per_expert,
-            in_rank.view(torch.int8),
+            Seen(in_rank, torch.int8),
             num_tokens,
             num_topk,
             num_experts,
@@ -428,14 +429,14 @@ class GpuIntranode:
         by_rank = (payload.num_tokens, num_ranks)
         by_channel = (num_ranks, config.num_channels)
         shapes = ((num_ranks, num_ranks), by_channel, by_channel, by_channel, by_rank, by_rank)
-        counts = [shape[0] * shape[1] for shape in shapes]
-        sizes = [align(count, 4) for count in counts] + [align(counts[-1], 16) // 4]
-        pieces = torch.split(self._new(previous, (sum(sizes),), torch.int32), sizes)
-        parts = [
-            (piece if size == count else piece[:count]).view(shape)
-            for piece, size, count, shape in zip(pieces, sizes, counts, shapes, strict=False)
-        ]
-        in_rank = pieces[-1].view(torch.bool)[: counts[-1]].view(by_rank)
+        sizes = [align(rows * columns, 4) for rows, columns in shapes]
+        marks_at, num_marks = sum(sizes), payload.num_tokens * num_ranks
+        memory = self._new(previous, (marks_at + align(num_marks, 16) // 4,), torch.int32)
+        parts, at = [], 0
+        for (rows, columns), size in zip(shapes, sizes, strict=True):
+            parts.append(memory.as_strided((rows, columns), (columns, 1), at))
+            at += size
+        in_rank = _part(memory, 4 * marks_at, *by_rank, torch.bool)
         routing = GpuRouting(parts[0], parts[1], parts[2], parts[4], in_rank, parts[5])
         return routing, (parts[4], parts[3])
 
@@ -466,7 +467,7 @@ class GpuIntranode:
         place(
             self.communication_stream,
             (num_ranks,),
-            counts.in_rank.view(torch.int8),
+            Seen(counts.in_rank, torch.int8),
             payload.topk_idx if payload.topk_idx is not None else self.talk.state,
             counts.by_rank,
             counts.by_expert,
@@ -502,7 +503,7 @@ class GpuIntranode:
             routing.rank_prefix_matrix,
             routing.send_head,
             # The user may use his mask again; the handle keeps its own.
-            routing.is_token_in_rank.view(torch.int8),
+            Seen(routing.is_token_in_rank, torch.int8),
             num_tokens,
         )
         return ticket
@@ -575,26 +576,26 @@ class GpuIntranode:
         source = self.talk.state
         if with_source or window < 0:
             source = self._new(previous, (num_rows,), torch.int32)
-        token = payload.token
-        parts: list[tuple[tuple[int, int], torch.dtype] | None] = [
-            ((num_rows, payload.x.shape[1]), payload.x.dtype),
+        token, scales = payload.token, payload.scales
+        kinds: list[tuple[int, torch.dtype] | None] = [
+            (payload.x.shape[1], payload.x.dtype),
             None,
-            ((num_rows, token.num_topk), torch.int64) if token.num_topk else None,
-            ((num_rows, token.num_topk), torch.float32) if token.num_topk else None,
-            ((num_rows, token.num_scales), payload.scales.dtype) if payload.scales is not None else None,
+            (token.num_topk, torch.int64) if token.num_topk else None,
+            (token.num_topk, torch.float32) if token.num_topk else None,
+            (token.num_scales, scales.dtype) if scales is not None else None,
         ]
         if window < 0:
-            tensors = [part and self._new(previous, *part) for part in parts]
+            parts = [kind and self._new(previous, (num_rows, kind[0]), kind[1]) for kind in kinds]
         else:
             places = payload.window(num_rows)
             lent = self.windows.lend(window, max(places.num_bytes, 128))
-            tensors = [
-                part and lent[offset : offset + size].view(part[1]).view(part[0])
-                for part, offset, size in zip(parts, places.offsets, places.sizes, strict=True)
+            parts = [
+                kind and _part(lent, offset, num_rows, *kind)
+                for kind, offset in zip(kinds, places.offsets, strict=True)
             ]
-        x = tensors[0]
+        x = parts[0]
         assert x is not None
-        return _Results(x, tensors[2], tensors[3], tensors[4]), source
+        return _Results(x, parts[2], parts[3], parts[4]), source
 
     def _transfer(
         self,
@@ -631,7 +632,7 @@ class GpuIntranode:
             self.communication_stream,
             (config.num_sms,),
             _words(payload.x),
-            scales.view(torch.int32) if scales is not None else nothing,
+            Seen(scales, torch.int32) if scales is not None else nothing,
             payload.topk_idx if payload.topk_idx is not None else nothing,
             payload.topk_weights if payload.topk_weights is not None else nothing,
             routing.send_head,
@@ -830,7 +831,7 @@ class GpuIntranode:
             self.communication_stream,
             (config.num_sms,),
             _words(payload.x),
-            scales.view(torch.int32) if scales is not None else nothing,
+            Seen(scales, torch.int32) if scales is not None else nothing,
             payload.topk_idx if payload.topk_idx is not None else nothing,
             payload.topk_weights if payload.topk_weights is not None else nothing,
             routing.send_head,
@@ -963,6 +964,12 @@ def _slot_offsets(token: TokenLayout) -> tuple[int, ...]:
     return tuple(slot_offsets(token).tolist())
 
 
+def _part(memory: torch.Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of values in a piece of memory, so many bytes after its begin."""
+    values = memory if dtype is memory.dtype else memory.view(dtype)
+    return values.as_strided((rows, columns), (columns, 1), offset // dtype.itemsize)
+
+
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that begins at a multiple of 16 bytes, as kernels expect rows to; nearly all do."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
@@ -993,14 +1000,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous()
 
 
-def _words(x: torch.Tensor) -> torch.Tensor:
+def _words(x: torch.Tensor) -> Seen:
     """Rows as words of 4 bytes."""
-    return x.view(torch.int32)
+    return Seen(x, torch.int32)
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def _bits(x: torch.Tensor) -> Seen:
     """Values as kernels see them: those of 16 bits by their bits."""
-    return x.view(torch.uint16) if x.element_size() == 2 else x
+    return Seen(x, torch.uint16 if x.element_size() == 2 else x.dtype)
 
 
 def _power_of_two(count: int) -> int:

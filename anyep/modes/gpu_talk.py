@@ -32,6 +32,7 @@ SPIN_S: Final = 200e-6
 NAP_S: Final = 50e-6
 LOOK_S: Final = 0.2
 NUM_ADDRESSES: Final = 5
+KIND: Final = int(Field.KIND)
 WAITS: Final = {
     facts.MAILBOX_AT: ("letter", Phase.NOTIFY),
     facts.ARRIVED_AT: ("rows", Phase.RECEIVE),
@@ -68,6 +69,9 @@ class GpuTalk:
         self._ticket = 0
         self._blocks = {"NUM_RANKS": self.num_ranks, "RANK_BLOCK": self.rank_block}
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
+        self._exchanges: dict[tuple[bool, bool, tuple[int, int]], Launcher] = {}
+        self._totals_address = int(self.totals.ctypes.data)
+        self._rows_of_address = int(self.rows_of.ctypes.data)
         self._raise_here = Launcher(kernels.raise_alarms, 1, {"EVERYWHERE": False, **self._blocks})
         self._raise_everywhere = Launcher(kernels.raise_alarms, 1, {"EVERYWHERE": True, **self._blocks})
         # When they are needed it is too late to load them.
@@ -157,17 +161,20 @@ class GpuTalk:
         is_combine: bool,
         is_refused: bool,
     ) -> None:
-        header[Field.KIND] = kind
+        header[KIND] = kind
         num_channels, local_experts = sizes
-        launch = self.launcher(
-            kernels.exchange_letters,
-            1,
-            **self._blocks,
-            IS_COMBINE=is_combine,
-            IS_REFUSED=is_refused,
-            CHANNEL_BLOCK=_block(num_channels, NUM_MAX_CHANNELS),
-            EXPERT_BLOCK=_block(local_experts, NUM_MAX_LOCAL_EXPERTS),
-        )
+        launch = self._exchanges.get((is_combine, is_refused, sizes))
+        if launch is None:
+            launch = self.launcher(
+                kernels.exchange_letters,
+                1,
+                **self._blocks,
+                IS_COMBINE=is_combine,
+                IS_REFUSED=is_refused,
+                CHANNEL_BLOCK=_block(num_channels, NUM_MAX_CHANNELS),
+                EXPERT_BLOCK=_block(local_experts, NUM_MAX_LOCAL_EXPERTS),
+            )
+            self._exchanges[is_combine, is_refused, sizes] = launch
         launch(
             self.gpu.stream.stream,
             (1,),
@@ -179,8 +186,8 @@ class GpuTalk:
             self.headers.keep(header, self.gpu.stream.is_capturing()),
             routing,
             *tables,
-            int(self.totals.ctypes.data),
-            int(self.rows_of.ctypes.data),
+            self._totals_address,
+            self._rows_of_address,
             ticket,
             num_channels,
             local_experts,

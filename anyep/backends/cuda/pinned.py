@@ -39,6 +39,8 @@ class Headers:
         """By page: the event after which its places are free."""
         self._for_good = new_words(NUM_PAGES * HEADERS_PER_PAGE * num_words).reshape(-1, num_words)
         self._num_for_good = 0
+        self._ring_address = int(self._ring.ctypes.data)
+        self._address_for_good = int(self._for_good.ctypes.data)
 
     def keep(self, header: Array | Sequence[int], for_good: bool) -> int:
         """Where a kernel finds this header."""
@@ -48,12 +50,13 @@ class Headers:
                     f"{self._num_for_good} calls of this Buffer have been captured in graphs:"
                     f" make another Buffer for more"
                 )
-            places, index = self._for_good, self._num_for_good
+            index = self._num_for_good
             self._num_for_good += 1
-        else:
-            places, index = self._ring, self._next_place()
-        places[index] = header
-        return int(places.ctypes.data) + 8 * self._num_words * index
+            self._for_good[index] = header
+            return self._address_for_good + 8 * self._num_words * index
+        index = self._next_place()
+        self._ring[index] = header
+        return self._ring_address + 8 * self._num_words * index
 
     def _next_place(self) -> int:
         page, used = divmod(self._num_used % len(self._ring), HEADERS_PER_PAGE)
