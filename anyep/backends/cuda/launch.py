@@ -62,9 +62,7 @@ class Launcher:
                 for index, argument in enumerate(arguments)
                 if isinstance(argument, int) and not self._kernel.params[index].do_not_specialize
             ]
-        addresses = [
-            argument if argument.__class__ is int else argument.data_ptr() for argument in arguments
-        ]
+        addresses = [argument if argument.__class__ is int else argument.data_ptr() for argument in arguments]
         key = tuple([arguments[index] for index in self._numbers])
         launch = self._compiled.get(key)
         if launch is not None and _are_aligned(arguments, addresses):
