@@ -21,7 +21,6 @@ from anyep.backends.cuda.kernels import letters as letter_kernels
 from anyep.backends.cuda.launch import Seen
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
-from anyep.headers import MAX_OFFERS
 from anyep.layout import RingArea
 from anyep.modes.conversation import Array, Call, Conversation
 from anyep.modes.gpu_connection import GpuConnection
@@ -36,6 +35,7 @@ from anyep.modes.letters import (
     dtype_word,
     signature,
 )
+from anyep.modes.offers import dispatch_header, offer_exactly, offer_what_is_free
 from anyep.modes.ring_areas import MAX_KNOWN_AREAS, RingAreas
 from anyep.modes.routing import NUM_TENSORS
 from anyep.modes.status import Phase
@@ -330,14 +330,14 @@ class GpuIntranode:
         header = self._dispatch_header(payload, config, num_experts)
         window = -1
         if num_worst_tokens:
-            window = self._offer_exactly(header, payload, num_worst_tokens)
+            window = offer_exactly(header, self.windows, payload, num_worst_tokens)
         else:
             if self._gpu.stream.is_capturing():
                 raise InvalidCall(
                     "a dispatch that waits for its counts cannot be captured in a CUDA graph:"
                     " pass num_worst_tokens, or a handle"
                 )
-            self._offer(header)
+            offer_what_is_free(header, self.windows)
         routing, scratch = self._new_routing(payload, config, previous)
         local_experts = num_experts // self._num_ranks
         num_rows, by_expert = num_worst_tokens, []
@@ -398,7 +398,7 @@ class GpuIntranode:
 
         def whole_call() -> Received:
             header = self._dispatch_header(payload, config, 0)
-            window = self._offer_exactly(header, payload, routing.num_recv_rows)
+            window = offer_exactly(header, self.windows, payload, routing.num_recv_rows)
             results, source = self._new_results(payload, routing.num_recv_rows, window, previous)
             self._begin(call, previous)
             self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=False)
@@ -509,36 +509,8 @@ class GpuIntranode:
         return ticket
 
     def _dispatch_header(self, payload: Payload, config: Config, num_experts: int) -> Array:
-        token = payload.token
-        return signature(
-            row_bytes=token.hidden_bytes,
-            dtype=dtype_word(payload.x.dtype),
-            num_topk=token.num_topk,
-            num_scales=token.num_scales,
-            num_experts=num_experts,
-            num_channels=config.num_channels,
-            ring_rows=self.ring_area(config, token).num_rows,
-        )
-
-    def _offer(self, header: Array) -> None:
-        """Offer what is free; the receiver's rows will tell how much of it is needed."""
-        offers = self.windows.offers(MAX_OFFERS)
-        header[NUM_OFFERS] = len(offers)
-        for index, (offset, num_bytes) in enumerate(offers):
-            header[OFFERS + 2 * index] = offset
-            header[OFFERS + 2 * index + 1] = num_bytes
-
-    def _offer_exactly(self, header: Array, payload: Payload, num_rows: int) -> int:
-        """Take a window now, where the number of rows is known, and offer just that; -1 if there is none."""
-        num_bytes = max(payload.window(num_rows).num_bytes, 128)
-        offset = self.windows.allocate(num_bytes)
-        header[RESULT_ROWS] = num_rows
-        if offset is None:
-            return -1
-        header[NUM_OFFERS] = 1
-        header[OFFERS] = offset
-        header[OFFERS + 1] = num_bytes
-        return offset
+        ring_rows = self.ring_area(config, payload.token).num_rows
+        return dispatch_header(payload, num_experts, config.num_channels, ring_rows)
 
     def _take_offered(self, header: Array, payload: Payload, num_rows: int) -> int:
         """Take the window that every rank chose from this rank's offers; -1 if none was large enough."""

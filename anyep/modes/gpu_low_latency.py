@@ -30,7 +30,7 @@ from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.modes import notes
 from anyep.modes.conversation import Array, Call, Conversation, Stall
 from anyep.modes.gpu_connection import GpuConnection
-from anyep.modes.gpu_talk import FAILURES, GpuTalk
+from anyep.modes.gpu_talk import GpuTalk
 from anyep.modes.letters import Kind
 from anyep.modes.low_latency import REFUSAL_TEXTS, LowLatency, Outputs, Received, Sent, Tokens
 from anyep.modes.masks import Masks, log
@@ -635,18 +635,7 @@ class GpuLowLatency(LowLatency):
 
     def _reported(self) -> AnyEPError | None:
         """What a kernel found wrong since the last time that somebody looked."""
-        report = self._report
-        if report[facts.NUM_REPORTS] == report[facts.NUM_READ]:
-            return None
-        outcome = int(report[facts.REPORTED_OUTCOME])
-        call = Call(int(report[facts.REPORTED_NUMBER]), int(report[facts.REPORTED_KIND]))
-        try:
-            error = self._error_of(call, outcomes.code_of(outcome), outcomes.rank_of(outcome))
-        finally:
-            report[facts.NUM_READ] = report[facts.NUM_REPORTS]
-        if outcomes.code_of(outcome) in FAILURES:
-            self._conversation.fail(call, error)
-            raise error
+        error = self._talk.read_report(self._report, self._error_of)
         if isinstance(error, Masked):
             raise error
         return error
@@ -668,14 +657,7 @@ class GpuLowLatency(LowLatency):
                 f" other, and its source indices be in order, below num_max_dispatch_tokens_per_rank"
             )
         stall, phase = self._stall(call, rank)
-        if code == outcomes.LATE:
-            return self._conversation.too_late(call, stall, phase)
-        gone = self._conversation.gone()
-        who = rank if rank in gone or not gone else min(gone)
-        if not gone:
-            alarm = int(self._heap.tensor(self._words[facts.ALARM_AT], (1,), torch.int64))
-            who = max(0, alarm - 1)
-        return self._conversation.lost(call, who, stall, phase)
+        return self._talk.end_of_wait(call, code, stall, phase)
 
     def _stall(self, call: Call, rank: int) -> tuple[Stall, str]:
         """What a wait waited for, and in which phase."""

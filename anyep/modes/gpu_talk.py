@@ -8,7 +8,7 @@ numbers are in the GPUs' memory, and only kernels touch them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -254,13 +254,18 @@ class GpuTalk:
 
     def reported(self) -> AnyEPError | None:
         """What a kernel found wrong since the last time; if it was a failure, it is raised."""
-        report = self.report
+        return self.read_report(self.report, self._error_of)
+
+    def read_report(
+        self, report: Array, error_of: Callable[[Call, int, int], AnyEPError]
+    ) -> AnyEPError | None:
+        """What a report says, if it is new, as an error of (call, code, rank); a failure is raised."""
         if report[facts.NUM_REPORTS] == report[facts.NUM_READ]:
             return None
         outcome = int(report[facts.REPORTED_OUTCOME])
         call = Call(int(report[facts.REPORTED_NUMBER]), int(report[facts.REPORTED_KIND]))
         try:
-            error = self._error_of(call, outcomes.code_of(outcome), outcomes.rank_of(outcome))
+            error = error_of(call, outcomes.code_of(outcome), outcomes.rank_of(outcome))
         finally:
             report[facts.NUM_READ] = report[facts.NUM_REPORTS]
         if outcomes.code_of(outcome) in FAILURES:
@@ -286,14 +291,19 @@ class GpuTalk:
         seen = self._flag_of(rank, flags, call.number)
         # A ring's counter counts rows, of all calls: one more at least was waited for.
         stall = Stall([rank], what, seen, seen + 1 if flags == facts.TAIL_AT else call.number)
+        return self.end_of_wait(call, code, stall, phase.name.lower())
+
+    def end_of_wait(self, call: Call, code: int, stall: Stall, phase: str) -> AnyEPError:
+        """What to raise for a wait that was in vain: it took too long, or a rank is gone or has given up."""
         if code == outcomes.LATE:
-            return self.conversation.too_late(call, stall, phase.name.lower())
+            return self.conversation.too_late(call, stall, phase)
         gone = self.conversation.gone()
-        who = rank if rank in gone or not gone else min(gone)
-        if not gone:
+        if gone:
+            who = stall.peers[0] if stall.peers[0] in gone else min(gone)
+        else:
             alarm = int(self.heap.tensor(self._facts()[facts.ALARM_AT], (1,), torch.int64))
             who = max(0, alarm - 1)
-        return self.conversation.lost(call, who, stall, phase.name.lower())
+        return self.conversation.lost(call, who, stall, phase)
 
     def _flag_of(self, rank: int, flags: int, number: int) -> int:
         """What a rank's flag holds that was waited for."""

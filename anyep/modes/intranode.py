@@ -18,7 +18,6 @@ import torch
 
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
-from anyep.headers import MAX_OFFERS
 from anyep.layout import ControlRegion, RingArea, Window, window_of
 from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
 from anyep.modes.letters import (
@@ -31,6 +30,7 @@ from anyep.modes.letters import (
     dtype_word,
     signature,
 )
+from anyep.modes.offers import dispatch_header, offer_exactly, offer_what_is_free
 from anyep.modes.ring_areas import RingAreas
 from anyep.modes.routing import Routing, check_contents, checked_routing
 from anyep.modes.status import Phase
@@ -334,7 +334,7 @@ class Intranode:
         # What is offered must still be free when the counts are known.
         self.stream.synchronize()
         header = self._dispatch_header(payload, config, len(tokens_per_expert))
-        self._offer(header)
+        offer_what_is_free(header, self.windows)
         routing = places.new_routing()
         counts = self._notify(call, header, places, tokens_per_expert, routing)
         decision = self._choose_windows(self.conversation.headers, counts.matrix, payload)
@@ -366,7 +366,7 @@ class Intranode:
     ) -> Received:
         """The number of rows is given, so the call can go on by itself without waiting for anything first."""
         header = self._dispatch_header(payload, config, len(tokens_per_expert))
-        window = self._offer_exactly(header, payload, num_worst_tokens)
+        window = offer_exactly(header, self.windows, payload, num_worst_tokens)
         routing = places.new_routing()._replace(recv_src_idx=np.empty(num_worst_tokens, np.int32))
         results = self._new_results(payload, routing, window)
         experts_per_rank = len(tokens_per_expert) // self._num_ranks
@@ -403,7 +403,7 @@ class Intranode:
     ) -> Received:
         header = self._dispatch_header(payload, config, 0)
         header[ROUTING] = routing.checksum
-        window = self._offer_exactly(header, payload, routing.num_recv_rows)
+        window = offer_exactly(header, self.windows, payload, routing.num_recv_rows)
         results = self._new_results(payload, routing, window)
 
         def whole_call() -> None:
@@ -441,36 +441,8 @@ class Intranode:
         return counts
 
     def _dispatch_header(self, payload: Payload, config: Config, num_experts: int) -> Array:
-        token = payload.token
-        return signature(
-            row_bytes=token.hidden_bytes,
-            dtype=dtype_word(payload.x.dtype),
-            num_topk=token.num_topk,
-            num_scales=token.num_scales,
-            num_experts=num_experts,
-            num_channels=config.num_channels,
-            ring_rows=self.ring_area(config, token).num_rows,
-        )
-
-    def _offer(self, header: Array) -> None:
-        """Offer what is free; the receiver's rows will tell how much of it is needed."""
-        offers = self.windows.offers(MAX_OFFERS)
-        header[NUM_OFFERS] = len(offers)
-        for index, (offset, num_bytes) in enumerate(offers):
-            header[OFFERS + 2 * index] = offset
-            header[OFFERS + 2 * index + 1] = num_bytes
-
-    def _offer_exactly(self, header: Array, payload: Payload, num_rows: int) -> int:
-        """Take a window now, where the number of rows is known, and offer just that; -1 if there is none."""
-        num_bytes = max(payload.window(num_rows).num_bytes, 128)
-        offset = self.windows.allocate(num_bytes)
-        header[RESULT_ROWS] = num_rows
-        if offset is None:
-            return -1
-        header[NUM_OFFERS] = 1
-        header[OFFERS] = offset
-        header[OFFERS + 1] = num_bytes
-        return offset
+        ring_rows = self.ring_area(config, payload.token).num_rows
+        return dispatch_header(payload, num_experts, config.num_channels, ring_rows)
 
     def _choose_windows(self, headers: Array, matrix: Array, payload: Payload) -> _Decision:
         num_rows, offsets, places = self._num_rows, self._offsets, self._places

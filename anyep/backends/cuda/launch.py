@@ -37,13 +37,11 @@ class Seen:
 class Launcher:
     """One kernel with one set of compile-time values, which follow its other arguments."""
 
-    def __init__(
-        self, kernel: Any, num_warps: int, constants: Mapping[str, Any], fuses_products: bool = False
-    ) -> None:
+    def __init__(self, kernel: Any, num_warps: int, constants: Mapping[str, Any]) -> None:
         self._kernel = kernel
         self._constants = dict(constants)
         self._constant_values = tuple(constants[name] for name in kernel.arg_names if name in constants)
-        self._options = {"num_warps": num_warps, "enable_fp_fusion": fuses_products}
+        self._options = {"num_warps": num_warps, "enable_fp_fusion": False}
         self._is_interpreted = not isinstance(kernel, JITFunction)
         self._numbers: list[int] | None = None
         """The arguments that are numbers which Triton compiles in if they are 1 or multiples of 16."""
