@@ -35,10 +35,10 @@ def check_devices(device: torch.device, **things: Any) -> None:
         for part in thing if isinstance(thing, tuple | list) else (thing,):
             if isinstance(part, torch.Tensor) and part.device != device:
                 works = "the CPU" if device.type == "cpu" else str(device)
-                advice = "move the tensor"
-                if part.device.type in ("cpu", "cuda") and part.device.type != device.type:
-                    advice += f", or make the Buffer with device='{part.device.type}'"
-                raise InvalidCall(f"{name} is on {part.device}, but this Buffer works on {works}: {advice}")
+                raise InvalidCall(
+                    f"{name} is on {part.device}, but this Buffer works on {works}: move the tensor, or make"
+                    f" the Buffer with device='{part.device.type}' instead of device='{device.type}'"
+                )
 
 
 def check_tensor(
