@@ -290,7 +290,15 @@ class GpuTalk:
         what, phase = WAITS[flags]
         seen = self._flag_of(rank, flags, call.number)
         # A ring's counter counts rows, of all calls: one more at least was waited for.
-        stall = Stall([rank], what, seen, seen + 1 if flags == facts.TAIL_AT else call.number)
+        if flags == facts.TAIL_AT:
+            return self.end_of_wait(call, code, Stall([rank], what, seen, seen + 1), phase.name.lower())
+        # The report names the first of those that were waited for.
+        others = [
+            other
+            for other in range(rank + 1, self.num_ranks)
+            if self._flag_of(other, flags, call.number) < call.number
+        ]
+        stall = Stall([rank, *others], what, seen, call.number)
         return self.end_of_wait(call, code, stall, phase.name.lower())
 
     def end_of_wait(self, call: Call, code: int, stall: Stall, phase: str) -> AnyEPError:
@@ -299,7 +307,7 @@ class GpuTalk:
             return self.conversation.too_late(call, stall, phase)
         gone = self.conversation.gone()
         if gone:
-            who = stall.peers[0] if stall.peers[0] in gone else min(gone)
+            who = next((peer for peer in stall.peers if peer in gone), min(gone))
         else:
             alarm = int(self.heap.tensor(self._facts()[facts.ALARM_AT], (1,), torch.int64))
             who = max(0, alarm - 1)
