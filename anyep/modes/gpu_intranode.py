@@ -716,8 +716,12 @@ class GpuIntranode:
     def _stage(self, header: Array, outputs: Outputs) -> list[tuple[int, int]]:
         """Say where peers can read x and the weights: where they are, if that is a window, else in a copy.
 
-        Returns the windows that the call took. If there is no room, the rows go through rings.
+        Returns the windows that the call took. If there is no room, the rows go through rings; so they do,
+        even if there are none, where there are no windows at all: somebody has to fill the results.
         """
+        header[X_OFFSET], header[WEIGHTS_OFFSET] = -1, -1
+        if not self.windows.num_bytes:
+            return []
         taken: list[tuple[int, int]] = []
         offsets: list[int] = []
         for tensor in (outputs.x, outputs.topk_weights):
@@ -730,7 +734,6 @@ class GpuIntranode:
                 offset = self.windows.allocate(num_bytes)
                 if offset is None:
                     self._give_back(taken)
-                    header[X_OFFSET], header[WEIGHTS_OFFSET] = -1, -1
                     return []
                 taken.append((offset, num_bytes))
                 window = self.windows.tensor(offset, tuple(tensor.shape), tensor.dtype)

@@ -3,9 +3,9 @@
     send = Launcher(send_to_windows, 32, {"TILE_TOKENS": 8, ...})
     send(stream, (num_programs,), x, places, ...)
 
-Two such launches differ only in what may differ: numbers that a kernel was compiled for are part of the key,
-and all tensors begin at multiples of 16 bytes. If some do not, or where Triton's inner interface is not the
-one that we know, its outer one does the work.
+Two such launches differ only in what may differ: numbers and types that a kernel was compiled for are part of
+the key, and all tensors begin at multiples of 16 bytes. If some do not, or where Triton's inner interface is
+not the one that we know, its outer one does the work.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Launcher:
                 if isinstance(argument, int) and not self._kernel.params[index].do_not_specialize
             ]
         addresses = [argument if argument.__class__ is int else argument.data_ptr() for argument in arguments]
-        key = tuple([arguments[index] for index in self._numbers])
+        key = (*[arguments[index] for index in self._numbers], *_types(arguments))
         launch = self._compiled.get(key)
         if launch is not None and _are_aligned(arguments, addresses):
             launch(stream, grid, addresses, self._constant_values)
@@ -79,6 +79,11 @@ def _tensors(arguments: tuple[Any, ...]) -> list[Any]:
         argument.tensor.view(argument.dtype) if isinstance(argument, Seen) else argument
         for argument in arguments
     ]
+
+
+def _types(arguments: tuple[Any, ...]) -> list[torch.dtype]:
+    """Of the tensors: where a kernel does not need one it may be given any other."""
+    return [argument.dtype for argument in arguments if argument.__class__ is not int]
 
 
 def _are_aligned(arguments: tuple[Any, ...], addresses: list[Any]) -> bool:
