@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+RELEASE: Final = r"(atom|red)\S*release\S*max|st\.release\.sys\.global"
+"""How a kernel tells other ranks, or the host, that what it stored is there."""
 
 
 def ptx_of(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> str:

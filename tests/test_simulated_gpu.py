@@ -58,6 +58,9 @@ def simulate(context: RankContext, timeout_s: str = "20") -> None:
 
     os.environ["ANYEP_TIMEOUT_S"] = timeout_s
     use_simulated_gpu()
+    # Memory that nobody has written yet holds NaN and the like: who reads it is found out. Only now, since
+    # it loads Triton.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     let_another_thread_raise_the_alarm()
 
 

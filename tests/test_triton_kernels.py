@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install 'anye
 from anyep.backends import cpu
 from anyep.backends.cuda import facts
 from tests import letter_checks, triton_checks
-from tests.ptx import ptx_of
+from tests.ptx import RELEASE, ptx_of
 from tests.triton_interpreter import outcomes_of
 
 MODULES = (triton_checks, letter_checks)
@@ -169,7 +169,7 @@ def test_nothing_lies_in_local_memory(ptx: dict[str, str], name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_barrier_before_each_release(ptx: dict[str, str], name: str) -> None:
     text = ptx[name]
-    releases = [match.start() for match in re.finditer(r"(atom|red)\S*release\S*max", text)]
+    releases = [match.start() for match in re.finditer(RELEASE, text)]
     assert len(releases) == RELEASES.get(name, 0)
     for release in releases:
         # With one warp the barrier may be that of a warp.

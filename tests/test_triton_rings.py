@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
 
-from tests.ptx import ptx_of
+from tests.ptx import RELEASE, ptx_of
 from tests.ring_checks import CHECKS, cpu, rings
 from tests.triton_interpreter import outcomes_of
 
@@ -76,7 +76,7 @@ def test_nothing_lies_in_local_memory(ptx: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_barrier_before_each_release(ptx: dict[str, str], name: str) -> None:
     text = ptx[name]
-    releases = [match.start() for match in re.finditer(r"(atom|red)\S*release\S*max", text)]
+    releases = [match.start() for match in re.finditer(RELEASE, text)]
     # Those of tails and heads, and the alarm of each wait.
     assert len(releases) >= 4
     for release in releases:

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
 
 from anyep import formats
-from tests.ptx import ptx_of
+from tests.ptx import RELEASE, ptx_of
 from tests.slot_checks import CHECKS, casts, gpu
 from tests.triton_interpreter import outcomes_of
 
@@ -151,7 +151,6 @@ def test_products_would_be_fused_without_the_options() -> None:
     assert "fma.rn.f32" in ptx_of(kernel, pointers, constants, options | {"enable_fp_fusion": True})
 
 
-RELEASE = r"(atom|red)\S*(\.sys\.release|\.release\.sys)\S*\.max"
 BARRIER = r"bar\.sync|bar\.warp\.sync|barrier\.sync"
 
 

@@ -7,6 +7,7 @@ raise if something is wrong; `outcomes_of(module)` runs them all and says what e
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -51,23 +52,29 @@ def let_tensors_be_bounds_of_ranges() -> None:
     interpreter._patch_lang_tensor = patch_and_mend
 
 
-def let_kernels_read_the_clock() -> None:
-    """The one piece of inline assembly that our kernels have reads the GPU's clock."""
+def understand_assembly() -> None:
+    """The inline assembly that our kernels have: to read the GPU's clock, and to tell the host something."""
     import triton.language as tl
 
     interpreter = importlib.import_module("triton.runtime.interpreter")
 
-    def read_clock(_: Any, assembly: str, *__: Any) -> Any:
-        assert "%globaltimer" in assembly
-        now = interpreter.TensorHandle(np.array([time.monotonic_ns()], np.int64), tl.int64)
-        return SimpleNamespace(get_result=lambda _: now)
+    def run_assembly(_: Any, assembly: str, __: str, values: list[Any], *___: Any) -> Any:
+        result = np.array([0], np.int32), tl.int32
+        if "%globaltimer" in assembly:
+            result = np.array([time.monotonic_ns()], np.int64), tl.int64
+        else:
+            assert assembly.startswith("st.release.sys.global.u64 [$1], $2;")
+            address, value = (int(value.data.item()) for value in values)
+            ctypes.c_int64.from_address(address).value = value
+        handle = interpreter.TensorHandle(*result)
+        return SimpleNamespace(get_result=lambda _: handle)
 
-    interpreter.InterpreterBuilder.create_inline_asm = read_clock
+    interpreter.InterpreterBuilder.create_inline_asm = run_assembly
 
 
 def prepare() -> None:
     let_tensors_be_bounds_of_ranges()
-    let_kernels_read_the_clock()
+    understand_assembly()
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """The verbs of memory ordering on the GPU: the only module that touches a flag.
 
-Data first, then `release_max`; `wait_for_all` before reading data. Flags are 64-bit words in memory
-that other ranks' programs see too (scope `sys`). Before each release all warps of a program meet
-(`tl.debug_barrier`), since up to Triton 3.8 the stores of other warps would not be ordered before it.
+Data first, then `release_max`; `wait_for_all` before reading data. Flags are 64-bit words in memory of GPUs
+that other ranks' programs see too (scope `sys`); what the host waits for is in its own memory: `tell_host`.
+Before each release all warps of a program meet (`tl.debug_barrier`), since up to Triton 3.8 the stores of
+other warps would not be ordered before it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,20 @@ def release_max(flags, value, mask):
 
 
 @triton.jit
-def release_one(flag, value):
-    """Raise one flag to `value`; who acquires it sees everything that this program stored before."""
+def tell_host(word, value):
+    """Store a value in the host's memory; who finds it there sees all that this program stored before.
+
+    Not by an atomic operation: not every GPU can do them on memory that is not its own.
+    """
     tl.debug_barrier()
-    tl.atomic_max(flag, value, sem="release", scope="sys")
+    tl.inline_asm_elementwise(
+        "st.release.sys.global.u64 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,l",
+        [word.to(tl.int64), value.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

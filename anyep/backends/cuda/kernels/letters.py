@@ -13,7 +13,7 @@ import triton.language as tl
 
 from anyep import layout, outcomes
 from anyep.backends.cuda import facts as words_of
-from anyep.backends.cuda.kernels.atomics import is_raised, release_max, release_one, wait_for_all
+from anyep.backends.cuda.kernels.atomics import is_raised, release_max, tell_host, wait_for_all
 from anyep.headers import MAX_OFFERS as MOST_OFFERS
 from anyep.headers import REFUSED_BY_COUNTS as BY_COUNTS
 from anyep.headers import Field
@@ -143,7 +143,7 @@ def report(facts, state, outcome):
                 tl.store(words + REPORTED_NUMBER, tl.load(state + NUMBER))
                 tl.store(words + REPORTED_KIND, tl.load(state + KIND))
                 tl.store(words + REPORTED_WAIT, tl.load(state + WAITED_FOR))
-                release_one(words + NUM_REPORTS, num_reports + 1)
+                tell_host(words + NUM_REPORTS, num_reports + 1)
             tl.store(state + IS_REPORTED, 1)
 
 
@@ -479,7 +479,7 @@ def exchange_letters(
             tl.store(words + TOTAL_USES_RINGS, uses_rings)
             tl.store(words + TOTAL_WRONG, is_wrong)
             tl.store(words_at(rows_of) + ranks, rows, mask=is_rank)
-            release_one(words, ticket)
+            tell_host(words, ticket)
 
 
 @triton.jit
