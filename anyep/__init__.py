@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from anyep.buffer import Buffer
+    from anyep.deep_ep_modules import install_as_deep_ep
     from anyep.events import EventHandle, EventOverlap
 
     topk_idx_t: torch.dtype
@@ -48,6 +49,7 @@ __all__ = [
     "PeerLost",
     "WaitTimeout",
     "__version__",
+    "install_as_deep_ep",
     "topk_idx_t",
 ]
 
@@ -55,6 +57,7 @@ _LOADED_WHEN_USED = {
     "Buffer": ("anyep.buffer", "Buffer"),
     "EventHandle": ("anyep.events", "EventHandle"),
     "EventOverlap": ("anyep.events", "EventOverlap"),
+    "install_as_deep_ep": ("anyep.deep_ep_modules", "install_as_deep_ep"),
     "topk_idx_t": ("torch", "int64"),
 }
 

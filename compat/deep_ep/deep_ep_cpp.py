@@ -1,0 +1,1 @@
+../../anyep/as_deep_ep/deep_ep_cpp.py
