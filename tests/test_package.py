@@ -86,6 +86,7 @@ LAYERS = (
     ("backends", "network"),
     ("modes",),
     ("arguments", "low_latency_arguments", "buffer"),
+    ("autograd", "nn"),
     ("deep_ep_modules", "as_deep_ep", "run_as_deep_ep"),
     ("cli", "__main__"),
 )

@@ -1,0 +1,242 @@
+"""Dispatch and combine as differentiable functions, which `torch.compile` traces through.
+
+    rows, ids, weights, handle = dispatch(buffer, x, topk_idx, topk_weights, num_experts)
+    ...                                        # the experts work on the rows
+    combined, _ = combine(buffer, outputs, handle)
+
+Each is the other's gradient: what was copied on the way out is summed on the way back. So a backward pass
+communicates too, and every rank must make the same calls there: the same tensors require gradients on all
+ranks, and a rank that received no rows still takes part.
+
+In a compiled function the number of received rows is a size that is not known before it runs; with
+`num_worst_tokens` it is that number, always. Operators take whole numbers but no Buffers, so a Buffer
+travels as its number in a table that does not keep it alive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from anyep.buffer import Buffer, Handle
+from anyep.errors import BufferBroken, InvalidCall, NotSupported
+
+NUM_PARTS, RECV_SRC_IDX, IS_TOKEN_IN_RANK = 6, 3, 4
+"""A handle of one node, and two of its parts."""
+MULTIPLE_OF_FLOATS: Final = 4
+"""Rows travel in multiples of 16 bytes."""
+
+
+class Received(NamedTuple):
+    """What a dispatch brought to this rank; `topk_idx` are ids of local experts, -1 for those elsewhere."""
+
+    x: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    handle: Handle
+
+
+def dispatch(
+    buffer: Buffer,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    num_experts: int,
+    num_worst_tokens: int = 0,
+) -> Received:
+    """Send each token to every rank that holds one of its experts; x and topk_weights get gradients."""
+    rows, ids, weights, handle = torch.ops.anyep.dispatch(
+        x, topk_idx, topk_weights, key_of(buffer), num_experts, num_worst_tokens
+    )
+    return Received(rows, ids, weights, tuple(handle))
+
+
+def combine(
+    buffer: Buffer, x: Tensor, handle: Handle, topk_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Add up each token's rows, and weights where given, at its source; both get gradients."""
+    combined, weights = torch.ops.anyep.combine(x, list(handle), topk_weights, key_of(buffer))
+    return combined, None if topk_weights is None else weights
+
+
+def dispatch_again(buffer: Buffer, x: Tensor, handle: Handle) -> Tensor:
+    """Send other rows the way of an earlier dispatch; x gets a gradient."""
+    rows: Tensor = torch.ops.anyep.dispatch_again(x, list(handle), key_of(buffer))
+    return rows
+
+
+# Buffers by number
+
+_numbers: weakref.WeakKeyDictionary[Buffer, int] = weakref.WeakKeyDictionary()
+_buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+_new_numbers = itertools.count(1)
+
+
+def _key_of(buffer: Buffer) -> int:
+    if not isinstance(buffer, Buffer):
+        raise InvalidCall(f"buffer is of type {type(buffer).__name__}: it must be an anyep.Buffer")
+    key = _numbers.get(buffer)
+    if key is None:
+        key = _numbers[buffer] = next(_new_numbers)
+        _buffers[key] = buffer
+    return key
+
+
+# A compiled function calls it once, when it is traced, and is traced again for another Buffer.
+key_of = torch.compiler.assume_constant_result(_key_of)  # type: ignore[no-untyped-call]
+
+
+def _buffer_of(key: int) -> Buffer:
+    buffer = _buffers.get(key)
+    if buffer is None:
+        raise BufferBroken(f"Buffer number {key} is gone: keep a reference to it for as long as it is used")
+    return buffer
+
+
+# The operators
+
+
+@torch.library.custom_op("anyep::dispatch", mutates_args=())
+def _dispatch(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, num_experts: int, num_worst_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    there = _buffer_of(buffer)
+    per_rank, per_node, per_expert, in_rank, _ = there.get_dispatch_layout(topk_idx, num_experts)
+    rows, ids, weights, _, handle, _ = there.dispatch(
+        x.contiguous(),
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=topk_idx,
+        topk_weights=topk_weights,
+        num_worst_tokens=num_worst_tokens,
+    )
+    assert isinstance(rows, Tensor)
+    assert ids is not None
+    assert weights is not None
+    assert handle is not None
+    return rows, ids, weights, list(handle)
+
+
+@torch.library.custom_op("anyep::dispatch_again", mutates_args=())
+def _dispatch_again(x: Tensor, handle: list[Tensor], buffer: int) -> Tensor:
+    rows, *_ = _buffer_of(buffer).dispatch(x.contiguous(), handle=tuple(handle))
+    assert isinstance(rows, Tensor)
+    return rows
+
+
+@torch.library.custom_op("anyep::combine", mutates_args=())
+def _combine(
+    x: Tensor, handle: list[Tensor], topk_weights: Tensor | None, buffer: int
+) -> tuple[Tensor, Tensor]:
+    combined, weights, _ = _buffer_of(buffer).combine(x.contiguous(), tuple(handle), topk_weights)
+    # An operator returns tensors only: one without columns stands for no weights.
+    return combined, combined.new_empty(len(combined), 0) if weights is None else weights
+
+
+# Their results' shapes, for tracing
+
+
+@_dispatch.register_fake
+def _(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, num_experts: int, num_worst_tokens: int
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    there = _buffer_of(buffer)
+    ranks, tokens = there.group_size, x.shape[0]
+    num_rows = num_worst_tokens or torch.library.get_ctx().new_dynamic_size()
+    channels = there.runtime.default_config(there.get_dispatch_config(ranks)).num_channels
+
+    def whole_numbers(*shape: Any) -> Tensor:
+        return x.new_empty(shape, dtype=torch.int32)
+
+    handle = [
+        whole_numbers(ranks, ranks),
+        whole_numbers(ranks, channels),
+        whole_numbers(ranks, channels),
+        whole_numbers(num_rows),
+        x.new_empty((tokens, ranks), dtype=torch.bool),
+        whole_numbers(tokens, ranks),
+    ]
+    ids = topk_idx.new_empty((num_rows, topk_idx.shape[1]))
+    return x.new_empty((num_rows, x.shape[1])), ids, topk_weights.new_empty(ids.shape), handle
+
+
+def _check_one_node(handle: list[Tensor]) -> None:
+    if len(handle) != NUM_PARTS:
+        raise NotSupported("only the handles of one node can be traced so far: run this part uncompiled")
+
+
+@_dispatch_again.register_fake
+def _(x: Tensor, handle: list[Tensor], buffer: int) -> Tensor:
+    _check_one_node(handle)
+    return x.new_empty((handle[RECV_SRC_IDX].shape[0], x.shape[1]))
+
+
+@_combine.register_fake
+def _(x: Tensor, handle: list[Tensor], topk_weights: Tensor | None, buffer: int) -> tuple[Tensor, Tensor]:
+    _check_one_node(handle)
+    tokens = handle[IS_TOKEN_IN_RANK].shape[0]
+    if topk_weights is None:
+        return x.new_empty((tokens, x.shape[1])), x.new_empty((tokens, 0))
+    return x.new_empty((tokens, x.shape[1])), topk_weights.new_empty((tokens, topk_weights.shape[1]))
+
+
+# Their gradients
+
+
+def _nothing(ctx: Any) -> list[None]:
+    """The gradient of a handle."""
+    return [None] * len(ctx.saved_tensors)
+
+
+def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, ids, _, handle = output
+    ctx.buffer = inputs[3]
+    ctx.mark_non_differentiable(ids)
+    ctx.save_for_backward(ids, *handle)
+
+
+def _gradient_of_dispatch(ctx: Any, grad_rows: Tensor, _ids: Any, grad_weights: Tensor, _handle: Any) -> Any:
+    ids, *handle = ctx.saved_tensors
+    # Where an expert is on another rank, dispatch gave 0 whatever the weight was.
+    own = torch.where(ids >= 0, grad_weights, 0.0)
+    grad_x, grad_topk_weights = torch.ops.anyep.combine(grad_rows, handle, own, ctx.buffer)
+    return grad_x, None, grad_topk_weights, None, None, None
+
+
+def _keep_for_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, handle, ctx.buffer = inputs
+    ctx.save_for_backward(*handle)
+
+
+def _gradient_of_dispatch_again(ctx: Any, grad_rows: Tensor) -> Any:
+    grad, _ = torch.ops.anyep.combine(grad_rows, list(ctx.saved_tensors), None, ctx.buffer)
+    return grad, _nothing(ctx), None
+
+
+def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, handle, weights, ctx.buffer = inputs
+    ctx.num_topk = None if weights is None else weights.shape[1]
+    ctx.save_for_backward(*handle)
+
+
+def _gradient_of_combine(ctx: Any, grad: Tensor, grad_weights: Tensor) -> Any:
+    handle = list(ctx.saved_tensors)
+    grad_rows = torch.ops.anyep.dispatch_again(grad, handle, ctx.buffer)
+    if ctx.num_topk is None:
+        return grad_rows, _nothing(ctx), None, None
+    # A dispatch by handle carries no weights of its own, so they go as rows.
+    padded = functional.pad(grad_weights, (0, -ctx.num_topk % MULTIPLE_OF_FLOATS))
+    grad_row_weights = torch.ops.anyep.dispatch_again(padded, handle, ctx.buffer)
+    return grad_rows, _nothing(ctx), grad_row_weights[:, : ctx.num_topk].contiguous(), None
+
+
+_dispatch.register_autograd(_gradient_of_dispatch, setup_context=_keep_for_dispatch)
+_dispatch_again.register_autograd(_gradient_of_dispatch_again, setup_context=_keep_for_dispatch_again)
+_combine.register_autograd(_gradient_of_combine, setup_context=_keep_for_combine)
