@@ -1,0 +1,310 @@
+"""Bytes and signals into another host's memory, by NIXL (UCX underneath: InfiniBand, RoCE or TCP).
+
+    engine = NixlEngine(rank, heap)
+    engine.register(x.data_ptr(), x.nbytes)                   # further memory that is sent from
+    engine.connect(everyone's engine.describe())
+    ticket = engine.put(peer, [(x.data_ptr(), 4096, x.nbytes)], signals=[(64, 7)])
+    while engine.num_done(peer) < ticket:                     # from then on x may be overwritten
+        engine.poll()
+
+When the peer polls, the word at 64 in its heap becomes 7, and x is at 4096. Whoever waits must poll: nothing
+arrives, and nothing leaves, while nobody does.
+
+A put is one WRITE whose notification carries the signals. Notifications of two WRITEs may overtake each
+other (a small one is done before a large one), so they are numbered and the receiver applies them in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from anyep.backends.cpu.heap import Block
+from anyep.backends.cpu.kernels.signals import raise_words
+from anyep.errors import InvalidCall, NotSupported, PeerLost
+
+_INSTALL: Final = (
+    "NIXL is not installed, which puts bytes into other hosts' memory: pip install 'anyep[network]'"
+)
+_DESCRIPTION: Final = struct.Struct("<QQQ")
+"""Before the agent's metadata: rank, address and size of the heap."""
+_HEADER: Final = struct.Struct("<cQ")
+"""Before a notification's content: what it is, and the ticket of the put."""
+_PUT: Final = b"p"
+_WORDS: Final = b"w"
+
+
+@dataclass
+class _Peer:
+    """What this rank knows of another one, both as a receiver and as a sender of puts."""
+
+    rank: int
+    agent: str
+    heap_address: int
+    heap_bytes: int
+    last_heard: float
+    num_tickets: int = 0
+    num_done: int = 0
+    running: deque[tuple[int, Any]] = field(default_factory=deque)
+    """Ticket and transfer, oldest first. Those after the first may be done already."""
+    num_applied: int = 0
+    early: dict[int, bytes] = field(default_factory=dict)
+    """Signals of puts that came before those of an earlier one."""
+
+
+class NixlEngine:
+    """Puts into the heaps of ranks on other hosts, and takes what they put into this one's."""
+
+    def __init__(self, rank: int, heap: Block) -> None:
+        """`heap` is this rank's own memory, which peers put into; puts may come from it, too."""
+        self.lost: dict[int, str] = {}
+        """Ranks that a transfer to has failed, and what was said about it."""
+        self.bytes_put: dict[int, int] = {}
+        self.num_puts: dict[int, int] = {}
+        self._rank = rank
+        self._heap = heap
+        self._lock = threading.RLock()
+        self._peers: dict[int, _Peer] = {}
+        self._rank_of: dict[str, int] = {}
+        self._heard: list[tuple[int, bytes]] = []
+        self._registered: list[Any] = []
+        self._agent = _make_agent(f"anyep {rank} {secrets.token_hex(8)}")
+        self.register(heap.address, heap.num_bytes)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Let puts come from this memory. To be called before `describe`."""
+        if num_bytes == 0:
+            return
+        with self._lock:
+            region = [(address, num_bytes, 0, "")]
+            self._registered.append(self._agent.register_memory(region, "DRAM"))
+
+    def describe(self) -> bytes:
+        """What peers need to know of this rank; they pass it to `connect`."""
+        with self._lock:
+            head = _DESCRIPTION.pack(self._rank, self._heap.address, self._heap.num_bytes)
+            return head + bytes(self._agent.get_agent_metadata())
+
+    def connect(self, descriptions: Mapping[int, bytes]) -> None:
+        """Make the ranks of other hosts known, each with its description."""
+        with self._lock:
+            for rank, description in descriptions.items():
+                told_rank, address, num_bytes = _DESCRIPTION.unpack_from(description)
+                if told_rank != rank:
+                    raise InvalidCall(f"the description of rank {rank} is that of rank {told_rank}")
+                agent = _text(self._agent.add_remote_agent(description[_DESCRIPTION.size :]))
+                self._peers[rank] = _Peer(rank, agent, address, num_bytes, time.monotonic())
+                self._rank_of[agent] = rank
+                self.bytes_put[rank] = self.num_puts[rank] = 0
+                with self._losing(rank):
+                    self._agent.make_connection(agent)
+
+    def put(
+        self, peer: int, pieces: Sequence[tuple[int, int, int]], signals: Sequence[tuple[int, int]] = ()
+    ) -> int:
+        """Start to copy pieces: own address, offset in the peer's heap, bytes. Signals are stored after them.
+
+        A signal is an offset in the peer's heap and the value that the 64-bit word there is raised to. It
+        is not seen there before all pieces and signals of this and of every earlier put to this peer.
+
+        Returns at once, with a ticket: 1, 2, 3 and so on for each peer. The pieces must stay as they are
+        until `num_done(peer)` has reached it.
+        """
+        with self._lock:
+            other = self._peers[peer]
+            self._raise_if_lost(peer)
+            for _, offset, num_bytes in pieces:
+                _check_range(other, offset, num_bytes)
+            for offset, _ in signals:
+                _check_range(other, offset, 8)
+            other.num_tickets += 1
+            ticket = other.num_tickets
+            content = _HEADER.pack(_PUT, ticket) + np.array(signals, np.int64).tobytes()
+            joined = list(join_pieces(pieces))
+            if joined:
+                with self._losing(peer):
+                    self._start(other, ticket, joined, content)
+                self.bytes_put[peer] += sum(num_bytes for _, _, num_bytes in joined)
+                self.num_puts[peer] += 1
+            else:
+                with self._losing(peer):
+                    self._agent.send_notif(other.agent, content)
+                self._finish(other)
+            self._raise_if_lost(peer)
+            return ticket
+
+    def num_done(self, peer: int) -> int:
+        """Puts up to this ticket are done here: their memory may be overwritten."""
+        return self._peers[peer].num_done
+
+    def is_idle(self, peer: int) -> bool:
+        """Whether every put to this peer is done here."""
+        other = self._peers[peer]
+        return other.num_done == other.num_tickets
+
+    def say(self, peer: int, words: bytes) -> None:
+        """Send words that the peer's `heard` returns. If they cannot be sent, nothing happens."""
+        with self._lock:
+            if peer not in self.lost and not self._is_closed:
+                with self._losing(peer):
+                    self._agent.send_notif(self._peers[peer].agent, _HEADER.pack(_WORDS, 0) + words)
+
+    def poll(self) -> bool:
+        """Make progress: finish transfers, store the signals that came. Whether anything came or was done."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            moved = False
+            for peer in self._peers.values():
+                if peer.running:
+                    with self._losing(peer.rank):
+                        moved |= self._finish(peer)
+            for agent, messages in self._agent.get_new_notifs().items():
+                rank = self._rank_of.get(_text(agent))
+                if rank is not None:
+                    moved = True
+                    self._take(self._peers[rank], messages)
+            return moved
+
+    def heard(self) -> list[tuple[int, bytes]]:
+        """Who has said what, since the last call, as far as `poll` took it."""
+        with self._lock:
+            heard, self._heard = self._heard, []
+            return heard
+
+    def last_heard(self, peer: int) -> float:
+        """When something came from this peer, on the clock of `time.monotonic`; at first, when it was met."""
+        return self._peers[peer].last_heard
+
+    def close(self) -> None:
+        """Give everything back. What is still on its way may or may not arrive."""
+        with self._lock:
+            if self._is_closed:
+                return
+            agent, self._agent = self._agent, None
+            for peer in self._peers.values():
+                while peer.running:
+                    _, transfer = peer.running.popleft()
+                    with contextlib.suppress(Exception):
+                        agent.release_xfer_handle(transfer)
+            for region in self._registered:
+                with contextlib.suppress(Exception):
+                    agent.deregister_memory(region)
+            for peer in self._peers.values():
+                with contextlib.suppress(Exception):
+                    agent.remove_remote_agent(peer.agent)
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._agent is None
+
+    def _start(
+        self, peer: _Peer, ticket: int, pieces: Sequence[tuple[int, int, int]], content: bytes
+    ) -> None:
+        here = self._agent.get_xfer_descs([(own, size, 0) for own, _, size in pieces], "DRAM")
+        base = peer.heap_address
+        there = self._agent.get_xfer_descs([(base + offset, size, 0) for _, offset, size in pieces], "DRAM")
+        transfer = self._agent.initialize_xfer("WRITE", here, there, peer.agent, content)
+        peer.running.append((ticket, transfer))
+        if self._agent.transfer(transfer) == "ERR":
+            raise RuntimeError("the transfer could not be started")
+
+    def _finish(self, peer: _Peer) -> bool:
+        """Let go of the transfers that are done. Whether there were any."""
+        num_before = peer.num_done
+        while peer.running:
+            state = self._agent.check_xfer_state(peer.running[0][1])
+            if state == "ERR":
+                raise RuntimeError("the transfer failed")
+            if state != "DONE":
+                break
+            ticket, transfer = peer.running.popleft()
+            self._agent.release_xfer_handle(transfer)
+            peer.num_done = ticket
+        if not peer.running:
+            peer.num_done = peer.num_tickets
+        return peer.num_done > num_before
+
+    def _take(self, peer: _Peer, messages: list[bytes]) -> None:
+        peer.last_heard = time.monotonic()
+        for message in messages:
+            kind, ticket = _HEADER.unpack_from(message)
+            content = message[_HEADER.size :]
+            if kind == _WORDS:
+                self._heard.append((peer.rank, content))
+            else:
+                peer.early[ticket] = content
+        while peer.num_applied + 1 in peer.early:
+            peer.num_applied += 1
+            content = peer.early.pop(peer.num_applied)
+            if content:
+                words = np.frombuffer(content, np.int64).reshape(-1, 2).T.copy()
+                raise_words(self._heap.address, words[0], words[1])
+
+    def _raise_if_lost(self, peer: int) -> None:
+        if peer in self.lost:
+            raise PeerLost(f"rank {peer} is out of reach ({self.lost[peer]}): its process or host is gone")
+
+    @contextlib.contextmanager
+    def _losing(self, peer: int) -> Iterator[None]:
+        """What NIXL raises in here means that the peer is lost, for now and for ever."""
+        try:
+            yield
+        except Exception as error:
+            self.lost.setdefault(peer, f"{type(error).__name__}: {error}")
+            running = self._peers[peer].running
+            while running:
+                _, transfer = running.popleft()
+                with contextlib.suppress(Exception):
+                    self._agent.release_xfer_handle(transfer)
+
+
+def join_pieces(pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Make one piece of those that follow each other both here and there; leave out empty ones.
+
+    >>> list(join_pieces([(1000, 0, 10), (1010, 10, 20), (1030, 64, 5), (0, 0, 0)]))
+    [(1000, 0, 30), (1030, 64, 5)]
+    """
+    own, offset, size = 0, 0, 0
+    for next_own, next_offset, next_size in pieces:
+        if size and (next_own, next_offset) == (own + size, offset + size):
+            size += next_size
+        elif next_size:
+            if size:
+                yield own, offset, size
+            own, offset, size = next_own, next_offset, next_size
+    if size:
+        yield own, offset, size
+
+
+def _make_agent(name: str) -> Any:
+    # Read once, when the library is loaded; it would tell of every agent and backend.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    try:
+        from nixl_cu12._api import nixl_agent, nixl_agent_config
+    except ImportError as error:
+        raise NotSupported(f"{_INSTALL} ({error})") from error
+    # Its own thread for progress competes with the ranks for the cores: a tenth of the speed on two.
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+
+
+def _check_range(peer: _Peer, offset: int, num_bytes: int) -> None:
+    if not 0 <= offset <= offset + num_bytes <= peer.heap_bytes:
+        raise InvalidCall(
+            f"{num_bytes} bytes at {offset} are not in the heap of rank {peer.rank},"
+            f" which has {peer.heap_bytes} bytes"
+        )
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
