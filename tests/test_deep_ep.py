@@ -1,0 +1,232 @@
+"""AnyEP under the name of deep_ep: three ways to get it, and what happens where another deep_ep is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import anyep
+
+REPOSITORY = Path(anyep.__file__).parent.parent
+DISTRIBUTION = REPOSITORY / "compat" / "deep_ep"
+IMPORTS = """
+from deep_ep import Buffer, Config, EventOverlap, topk_idx_t
+from deep_ep.buffer import Buffer as buffers_buffer
+from deep_ep.utils import EventHandle, EventOverlap as utils_overlap
+from deep_ep_cpp import Config as cpp_config, EventHandle as cpp_handle
+import anyep, deep_ep, importlib.util, torch
+assert Buffer is buffers_buffer is anyep.Buffer is deep_ep.buffer.Buffer
+assert Config is cpp_config is anyep.Config
+assert EventOverlap is utils_overlap is deep_ep.utils.EventOverlap is anyep.EventOverlap
+assert EventHandle is cpp_handle is deep_ep.EventHandle is anyep.EventHandle
+assert topk_idx_t is torch.int64
+assert deep_ep.__version__ == anyep.__version__
+assert not hasattr(deep_ep, "ElasticBuffer") and not hasattr(deep_ep, "HybridEPBuffer")
+for name in ("deep_ep", "deep_ep.buffer", "deep_ep.utils", "deep_ep_cpp"):
+    assert importlib.util.find_spec(name).name == name
+"""
+INSTALL = "import anyep; anyep.install_as_deep_ep()\n"
+
+
+def python(
+    *arguments: str, path: tuple[Path, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*path, REPOSITORY)))} | environment,
+    )
+
+
+def succeeds(*arguments: str, path: tuple[Path, ...] = (), **environment: str) -> str:
+    finished = python(*arguments, path=path, **environment)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture
+def another(tmp_path: Path) -> Path:
+    """A folder with a deep_ep that is not AnyEP's."""
+    folder = tmp_path / "another"
+    (folder / "deep_ep").mkdir(parents=True)
+    (folder / "deep_ep" / "__init__.py").write_text("from deep_ep.kernels import Buffer\n")
+    (folder / "deep_ep" / "kernels.py").write_text("class Buffer: pass\n")
+    return folder
+
+
+def test_the_folder_of_the_distribution_on_the_path() -> None:
+    succeeds("-c", IMPORTS, path=(DISTRIBUTION,))
+
+
+def test_installed_in_a_process() -> None:
+    succeeds("-c", INSTALL + INSTALL + IMPORTS)
+
+
+def test_installed_where_it_is_on_the_path_too() -> None:
+    succeeds("-c", "import deep_ep\n" + INSTALL + IMPORTS, path=(DISTRIBUTION,))
+
+
+def test_installed_where_its_absence_was_pretended() -> None:
+    succeeds("-c", "import sys; sys.modules['deep_ep'] = None\n" + INSTALL + IMPORTS)
+
+
+def test_processes_that_multiprocessing_starts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "def child():\n    import deep_ep\n    print(deep_ep.Buffer)\n"
+        "if __name__ == '__main__':\n"
+        "    import anyep, multiprocessing\n    anyep.install_as_deep_ep()\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=child)\n"
+        "    process.start(); process.join(); assert process.exitcode == 0\n"
+    )
+    assert succeeds(str(script)) == "<class 'anyep.buffer.Buffer'>\n"
+
+
+@pytest.mark.skipif(
+    find_spec("hatchling") is None, reason="hatchling, which builds the wheel, is not installed"
+)
+def test_the_wheel(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=DISTRIBUTION, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("anyep_deep_ep-*.whl")
+    unpacked = tmp_path / "unpacked"
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    assert "Requires-Dist: anyep\n" in next(unpacked.glob("*.dist-info/METADATA")).read_text()
+    succeeds("-c", IMPORTS, path=(unpacked,))
+
+
+def test_the_distribution_has_the_version_of_the_package() -> None:
+    project = tomllib.loads((DISTRIBUTION / "pyproject.toml").read_text())["project"]
+    assert (project["name"], project["version"]) == ("anyep-deep-ep", anyep.__version__)
+
+
+# Another deep_ep
+
+
+def refused(finished: subprocess.CompletedProcess[str], where: Path | str) -> None:
+    assert finished.returncode == 1
+    last_line = finished.stderr.splitlines()[-1]
+    assert "there is another deep_ep here" in last_line
+    assert str(where) in last_line
+    assert "ANYEP_REPLACE_DEEP_EP=1" in last_line
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_another_is_not_hidden_unasked(another: Path, first: bool) -> None:
+    refused(python("-c", INSTALL, path=(another,)), another / "deep_ep" / "__init__.py")
+    path = (another, DISTRIBUTION) if first else (DISTRIBUTION, another)
+    refused(python("-c", INSTALL, path=path), another / "deep_ep" / "__init__.py")
+    if not first:
+        # Not an ImportError, which clients take for "there is no deep_ep".
+        code = "try: import deep_ep\nexcept ImportError: pass"
+        refused(python("-c", code, path=path), another / "deep_ep" / "__init__.py")
+
+
+def test_another_that_is_compiled(tmp_path: Path) -> None:
+    (tmp_path / "deep_ep_cpp.abi3.so").touch()
+    refused(python("-c", INSTALL, path=(tmp_path,)), tmp_path / "deep_ep_cpp.abi3.so")
+
+
+def test_another_that_is_imported_already(another: Path) -> None:
+    code = f"import sys; sys.path.append({str(another)!r}); import deep_ep; sys.path.pop()\n"
+    finished = python("-c", code + INSTALL)
+    refused(finished, f"deep_ep is imported already, from {another}")
+
+
+def test_another_that_has_no_file() -> None:
+    code = "import sys, types; sys.modules['deep_ep'] = types.ModuleType('deep_ep')\n"
+    refused(python("-c", code + INSTALL), "imported already, from no file")
+
+
+def test_another_distribution_whose_files_were_overwritten(tmp_path: Path) -> None:
+    metadata = tmp_path / "deep_ep-1.2.1.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: deep_ep\nVersion: 1.2.1\n")
+    finished = python("-c", "import deep_ep", path=(DISTRIBUTION, tmp_path))
+    refused(finished, "the distribution deep_ep 1.2.1")
+
+
+def test_a_mere_folder_is_no_other(tmp_path: Path) -> None:
+    (tmp_path / "deep_ep").mkdir()
+    succeeds("-c", INSTALL + IMPORTS, path=(tmp_path,))
+
+
+def test_another_is_replaced_where_asked(another: Path) -> None:
+    code = "import deep_ep.kernels, sys, anyep; anyep.install_as_deep_ep(replace=True)\n"
+    succeeds("-c", code + IMPORTS + "assert 'deep_ep.kernels' not in sys.modules", path=(another,))
+    succeeds("-c", IMPORTS, path=(DISTRIBUTION, another), ANYEP_REPLACE_DEEP_EP="1")
+
+
+# The command
+
+SCRIPT = """
+import __main__, json, sys
+from deep_ep import Buffer
+print(json.dumps([sys.argv, sys.path[0], __name__, __file__, __main__.Buffer is Buffer, Buffer.__module__]))
+if "fail" in sys.argv:
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "scripts" / "script.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    return path
+
+
+RUN = ("-m", "anyep.run_as_deep_ep")
+
+
+def test_a_script_sees_what_it_expects(script: Path) -> None:
+    expected = [[str(script), "-m", "--replace"], str(script.parent), "__main__", str(script), True]
+    output = succeeds(*RUN, str(script), "-m", "--replace")
+    assert output == str([*expected, "anyep.buffer"]).replace("'", '"').replace("True", "true") + "\n"
+
+
+def test_a_script_ends_as_it_wants(script: Path) -> None:
+    assert python(*RUN, str(script), "fail").returncode == 7
+
+
+def test_a_module_instead_of_a_script(script: Path) -> None:
+    output = succeeds(*RUN, "-m", "script", "argument", path=(script.parent,))
+    assert f'["{script}", "argument"]' in output
+    assert '"__main__"' in output
+
+
+def test_pythons_that_a_script_starts(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', 'import deep_ep; print(deep_ep.Buffer)'], check=True)\n"
+    )
+    assert succeeds(*RUN, str(script)) == "<class 'anyep.buffer.Buffer'>\n"
+
+
+def test_a_script_where_another_is(another: Path, script: Path) -> None:
+    refused(python(*RUN, str(script), path=(another,)), another / "deep_ep" / "__init__.py")
+    assert "anyep.buffer" in succeeds(*RUN, "--replace", str(script), path=(another,))
+
+
+@pytest.mark.parametrize("arguments", [(), ("--replace",), ("-m",), ("--nonsense", "script.py")])
+def test_the_usage(arguments: tuple[str, ...]) -> None:
+    finished = python(*RUN, *arguments)
+    assert finished.returncode == 1
+    assert finished.stderr.startswith("usage: python -m anyep.run_as_deep_ep")
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    finished = python(*RUN, str(tmp_path / "none.py"))
+    assert finished.returncode == 1
+    assert finished.stderr.startswith(f"there is no {tmp_path / 'none.py'}")
