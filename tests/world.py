@@ -95,11 +95,12 @@ class World:
     """Rank processes that wait for functions to run.
 
     They start with the first use, and again with the first use after close(). As a context manager, the
-    world closes itself.
+    world closes itself. Before a rank meets the others, its process calls `prepare(rank)`.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, prepare: Callable[[int], None] | None = None) -> None:
         self.num_ranks = num_ranks
+        self._prepare = prepare
         self._pool: _Pool | None = None
 
     def __enter__(self) -> World:
@@ -168,7 +169,7 @@ class World:
 
     def _living_pool(self) -> _Pool:
         if self._pool is None:
-            pool = _Pool(self.num_ranks)
+            pool = _Pool(self.num_ranks, self._prepare)
             try:
                 pool.start()
             except BaseException:
@@ -199,8 +200,9 @@ class _Answer:
 class _Pool:
     """The processes of one World between two starts."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, prepare: Callable[[int], None] | None) -> None:
         self.dead: dict[int, RankDied] = {}
+        self._prepare = prepare
         self._store = os.memfd_create("anyep-test-store")
         self._stacks = [os.memfd_create(f"anyep-test-stack-{rank}") for rank in range(num_ranks)]
         self._connections: list[Connection] = []
@@ -216,7 +218,7 @@ class _Pool:
             self._connections.append(ours)
             process = context.Process(
                 target=_live_as_rank,
-                args=(theirs, rank, num_ranks, _path_of(self._store), _path_of(stack)),
+                args=(theirs, rank, num_ranks, _path_of(self._store), _path_of(stack), self._prepare),
                 name=f"rank {rank} of {num_ranks}",
             )
             process.start()
@@ -350,7 +352,14 @@ def _close_all() -> None:
         server._stop()
 
 
-def _live_as_rank(connection: Connection, rank: int, num_ranks: int, store: str, stack: str) -> None:
+def _live_as_rank(
+    connection: Connection,
+    rank: int,
+    num_ranks: int,
+    store: str,
+    stack: str,
+    prepare: Callable[[int], None] | None,
+) -> None:
     """What a rank's process does from its first to its last moment."""
     _die_with_pytest()
     # A session of its own: Ctrl-C reaches pytest only, and a rank's own children can be killed with it.
@@ -359,8 +368,10 @@ def _live_as_rank(connection: Connection, rank: int, num_ranks: int, store: str,
     stack_file = Path(stack).open("ab", buffering=0)  # noqa: SIM115 -- open as long as the process lives
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
+        if prepare is not None:
+            prepare(rank)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         meeting = dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks)
     except Exception as error:
