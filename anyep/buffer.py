@@ -18,8 +18,9 @@ from anyep.backends import cpu
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.machine import num_cores
-from anyep.modes.connection import Wishes, connect
+from anyep.modes.connection import Wishes, connect, rdma_parts
 from anyep.modes.conversation import Call, Conversation
+from anyep.modes.internode import Internode
 from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Outputs, Payload
 from anyep.modes.letters import Kind
 from anyep.modes.low_latency import LowLatency, Tokens
@@ -142,15 +143,22 @@ class Buffer:
             WarmMemory(cpu.PrivateBlock(connection.memory_share_bytes)),
         )
         self._heap = connection.heaps[self.rank]
-        self.runtime = Intranode(
+        normal_mode = (
             cpu,
             conversation,
             connection.control,
+            connection.topology,
             connection.heaps,
             connection.windows,
             self.num_nvl_bytes,
             *workers,
         )
+        if connection.topology.num_nodes == 1:
+            self.runtime = Intranode(*normal_mode)
+        else:
+            parts = rdma_parts(connection.wishes, connection.topology)
+            rdma_start = connection.control.num_bytes + self.num_nvl_bytes + (parts - 1) * self.num_rdma_bytes
+            self.runtime = Internode(*normal_mode, rdma_start, self.num_rdma_bytes)
         if self.low_latency_mode:
             self._low_latency = LowLatency(
                 cpu,
@@ -277,12 +285,12 @@ class Buffer:
         topk_idx = arguments.check_topk_idx(topk_idx, None)
         num_experts = arguments.check_num_experts(num_experts, self.group_size)
         self._conversation.check_works()
-        tokens_per_rank, tokens_per_expert, in_rank, event = runtime.layout(
+        tokens_per_rank, tokens_per_node, tokens_per_expert, in_rank, event = runtime.layout(
             topk_idx, num_experts, previous, async_finish
         )
         if event is not None:
             self._fills_later(tokens_per_rank, event)
-        return tokens_per_rank, None, tokens_per_expert, in_rank, EventOverlap(event)
+        return tokens_per_rank, tokens_per_node, tokens_per_expert, in_rank, EventOverlap(event)
 
     def dispatch(
         self,
@@ -331,6 +339,7 @@ class Buffer:
                 topk_idx=topk_idx,
                 topk_weights=topk_weights,
                 num_tokens_per_rank=num_tokens_per_rank,
+                num_tokens_per_rdma_rank=num_tokens_per_rdma_rank,
                 is_token_in_rank=is_token_in_rank,
                 num_tokens_per_expert=num_tokens_per_expert,
             )
@@ -339,7 +348,13 @@ class Buffer:
             chosen = arguments.check_config(config, default, None)
             self._check_rings(runtime, chosen, payload.token)
             counts = self._check_routing(
-                runtime, payload, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, chosen
+                runtime,
+                payload,
+                num_tokens_per_rank,
+                num_tokens_per_rdma_rank,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                chosen,
             )
             worst = whole_number("num_worst_tokens", num_worst_tokens, 0)
             if worst > MAX_ROWS:
@@ -448,6 +463,66 @@ class Buffer:
         outputs, previous = self._refusing(call, check)
         combined = runtime.combine(call, outputs, previous, async_finish)
         return combined.x, combined.topk_weights, EventOverlap(combined.event)
+
+    def internode_dispatch(
+        self,
+        x: Rows,
+        handle: Handle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """`dispatch`, with a config that must be given."""
+        _check_config_is_given(config)
+        return self.dispatch(
+            x,
+            handle,
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            num_worst_tokens,
+            config,
+            previous_event,
+            async_finish,
+            allocate_on_comm_stream,
+        )
+
+    def internode_combine(
+        self,
+        x: torch.Tensor,
+        handle: Handle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """`combine`, with a config that must be given."""
+        _check_config_is_given(config)
+        return self.combine(
+            x,
+            handle,
+            topk_weights,
+            bias,
+            config,
+            previous_event,
+            async_finish,
+            allocate_on_comm_stream,
+        )
 
     # Low-latency mode
 
@@ -751,6 +826,7 @@ class Buffer:
 
     def _check_rings(self, runtime: Any, config: Config, token: TokenLayout) -> None:
         runtime.check_config(config)
+        runtime.check_network_rings(config, token)
         area = runtime.ring_area(config, token)
         if area.num_rows < MIN_RING_ROWS:
             per_ring = area.token_bytes * MIN_RING_ROWS + area.control_bytes
@@ -767,6 +843,7 @@ class Buffer:
         runtime: Any,
         payload: Payload,
         num_tokens_per_rank: Any,
+        num_tokens_per_rdma_rank: Any,
         is_token_in_rank: Any,
         num_tokens_per_expert: Any,
         config: Config,
@@ -789,6 +866,7 @@ class Buffer:
         )
         per_rank, in_rank, per_expert = per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
         arguments.check_num_experts(per_expert.shape[0], ranks)
+        runtime.check_nodes(num_tokens_per_rdma_rank, in_rank)
         return runtime.counts_of(payload, in_rank, per_rank, per_expert, config.num_channels)
 
 
@@ -815,6 +893,11 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
             f" call torch.cuda.set_device({wanted.index}) first"
         )
     return torch.device("cuda", current)
+
+
+def _check_config_is_given(config: Config | None) -> None:
+    if config is None:
+        raise InvalidCall("config is missing: pass Buffer.get_dispatch_config or get_combine_config's")
 
 
 def _timeout_seconds() -> float:

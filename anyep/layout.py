@@ -41,6 +41,7 @@ STATUS_BYTES: Final = 8192
 LETTER_HEADER_BYTES: Final = 256
 NOTE_HEADER_BYTES: Final = 64
 OFFER_HEADER_BYTES: Final = 64
+SOURCE_INDEX_BYTES: Final = 4
 COUNTER_BYTES: Final = 8
 """Every live flag, head, tail, prefix and signal is 64-bit and only grows."""
 
@@ -145,7 +146,9 @@ def ring_rows_that_fit(area: RingArea, area_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Window:
-    """The results of one dispatch side by side: x, source indices, top-k ids, top-k weights, scales.
+    """The results of one dispatch side by side: x, its sources, top-k ids, top-k weights, scales.
+
+    A row's source is a token's index, or between nodes (8 bytes) its node and who wants it there.
 
     >>> window = Window(num_rows=3, row_bytes=64, num_topk=2, num_scales=1)
     >>> window.offsets, window.num_bytes
@@ -156,11 +159,18 @@ class Window:
     row_bytes: int
     num_topk: int
     num_scales: int
+    source_bytes: int = SOURCE_INDEX_BYTES
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each result."""
-        per_row = (self.row_bytes, 4, 8 * self.num_topk, 4 * self.num_topk, 4 * self.num_scales)
+        per_row = (
+            self.row_bytes,
+            self.source_bytes,
+            8 * self.num_topk,
+            4 * self.num_topk,
+            4 * self.num_scales,
+        )
         return tuple(self.num_rows * num_bytes for num_bytes in per_row)
 
     @cached_property
@@ -175,13 +185,15 @@ class Window:
 
 
 @lru_cache(maxsize=256)
-def window_of(num_rows: int, row_bytes: int, num_topk: int, num_scales: int) -> Window:
+def window_of(
+    num_rows: int, row_bytes: int, num_topk: int, num_scales: int, source_bytes: int = SOURCE_INDEX_BYTES
+) -> Window:
     """A `Window`; calls of one kind share it, and what it has worked out.
 
     >>> window_of(3, 64, 2, 1) is window_of(3, 64, 2, 1)
     True
     """
-    return Window(num_rows, row_bytes, num_topk, num_scales)
+    return Window(num_rows, row_bytes, num_topk, num_scales, source_bytes)
 
 
 @dataclass(frozen=True)
@@ -292,8 +304,8 @@ class ControlRegion:
 
     @property
     def letter_bytes(self) -> int:
-        """Header, the sender's row of the count matrix, its rows by channel, its counts for local experts."""
-        counts = self.num_ranks + NUM_MAX_CHANNELS + NUM_MAX_LOCAL_EXPERTS
+        """Header, the sender's rows of two count matrices, its rows by channel, its counts for experts."""
+        counts = 2 * self.num_ranks + NUM_MAX_CHANNELS + NUM_MAX_LOCAL_EXPERTS
         return align(LETTER_HEADER_BYTES + 4 * counts, NUM_BUFFER_ALIGNMENT_BYTES)
 
     @property
@@ -321,7 +333,7 @@ class ControlRegion:
             ("ring prefix", per_channel * 2 * nodes, node_ranks, 1),
             ("network tail", per_channel, nodes, 1),
             ("network head", per_channel, nodes, 1),
-            ("network meta", NUM_MAX_CHANNELS * 2 * RDMA_META_BYTES, nodes, 1),
+            ("network counts", NUM_MAX_CHANNELS * 4 * (node_ranks + 1), nodes, NUM_MAILBOXES),
             ("low-latency note", self.note_bytes, self.num_ranks, NUM_SLOT_SETS),
             ("low-latency packed", COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
             ("mask", self.num_ranks * COUNTER_BYTES, self.num_ranks, 1),

@@ -16,7 +16,7 @@ from anyep.buffer import Buffer
 from tests import oracle
 from tests.world import RankContext
 
-NVL_BYTES = 1 << 22
+NVL_BYTES = RDMA_BYTES = 1 << 22
 SMALL_CONFIG = Config(4, 2, 5)
 ROUTINGS = ("uniform", "one rank", "none", "some missing", "skewed", "own rank")
 ROW_DTYPES = {
@@ -50,7 +50,12 @@ class Case:
     num_window_bytes: int | None = None
     run_async: bool = False
     delay_seed: int | None = None
+    ranks_per_node: int | None = None
     seed: int = 0
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // (self.ranks_per_node or self.num_ranks)
 
     @property
     def num_ranks(self) -> int:
@@ -121,12 +126,18 @@ def buffer_for(
     num_window_bytes: int | None,
     num_nvl_bytes: int = NVL_BYTES,
     device: str = "cpu",
+    ranks_per_node: int | None = None,
 ) -> Buffer:
     """A Buffer that lives as long as the pool."""
-    key = ("buffer", num_window_bytes, num_nvl_bytes)
+    key = ("buffer", num_window_bytes, num_nvl_bytes, ranks_per_node)
     if key not in context.keep:
         context.keep[key] = Buffer(
-            context.group, num_nvl_bytes, device=device, num_window_bytes=num_window_bytes
+            context.group,
+            num_nvl_bytes,
+            0 if ranks_per_node is None else RDMA_BYTES,
+            device=device,
+            num_window_bytes=num_window_bytes,
+            ranks_per_node=ranks_per_node,
         )
     return context.keep[key]  # type: ignore[no-any-return]
 
@@ -144,7 +155,7 @@ def delays(seed: int, rank: int) -> Any:
 
 def run_case(context: RankContext, case: Case) -> None:
     """Dispatch, dispatch again by handle, and combine; assert that every result has the right bits."""
-    buffer = buffer_for(context, case.num_window_bytes)
+    buffer = buffer_for(context, case.num_window_bytes, ranks_per_node=case.ranks_per_node)
     assert buffer.runtime is not None
     conversation = buffer.runtime.conversation
     conversation.between_steps = None if case.delay_seed is None else delays(case.delay_seed, context.rank)
@@ -161,7 +172,13 @@ def check_case(context: RankContext, case: Case, buffer: Buffer, device: str = "
     given = inputs[rank].to(device)
     expected = oracle.dispatch(inputs, rank, case.num_experts, case.alignment)
     topk_idx = _routing_of(case, rank).to(device)
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, case.num_experts)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, case.num_experts)
+    if case.num_nodes == 1:
+        assert per_node is None
+    else:
+        assert per_node is not None
+        in_node = in_rank.reshape(len(in_rank), case.num_nodes, case.ranks_per_node or 1).any(2)
+        assert oracle.same_bits(per_node, in_node.sum(0, dtype=torch.int32))
     for mine, reference in zip(
         (per_rank, per_expert, in_rank),
         oracle.layout(topk_idx.cpu(), case.num_experts, case.num_ranks),
@@ -176,6 +193,7 @@ def check_case(context: RankContext, case: Case, buffer: Buffer, device: str = "
     recv, recv_ids, recv_weights, counts, handle, event = buffer.dispatch(
         rows,
         num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
         is_token_in_rank=in_rank,
         num_tokens_per_expert=per_expert,
         topk_idx=given.topk_idx,
@@ -205,7 +223,10 @@ def check_case(context: RankContext, case: Case, buffer: Buffer, device: str = "
         assert oracle.same_bits(recv_weights[:num_rows], expected.topk_weights)
         assert (recv_ids[num_rows:] == -1).all()
         assert counts == ([] if num_worst else expected.tokens_per_expert)
-    check_handle(case, inputs, rank, tuple(part.cpu() for part in handle), expected)
+    if case.num_nodes == 1:
+        check_handle(case, inputs, rank, tuple(part.cpu() for part in handle), expected)
+    else:
+        check_node_handle(case, inputs, rank, handle, expected)
 
     again, *nothing, event = buffer.dispatch(rows, handle=handle, config=case.config, **overlap)
     event.current_stream_wait()
@@ -262,10 +283,11 @@ def check_combine(
         **overlap,
     )
     event.current_stream_wait()
-    assert oracle.same_bits(combined, oracle.combine(outputs, in_rank, rank, biases))
+    nodes = case.ranks_per_node
+    assert oracle.same_bits(combined, oracle.combine(outputs, in_rank, rank, biases, nodes))
     if case.combine_weights:
         assert combined_weights is not None
-        assert oracle.same_bits(combined_weights, oracle.combine(weights, in_rank, rank))
+        assert oracle.same_bits(combined_weights, oracle.combine(weights, in_rank, rank, (), nodes))
     else:
         assert combined_weights is None
 
@@ -288,6 +310,49 @@ def check_handle(
         first = int(matrix[:rank, peer].sum())
         rows = send_head[:, peer][in_rank[:, peer]]
         assert torch.equal(rows, torch.arange(first, first + len(rows), dtype=torch.int32))
+
+
+def check_node_handle(
+    case: Case, inputs: list[oracle.RankInput], rank: int, handle: Any, expected: oracle.RankOutput
+) -> None:
+    """The ten tensors of several nodes, as the contract says."""
+    assert len(handle) == 10
+    in_rank, rdma_prefix, gbl_prefix, recv_rdma_prefix, recv_rdma_sum, *received = handle
+    recv_gbl_prefix, recv_gbl_sum, meta, rdma_head, nvl_head = received
+    nodes, per_node, channels = case.num_nodes, case.ranks_per_node or 1, case.config.num_channels
+    own_node, own_index = divmod(rank, per_node)
+    masks = [given.is_token_in_rank for given in inputs]
+    in_node = [mask.reshape(len(mask), nodes, per_node).any(2) for mask in masks]
+    assert torch.equal(in_rank, masks[rank])
+    assert torch.equal(gbl_prefix, _by_channel(masks[rank], channels).cumsum(1).int())
+    assert torch.equal(rdma_prefix, _by_channel(in_node[rank], channels).cumsum(1).int())
+    relayed = [in_node[node * per_node + own_index][:, own_node] for node in range(nodes)]
+    by_channel = torch.cat([_by_channel(marks[:, None], channels) for marks in relayed])
+    assert torch.equal(recv_rdma_prefix, by_channel.cumsum(1).int())
+    assert torch.equal(recv_rdma_sum, by_channel.sum(1).cumsum(0).int())
+    rows = torch.stack([_by_channel(mask, channels)[rank] for mask in masks])
+    assert torch.equal(recv_gbl_prefix, (rows.cumsum(1) - rows).int())
+    assert torch.equal(recv_gbl_sum, rows.sum(1).cumsum(0).int())
+    assert torch.equal(rdma_head >= 0, in_node[rank])
+    for node in range(nodes):
+        numbers = rdma_head[:, node][in_node[rank][:, node]]
+        assert torch.equal(numbers, torch.arange(len(numbers), dtype=torch.int32))
+    # Where at the ranks of this node the relayed rows went.
+    matrix = torch.stack([mask.sum(0) for mask in masks])
+    heads = []
+    for node in range(nodes):
+        source = node * per_node + own_index
+        here = masks[source][relayed[node]][:, own_node * per_node : (own_node + 1) * per_node]
+        first = matrix[:source, own_node * per_node : (own_node + 1) * per_node].sum(0)
+        heads.append(torch.where(here, first + here.cumsum(0) - 1, -1).int())
+    assert torch.equal(nvl_head[: int(recv_rdma_sum[-1])], torch.cat(heads))
+    words = meta[: len(expected.source)].clone().flatten().view(torch.int32).reshape(-1, 2)
+    assert torch.equal(words[:, 0], (expected.source_rank // per_node).int())
+    for (_, bits), source, token in zip(
+        words.tolist(), expected.source_rank.tolist(), expected.source.tolist(), strict=True
+    ):
+        wanted = masks[source][token, own_node * per_node : (own_node + 1) * per_node]
+        assert bits == sum(1 << index for index, is_wanted in enumerate(wanted.tolist()) if is_wanted)
 
 
 def _by_channel(in_rank: torch.Tensor, channels: int) -> torch.Tensor:

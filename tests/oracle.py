@@ -88,9 +88,16 @@ def combine(
     in_rank: list[torch.Tensor],
     rank: int,
     biases: tuple[torch.Tensor, ...] = (),
+    ranks_per_node: int | None = None,
 ) -> torch.Tensor:
-    """What `rank` gets: per token, biases then the rows of its ranks in ascending order, added in float32."""
+    """What `rank` gets: per token, biases then the rows of its ranks in ascending order, added in float32.
+
+    With several nodes, the sum of each node's rows is rounded, and these sums are added in the same way.
+    """
     num_tokens, num_ranks = in_rank[rank].shape
+    if ranks_per_node not in (None, num_ranks):
+        node_rows, in_node = node_sums(expert_rows, in_rank, rank, ranks_per_node)
+        return combine(node_rows, [in_node], 0, biases)
     dtype = expert_rows[0].dtype
     hidden = expert_rows[0].shape[1]
     total = torch.zeros(num_tokens, hidden)
@@ -104,6 +111,23 @@ def combine(
         rows = expert_rows[expert_rank][first : first + int(mine.sum())]
         total[mine] = total[mine] + rows.float()
     return total.to(dtype)
+
+
+def node_sums(
+    expert_rows: list[torch.Tensor], in_rank: list[torch.Tensor], rank: int, ranks_per_node: int
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """For each node the sums of its rows of `rank`'s tokens, rounded; and which token goes to which node."""
+    num_tokens, num_ranks = in_rank[rank].shape
+    sums = []
+    for first in range(0, num_ranks, ranks_per_node):
+        here = torch.zeros(num_ranks, dtype=torch.bool)
+        here[first : first + ranks_per_node] = True
+        # Only this rank's own rows are left out: where they begin depends on the other ranks' tokens.
+        only_here = [mask & here if source == rank else mask for source, mask in enumerate(in_rank)]
+        whole = combine(expert_rows, only_here, rank)
+        sums.append(whole[only_here[rank].any(1)])
+    in_node = in_rank[rank].reshape(num_tokens, num_ranks // ranks_per_node, ranks_per_node).any(2)
+    return sums, in_node
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

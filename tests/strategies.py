@@ -51,6 +51,19 @@ def cases(draw: st.DrawFn, num_ranks: int, max_tokens: int = 24) -> Case:
 
 
 @st.composite
+def node_cases(draw: st.DrawFn, num_nodes: int, ranks_per_node: int, max_tokens: int = 24) -> Case:
+    """Any dispatch and combine between virtual nodes; routings that suit nodes come among them."""
+    case = draw(cases(num_nodes * ranks_per_node, max_tokens))
+    net_send = draw(st.integers(1, 4))
+    config = replace(
+        case.config,
+        num_max_rdma_chunked_send_tokens=net_send,
+        num_max_rdma_chunked_recv_tokens=draw(st.integers(2 * net_send, 12)),
+    )
+    return replace(case, config=config, ranks_per_node=ranks_per_node)
+
+
+@st.composite
 def low_latency_cases(
     draw: st.DrawFn, num_ranks: int, max_tokens: int | None = None
 ) -> low_latency_cases_module.Case:

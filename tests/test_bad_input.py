@@ -336,7 +336,10 @@ def disagree(context: RankContext, about: str) -> str:
         ("dtype", "about the dtype: bfloat16 on ranks 0, 1; float16 on rank 2"),
         ("top-k", "about top-k: 2 on ranks 0, 1; 0 on rank 2"),
         ("channels", "about the number of channels (num_sms // 2): 10 on ranks 0, 1; 2 on rank 2"),
-        ("ring", "about the rows of a ring (config or num_nvl_bytes): 256 on ranks 0, 1; 100 on rank 2"),
+        (
+            "ring",
+            "about the rows of a ring (config, num_nvl_bytes or num_rdma_bytes): 256 on ranks 0, 1; 100 on rank 2",
+        ),
     ],
 )
 def test_ranks_that_disagree(about: str, sentence: str) -> None:
@@ -417,7 +420,6 @@ def make_wrongly(context: RankContext, changes: dict[str, Any], on_rank: int) ->
             "NotSupported: 4,611,686,018,427,387,904 bytes of shared memory cannot be had",
         ),
         ({"ranks_per_node": 3}, "InvalidCall: 2 ranks do not fill nodes of 3 evenly"),
-        ({"ranks_per_node": 1}, "NotSupported: 2 nodes of 1 ranks: AnyEP works within one node so far"),
         ({"network": "nixl"}, "NotSupported: network is 'nixl'"),
         ({"device": "cuda"}, "NotSupported: device is 'cuda'"),
         ({"device": "foo"}, "InvalidCall: device is 'foo': pass device='cpu'"),

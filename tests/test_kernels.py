@@ -282,13 +282,13 @@ def test_unpack_window() -> None:
         np.zeros((2, 2), np.float32),
     ]
     addresses = [result.ctypes.data for result in results[1:]]
-    windows.unpack_window(places, 1, 1, 1, 2, results[0], *addresses)
+    windows.unpack_window(places, 1, len(results[0]), 4, 1, 2, results[0].ctypes.data, *addresses)
     assert results[0][0] == 7
     assert results[1].tolist() == [[3], [-1]]
     assert results[2][0, 0] == 0.5
     assert results[3][0].tolist() == [2, 4]
     source[0] = 8
-    windows.unpack_window(places, 1, 0, 1, 2, results[0], *addresses)
+    windows.unpack_window(places, 1, len(results[0]), 0, 1, 2, results[0].ctypes.data, *addresses)
     assert results[0][0] == 7
 
 

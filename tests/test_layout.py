@@ -203,9 +203,9 @@ def test_control_region(num_ranks: int, per_node: int) -> None:
     assert [(letter.slot_set, letter.peer) for letter in letters] == [
         (box, rank) for box in (0, 1) for rank in range(num_ranks)
     ]
-    # A letter holds its header, a row of the count matrix, the channels' and every local expert's counts.
+    # A letter holds its header, rows of two count matrices, the channels' and every local expert's counts.
     assert control.letter_bytes % 128 == 0
-    used_bytes = 256 + 4 * num_ranks + 4 * 128 + 4 * 1024
+    used_bytes = 256 + 8 * num_ranks + 4 * 128 + 4 * 1024
     assert used_bytes <= control.letter_bytes < used_bytes + 128
     for block in control.blocks:
         assert control.block(block.kind) == block
@@ -230,7 +230,7 @@ def test_control_region_in_full() -> None:
         "ring prefix": (2048, 2, 1),
         "network tail": (1024, 1, 1),
         "network head": (1024, 1, 1),
-        "network meta": (128 * 18 * 8, 1, 1),
+        "network counts": (128 * 4 * 3, 1, 2),
         "low-latency note": (64 + 8192, 2, 2),
         "low-latency packed": (8, 2, 2),
         "mask": (16, 2, 1),

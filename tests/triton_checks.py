@@ -463,7 +463,9 @@ def check_unpack(device: str) -> None:
         weights = np.zeros((2, num_result_rows, num_topk), np.float32)
         places = np.array([0, in_window.ctypes.data, ids.ctypes.data, weights[0].ctypes.data, 0])
         results = (right_ids.ctypes.data, weights[1].ctypes.data, 0)
-        cpu.unpack_window(places, num_rows, 1, num_topk, 0, right_source, *results)
+        cpu.unpack_window(
+            places, num_rows, len(right_source), 4, num_topk, 0, right_source.ctypes.data, *results
+        )
         for pad, has_window in product((True, False), (True, False)):
             source, ours = guarded((num_result_rows,), torch.int32, device), there(ids, device)
             window = there(in_window, device)

@@ -33,13 +33,15 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Connection:
-    """The memory of all ranks of the node, mapped here; index by rank."""
+    """The memory of all ranks, as far as it can be mapped here."""
 
     wishes: Wishes
     topology: Topology
     control: ControlRegion
     heaps: list[Any]
-    windows: list[Any]
+    """Of every rank."""
+    windows: dict[int, Any]
+    """Of the ranks of this rank's node."""
     pids: list[int]
     memory_share_bytes: int
     """What this rank may use for windows and results when the user does not say."""
@@ -58,17 +60,17 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
     own = wishes[rendezvous.rank][0]
     hosts = [host for _, host in wishes]
     topology = topology_of_hosts(hosts, own.ranks_per_node)
-    if topology.num_nodes > 1:
+    if topology.num_nodes > 1 and own.device != "cpu":
         raise NotSupported(
-            f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks:"
-            f" AnyEP works within one node so far; use ranks of one host, and leave ranks_per_node out"
+            f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs AnyEP works within one"
+            f" node so far; use ranks of one host, and leave ranks_per_node out, or pass device='cpu'"
         )
     share = _memory_share_bytes(hosts.count(hosts[rendezvous.rank]))
     control = ControlRegion(topology.num_ranks, topology.ranks_per_node)
     made: list[Any] = []
 
     def make() -> tuple[int, Any, Any]:
-        num_row_bytes = own.num_nvl_bytes + own.num_rdma_bytes
+        num_row_bytes = own.num_nvl_bytes + own.num_rdma_bytes * rdma_parts(own, topology)
         # Sparse: it takes memory only as windows are used.
         num_window_bytes = share if own.num_window_bytes is None else own.num_window_bytes
         if own.device != "cpu":
@@ -82,7 +84,7 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
 
     try:
         shared = on_all_ranks(rendezvous, make)
-        heaps, windows = _open_all(backend, rendezvous, made, shared)
+        heaps, windows = _open_all(backend, rendezvous, topology, made, shared)
     finally:
         # Everyone has opened everything, or nobody will: the descriptors have done their work.
         for block in made:
@@ -90,20 +92,32 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
     return Connection(own, topology, control, heaps, windows, [pid for pid, _, _ in shared], share)
 
 
+def rdma_parts(wishes: Wishes, topology: Topology) -> int:
+    """How many times a heap has the RDMA bytes: once for low-latency calls, once more for rings between nodes
+    beside them. What is not used takes no memory."""
+    return 2 if wishes.low_latency_mode and topology.num_nodes > 1 else 1
+
+
 def _open_all(
-    backend: Any, rendezvous: Rendezvous, made: list[Any], shared: list[tuple[int, Any, Any]]
-) -> tuple[list[Any], list[Any]]:
-    """Every rank's heap and windows, this rank's own included."""
-    blocks: tuple[list[Any], list[Any]] = ([], [])
+    backend: Any,
+    rendezvous: Rendezvous,
+    topology: Topology,
+    made: list[Any],
+    shared: list[tuple[int, Any, Any]],
+) -> tuple[list[Any], dict[int, Any]]:
+    """Every rank's heap, and the windows of this node's ranks, this rank's own included."""
+    own, (own_heap, own_windows) = rendezvous.rank, made
+    heaps: list[Any] = []
+    windows: dict[int, Any] = {}
 
     def open_blocks() -> None:
-        for rank, (_, *addresses) in enumerate(shared):
-            for kind, address in enumerate(addresses):
-                own = rank == rendezvous.rank
-                blocks[kind].append(made[kind] if own else backend.open_block(address, rank))
+        for rank, (_, heap, window) in enumerate(shared):
+            heaps.append(own_heap if rank == own else backend.open_block(heap, rank))
+            if topology.node_of(rank) == topology.node_of(own):
+                windows[rank] = own_windows if rank == own else backend.open_block(window, rank)
 
     on_all_ranks(rendezvous, open_blocks)
-    return blocks
+    return heaps, windows
 
 
 def _memory_share_bytes(ranks_on_host: int) -> int:

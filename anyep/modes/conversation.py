@@ -32,6 +32,10 @@ AGREEING_WORDS = (int(Field.REFUSED), int(SIGNATURE[-1]) + 1)
 NOT_TIMED = np.zeros(0, np.int64)
 
 
+def _nothing() -> None:
+    """Nobody else needs to hear."""
+
+
 class Topic:
     """What counters tell: who sleeps until they come says which of these he waits for.
 
@@ -132,6 +136,17 @@ class Conversation:
         """The words of a control block that this rank writes at each peer."""
         return self._at_peers(block.offset(self.rank, slot_set))
 
+    def counters_at(self, ranks: Sequence[int], block: Any, writer: int) -> Array:
+        """The words of a control block that its peer number `writer` writes at each of these ranks."""
+        counters: Array = self._addresses[list(ranks)] + block.offset(writer)
+        return counters
+
+    def counters_of(self, block: Any) -> Array:
+        """The words of a control block that each of its peers writes here."""
+        offsets = np.array([block.offset(peer) for peer in range(block.num_peers)], np.int64)
+        counters: Array = self._addresses[self.rank] + offsets
+        return counters
+
     def own_counters(self, block: Any, slot_set: int = 0) -> Array:
         """The words of a control block that each peer writes here."""
         offsets = np.array([block.offset(peer, slot_set) for peer in range(self.num_ranks)], np.int64)
@@ -196,13 +211,20 @@ class Conversation:
         self.guarded(call, lambda: self._post(call, header, None, refusal=str(error)))
         self.end(call)
 
-    def exchange(self, call: Call, header: Array, counts: tuple[Array, Array, Array] | None = None) -> Array:
+    def exchange(
+        self,
+        call: Call,
+        header: Array,
+        counts: tuple[Array, Array, Array] | None = None,
+        annex: Callable[[], None] = _nothing,
+    ) -> Array:
         """Send this rank's letter, wait for all others', and return their headers if they agree.
 
         `counts` are this rank's rows per receiver, those by (receiver, channel), and its tokens per expert.
+        `annex` writes what else peers are to find when the letter is there.
         """
         header[Field.KIND] = call.kind
-        self._post(call, header, counts)
+        self._post(call, header, counts, annex=annex)
         mailboxes = self._own_mailboxes[call.number % 2]
         self._wait_for_counters(call, mailboxes, call.number, Topic.LETTER + call.number % 2, "letter")
         self._last_seen = call.number
@@ -216,7 +238,12 @@ class Conversation:
         self._backend.read_counts(mailboxes, LETTER_HEADER_BYTES, matrix, by_channel, by_expert)
 
     def _post(
-        self, call: Call, header: Array, counts: tuple[Array, Array, Array] | None, refusal: str = ""
+        self,
+        call: Call,
+        header: Array,
+        counts: tuple[Array, Array, Array] | None,
+        refusal: str = "",
+        annex: Callable[[], None] = _nothing,
     ) -> None:
         self.enter(call, Phase.NOTIFY)
         previous = call.number - 1
@@ -226,6 +253,7 @@ class Conversation:
             self._wait_for_counters(call, mailboxes, previous, Topic.LETTER + previous % 2, "letter")
         if refusal:
             self.say_refusal(call.number % 2, refusal)
+        annex()
         header[Field.CALL] = call.number
         rows, by_channel, by_expert = counts or (*self._no_counts, self._no_counts[0])
         self._backend.post_letters(
@@ -284,20 +312,36 @@ class Conversation:
 
     # Waiting
 
-    def wait_for_counters(self, call: Call, phase: Phase, counters: Array, topic: int, what: str) -> None:
-        """Return when every peer has released this call's number in its counter here."""
+    def wait_for_counters(
+        self,
+        call: Call,
+        phase: Phase,
+        counters: Array,
+        topic: int,
+        what: str,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Return when every peer, or each of these ranks, has released this call's number in its counter."""
         self.enter(call, phase)
-        self._wait_for_counters(call, counters, call.number, topic, what)
+        self._wait_for_counters(call, counters, call.number, topic, what, ranks)
 
-    def _wait_for_counters(self, call: Call, counters: Array, expected: int, topic: int, what: str) -> None:
-        missing = self._missing
+    def _wait_for_counters(
+        self,
+        call: Call,
+        counters: Array,
+        expected: int,
+        topic: int,
+        what: str,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        missing = self._missing[: len(counters)]
         missing[:] = True
 
         def step(num_spins: int) -> int:
             return self.await_counters(counters, expected, missing, num_spins, topic)
 
         if step(self.num_spins):
-            self.wait_until(call, step, lambda: self.stall(counters, missing, what, expected))
+            self.wait_until(call, step, lambda: self.stall(counters, missing, what, expected, ranks))
 
     def await_counters(
         self,
@@ -315,16 +359,20 @@ class Conversation:
         )
         return num_missing
 
-    def announce(self, counters: Array, topic: int, value: int) -> None:
-        """Release a value in these counters, one at each peer."""
-        self._backend.announce(counters, self.alarms, topic, value)
+    def announce(self, counters: Array, topic: int, value: int, alarms: Array | None = None) -> None:
+        """Release a value in these counters, one at each peer, or at each of those with these alarms."""
+        self._backend.announce(counters, self.alarms if alarms is None else alarms, topic, value)
 
-    def stall(self, counters: Array, missing: Array, what: str, expected: int) -> Stall:
-        """What a wait for counters still waits for: `missing` marks the peers."""
+    def stall(
+        self, counters: Array, missing: Array, what: str, expected: int, ranks: Sequence[int] | None = None
+    ) -> Stall:
+        """What a wait for counters still waits for: `missing` marks the peers, or the ones of these ranks."""
         peers = [int(peer) for peer in np.flatnonzero(missing)]
         seen = np.zeros((1, 1), np.int64)
         self._backend.read_counters(counters[peers[:1]].reshape(1, 1), seen)
-        return Stall(peers, what, int(seen[0, 0]), expected)
+        return Stall(
+            peers if ranks is None else [ranks[peer] for peer in peers], what, int(seen[0, 0]), expected
+        )
 
     def wait_until(
         self,
@@ -431,10 +479,6 @@ class Conversation:
             os.close(descriptor)
         self._pidfds = {}
         self._poller = select.poll()
-
-
-def _nothing() -> None:
-    """Nobody else needs to hear."""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -163,6 +163,12 @@ class GpuIntranode:
                 f" use a Config with num_sms={self._most_sms}, or fewer ranks per GPU"
             )
 
+    def check_network_rings(self, config: Config, token: TokenLayout) -> None:
+        """There is no network on one node."""
+
+    def check_nodes(self, per_node: Any, in_rank: torch.Tensor) -> None:
+        """There are no other nodes; what is passed is not looked at."""
+
     def default_config(self, config: Config) -> Config:
         """The tuned config, with no more SMs than this rank's share of the GPU."""
         if config.num_sms <= self._most_sms:
@@ -257,8 +263,8 @@ class GpuIntranode:
         num_experts: int,
         previous: EventOverlap | None,
         run_async: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, EventHandle | None]:
-        """Count tokens per rank and per expert, and mark which token goes to which rank."""
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventHandle | None]:
+        """Count tokens per rank and per expert, not per node, and mark which token goes to which rank."""
         num_tokens, num_topk = topk_idx.shape
         num_ranks = self._num_ranks
         first_expert = align(num_ranks, 4)
@@ -289,7 +295,7 @@ class GpuIntranode:
             num_experts // num_ranks,
         )
         self._keep(run_async, previous, topk_idx, counts, in_rank)
-        return per_rank, per_expert, in_rank, self._gpu.stream.end(run_async)
+        return per_rank, None, per_expert, in_rank, self._gpu.stream.end(run_async)
 
     # Dispatch
 

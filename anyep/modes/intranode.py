@@ -18,7 +18,7 @@ import torch
 
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
-from anyep.layout import ControlRegion, RingArea, Window, window_of
+from anyep.layout import SOURCE_INDEX_BYTES, ControlRegion, RingArea, Window, window_of
 from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
 from anyep.modes.letters import (
     NUM_OFFERS,
@@ -36,6 +36,7 @@ from anyep.modes.routing import Routing, check_contents, checked_routing
 from anyep.modes.status import Phase
 from anyep.modes.windows import WarmMemory, WindowHeap
 from anyep.sizes import Config, TokenLayout, align, token_layout
+from anyep.topology import Topology
 
 WORTH_SPLITTING_BYTES = 1 << 20
 WORTH_STREAMING_BYTES = 1 << 22
@@ -53,6 +54,8 @@ class Payload:
     scales: torch.Tensor | None = None
     topk_idx: torch.Tensor | None = None
     topk_weights: torch.Tensor | None = None
+    source_bytes: int = SOURCE_INDEX_BYTES
+    """What is kept of each received row's origin."""
 
     @cached_property
     def num_tokens(self) -> int:
@@ -66,7 +69,8 @@ class Payload:
 
     def window(self, num_rows: int) -> Window:
         """The window of a receiver that gets so many rows."""
-        return window_of(num_rows, self.token.hidden_bytes, self.token.num_topk, self.token.num_scales)
+        token = self.token
+        return window_of(num_rows, token.hidden_bytes, token.num_topk, token.num_scales, self.source_bytes)
 
     @cached_property
     def bytes_per_row(self) -> Array:
@@ -93,7 +97,8 @@ class Outputs(NamedTuple):
     """What a combine adds up: the experts' rows, perhaps weights, where they go, what the sums start from."""
 
     x: torch.Tensor
-    routing: Routing
+    routing: Any
+    """A `Routing`, or that of the mode or of the device that the rows are on."""
     topk_weights: torch.Tensor | None
     biases: tuple[torch.Tensor, ...]
     config: Config
@@ -108,7 +113,7 @@ class Received(NamedTuple):
     topk_weights: torch.Tensor | None
     tokens_per_expert: list[int]
     routing: Any
-    """A `Routing`, or that of the device that the rows are on."""
+    """A `Routing`, or that of the mode or of the device that the rows are on."""
     event: EventHandle | None
 
 
@@ -143,8 +148,9 @@ class Intranode:
         backend: Any,
         conversation: Conversation,
         control: ControlRegion,
+        topology: Topology,
         heaps: list[Any],
-        window_blocks: list[Any],
+        window_blocks: dict[int, Any],
         num_nvl_bytes: int,
         stream: Any,
         team: Any,
@@ -155,13 +161,17 @@ class Intranode:
         self.windows = WindowHeap(window_blocks[conversation.rank])
         self._memory = memory
         self._ring_addresses: _RingAddresses | None = None
-        self._areas = RingAreas(control.num_bytes, num_nvl_bytes, conversation.num_ranks)
+        self._areas = RingAreas(control.num_bytes, num_nvl_bytes, topology.ranks_per_node, topology.num_nodes)
         self._backend = backend
         self._rank = conversation.rank
         self._num_ranks = conversation.num_ranks
+        self._node_ranks = topology.ranks_on(topology.node_of(self._rank))
         self._control = control
         self._heap_addresses = np.array([heap.address for heap in heaps], np.int64)
-        self._window_bases = np.array([block.address for block in window_blocks], np.int64)
+        # Windows are for the ranks of this node; of others they are nowhere.
+        self._window_bases = np.zeros(self._num_ranks, np.int64)
+        for rank, block in window_blocks.items():
+            self._window_bases[rank] = block.address
         self._team = team
         self._dtype_codes = {
             torch.bfloat16: backend.BF16,
@@ -174,10 +184,11 @@ class Intranode:
         self._places = np.empty((self._num_ranks, 5), np.int64)
         self._no_counts = np.zeros((self._num_ranks, self._num_ranks), np.int32)
         arrival, pulled = control.block("window arrival"), control.block("window pulled")
-        self._arrival_at_peers = conversation.peer_counters(arrival)
-        self._own_arrival = conversation.own_counters(arrival)
-        self._pulled_at_peers = conversation.peer_counters(pulled)
-        self._own_pulled = conversation.own_counters(pulled)
+        own_index = topology.nvl_rank_of(self._rank)
+        self._arrival_at_peers = conversation.counters_at(self._node_ranks, arrival, own_index)
+        self._own_arrival = conversation.counters_of(arrival)
+        self._pulled_at_peers = conversation.counters_at(self._node_ranks, pulled, own_index)
+        self._own_pulled = conversation.counters_of(pulled)
 
     # What a Buffer asks for before and after calls
 
@@ -198,6 +209,12 @@ class Intranode:
 
     def check_config(self, config: Config) -> None:
         """Any number of channels works: they are turns of a loop."""
+
+    def check_network_rings(self, config: Config, token: TokenLayout) -> None:
+        """There is no network on one node."""
+
+    def check_nodes(self, per_node: Any, in_rank: torch.Tensor) -> None:
+        """There are no other nodes, and no counts of what goes there; what is passed is not looked at."""
 
     def default_config(self, config: Config) -> Config:
         return config
@@ -222,12 +239,14 @@ class Intranode:
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, previous: EventOverlap | None, run_async: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, EventHandle | None]:
-        """Count tokens per rank and per expert, and mark which token goes to which rank."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventHandle | None]:
+        """Count tokens per rank, per node (None if there is one) and per expert, and mark which token goes to
+        which rank."""
         num_ranks = self._num_ranks
         tokens_per_rank = torch.empty(num_ranks, dtype=torch.int32, device="cpu")
         tokens_per_expert = torch.empty(num_experts, dtype=torch.int32, device="cpu")
         in_rank = torch.empty((topk_idx.shape[0], num_ranks), dtype=torch.bool, device="cpu")
+        tokens_per_node = self._new_node_counts()
 
         def count() -> None:
             self.wait_until_readable(previous)
@@ -238,13 +257,22 @@ class Intranode:
                 tokens_per_expert.numpy(),
                 in_rank.numpy(),
             )
+            if tokens_per_node is not None:
+                self._count_nodes(in_rank, tokens_per_node)
 
         event = None
         if run_async:
             event = self.stream.submit(count)
         else:
             count()
-        return tokens_per_rank, tokens_per_expert, in_rank, event
+        return tokens_per_rank, tokens_per_node, tokens_per_expert, in_rank, event
+
+    def _new_node_counts(self) -> torch.Tensor | None:
+        """Where the tokens that go to each node are to be counted."""
+        return None
+
+    def _count_nodes(self, in_rank: torch.Tensor, counts: torch.Tensor) -> None:
+        """Count the tokens that go to each node, each once."""
 
     def routing_of(self, handle: Any, last: tuple[Any, Routing] | None) -> Routing:
         """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
@@ -335,13 +363,13 @@ class Intranode:
         self.stream.synchronize()
         header = self._dispatch_header(payload, config, len(tokens_per_expert))
         offer_what_is_free(header, self.windows)
-        routing = places.new_routing()
+        routing = self._new_routing(places)
         counts = self._notify(call, header, places, tokens_per_expert, routing)
         decision = self._choose_windows(self.conversation.headers, counts.matrix, payload)
         window = int(decision.offsets[self._rank])
         if window >= 0:
             self.windows.allocate_at(window, payload.window(decision.num_rows).num_bytes)
-        routing = routing._replace(recv_src_idx=np.empty(decision.num_rows, np.int32))
+        routing = self._with_rows(routing, decision.num_rows)
         results = self._new_results(payload, routing, window)
         experts_per_rank = len(tokens_per_expert) // self._num_ranks
 
@@ -367,7 +395,7 @@ class Intranode:
         """The number of rows is given, so the call can go on by itself without waiting for anything first."""
         header = self._dispatch_header(payload, config, len(tokens_per_expert))
         window = offer_exactly(header, self.windows, payload, num_worst_tokens)
-        routing = places.new_routing()._replace(recv_src_idx=np.empty(num_worst_tokens, np.int32))
+        routing = self._with_rows(self._new_routing(places), num_worst_tokens)
         results = self._new_results(payload, routing, window)
         experts_per_rank = len(tokens_per_expert) // self._num_ranks
 
@@ -402,19 +430,31 @@ class Intranode:
         run_async: bool,
     ) -> Received:
         header = self._dispatch_header(payload, config, 0)
-        header[ROUTING] = routing.checksum
         window = offer_exactly(header, self.windows, payload, routing.num_recv_rows)
         results = self._new_results(payload, routing, window)
 
         def whole_call() -> None:
             self._wait_for(call, previous)
-            headers = self.conversation.exchange(call, header)
+            headers = self._exchange_cached(call, header, routing)
             # Every letter says how many rows its sender takes, so no counts are needed.
             decision = self._choose_windows(headers, self._no_counts, payload)
-            decision = decision._replace(num_rows=int(routing.rank_prefix_matrix[-1, self._rank]))
-            self._transfer(call, payload, routing, results, decision, config, 0, is_new=0)
+            decision = decision._replace(num_rows=routing.num_rows_for(self._rank))
+            self._transfer(call, payload, routing, results, decision, config, 0, is_new=False)
 
         return _received(results, [], routing, self._run(call, whole_call, run_async))
+
+    def _exchange_cached(self, call: Call, header: Array, routing: Any) -> Array:
+        """Exchange short letters; the handles of all ranks must be of one dispatch."""
+        header[ROUTING] = routing.checksum
+        return self.conversation.exchange(call, header)
+
+    def _new_routing(self, places: Places) -> Any:
+        """A routing with nothing but the tokens in it."""
+        return places.new_routing()
+
+    def _with_rows(self, routing: Any, num_rows: int) -> Any:
+        """A routing with room for what is to be known of each received row."""
+        return routing._replace(recv_src_idx=np.empty(num_rows, np.int32))
 
     def _notify(
         self, call: Call, header: Array, places: Places, tokens_per_expert: Array, routing: Routing
@@ -472,7 +512,7 @@ class Intranode:
         shape, dtype = (num_rows, payload.x.shape[1]), payload.x.dtype
         return _Results(
             self._memory.empty(shape, dtype) if window < 0 else self.windows.lend(window, shape, dtype),
-            routing.recv_src_idx,
+            routing.sources,
             torch.empty((num_rows, token.num_topk), dtype=torch.int64, device="cpu")
             if token.num_topk
             else None,
@@ -493,7 +533,7 @@ class Intranode:
         decision: _Decision,
         config: Config,
         experts_per_rank: int,
-        is_new: int = 1,
+        is_new: bool = True,
     ) -> None:
         """Move the rows: by window where the receiver has one, else through its rings."""
         conversation, backend = self.conversation, self._backend
@@ -514,22 +554,32 @@ class Intranode:
             conversation.announce(self._arrival_at_peers, Topic.ROWS, call.number)
         if min(offsets) < 0:
             self._send_through_rings(call, payload, routing, results, decision, config, row_arguments)
-        if offsets[self._rank] >= 0:
-            conversation.wait_for_counters(call, Phase.RECEIVE, self._own_arrival, Topic.ROWS, "rows")
-            backend.unpack_window(
-                places[self._rank],
+        self._finish_results(call, payload, results, decision, is_new)
+        conversation.end(call)
+
+    def _finish_results(
+        self, call: Call, payload: Payload, results: _Results, decision: _Decision, is_new: bool
+    ) -> None:
+        """Wait until all rows are in the window, and take out of it what is beside them; then pad."""
+        token, num_result_rows = payload.token, results.x.shape[0]
+        if decision.offsets[self._rank] >= 0:
+            self.conversation.wait_for_counters(
+                call, Phase.RECEIVE, self._own_arrival, Topic.ROWS, "rows", self._node_ranks
+            )
+            self._backend.unpack_window(
+                decision.places[self._rank],
                 decision.num_rows,
-                is_new,
+                num_result_rows,
+                payload.source_bytes if is_new else 0,
                 token.num_topk,
                 token.num_scales,
-                results.source,
+                results.source.ctypes.data,
                 *results.addresses(),
             )
         elif results.topk_idx is not None:
-            backend.pad_ids(
-                results.topk_idx.data_ptr(), decision.num_rows, routing.num_recv_rows, token.num_topk
+            self._backend.pad_ids(
+                results.topk_idx.data_ptr(), decision.num_rows, num_result_rows, token.num_topk
             )
-        conversation.end(call)
 
     def _send_through_rings(
         self,

@@ -37,7 +37,7 @@ SIGNATURE_WORDS: Final = {
     Field.SCALES: "the number of scales per token",
     Field.EXPERTS: "the number of experts",
     Field.CHANNELS: "the number of channels (num_sms // 2)",
-    Field.RING_ROWS: "the rows of a ring (config or num_nvl_bytes)",
+    Field.RING_ROWS: "the rows of a ring (config, num_nvl_bytes or num_rdma_bytes)",
     Field.ROUTING: "the routing in the handle",
 }
 
@@ -58,12 +58,15 @@ DTYPES: Final = (
 
 
 # Plain numbers, for code that is run in every call.
+RING_ROWS: Final = int(Field.RING_ROWS)
 RESULT_ROWS: Final = int(Field.RESULT_ROWS)
 X_OFFSET: Final = int(Field.X_OFFSET)
 WEIGHTS_OFFSET: Final = int(Field.WEIGHTS_OFFSET)
 NUM_OFFERS: Final = int(Field.NUM_OFFERS)
 OFFERS: Final = int(Field.OFFERS)
 ROUTING: Final = int(Field.ROUTING)
+NETWORK_ROWS_SHIFT: Final = 32
+"""In the word RING_ROWS: above the rows of rings within a node are those of rings between nodes."""
 _NO_FACTS: Final = (-1, -1, -1, *[0] * (NUM_WORDS - Field.RESULT_ROWS - 3))
 
 
@@ -90,6 +93,8 @@ def word_for_people(field: int, word: int) -> str:
         return f"checksum {word:08x}"
     if field == Field.DTYPE:
         return DTYPES[word]
+    if field == Field.RING_ROWS and word >> NETWORK_ROWS_SHIFT:
+        return f"{word % (1 << NETWORK_ROWS_SHIFT)} and {word >> NETWORK_ROWS_SHIFT} between nodes"
     return str(word)
 
 

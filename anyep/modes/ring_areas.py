@@ -9,12 +9,13 @@ MAX_KNOWN_AREAS = 64
 
 
 class RingAreas:
-    """The ring areas of one rank's heap, where they begin at `start`."""
+    """The rings within a node, in one rank's heap, where they begin at `start`."""
 
-    def __init__(self, start: int, num_bytes: int, num_ranks: int) -> None:
+    def __init__(self, start: int, num_bytes: int, num_ranks: int, num_nodes: int = 1) -> None:
         self._start = start
         self._num_bytes = num_bytes
         self._num_ranks = num_ranks
+        self._num_nodes = num_nodes
         self._areas: dict[tuple[int, int], tuple[Config, TokenLayout, RingArea]] = {}
 
     def area_for(self, config: Config, token: TokenLayout) -> RingArea:
@@ -31,4 +32,6 @@ class RingAreas:
         return fitting
 
     def _area(self, config: Config, token: TokenLayout, num_rows: int) -> RingArea:
-        return nvl_rings(self._start, config.num_channels, self._num_ranks, 1, num_rows, token.token_bytes)
+        return nvl_rings(
+            self._start, config.num_channels, self._num_ranks, self._num_nodes, num_rows, token.token_bytes
+        )

@@ -36,6 +36,15 @@ class Routing(NamedTuple):
         )
 
     @property
+    def sources(self) -> Array:
+        """What is known of each received row's origin."""
+        return self.recv_src_idx
+
+    def num_rows_for(self, rank: int) -> int:
+        """The rows that this rank received, of those that the handle has room for."""
+        return int(self.rank_prefix_matrix[-1, rank])
+
+    @property
     def num_tokens(self) -> int:
         return int(self.send_head.shape[0])
 
@@ -89,12 +98,12 @@ def checked_routing(backend: Any, handle: Any, rank: int, num_ranks: int) -> Rou
     rank_prefix, channel_prefix, recv_channel_prefix, source, in_rank, send_head = handle
     num_tokens, num_channels = send_head.shape[0], max(1, channel_prefix.shape[-1])
     routing = Routing(
-        _array("rank_prefix_matrix", rank_prefix, torch.int32, (num_ranks, num_ranks)),
-        _array("channel_prefix_matrix", channel_prefix, torch.int32, (num_ranks, num_channels)),
-        _array("recv_channel_prefix_matrix", recv_channel_prefix, torch.int32, (num_ranks, num_channels)),
-        _array("recv_src_idx", source, torch.int32, (source.shape[0],)),
-        _array("is_token_in_rank", in_rank, torch.bool, (num_tokens, num_ranks)),
-        _array("send_head", send_head, torch.int32, (num_tokens, num_ranks)),
+        array_of("rank_prefix_matrix", rank_prefix, torch.int32, (num_ranks, num_ranks)),
+        array_of("channel_prefix_matrix", channel_prefix, torch.int32, (num_ranks, num_channels)),
+        array_of("recv_channel_prefix_matrix", recv_channel_prefix, torch.int32, (num_ranks, num_channels)),
+        array_of("recv_src_idx", source, torch.int32, (source.shape[0],)),
+        array_of("is_token_in_rank", in_rank, torch.bool, (num_tokens, num_ranks)),
+        array_of("send_head", send_head, torch.int32, (num_tokens, num_ranks)),
     )
     check_contents(backend, routing, rank)
     return routing
@@ -115,7 +124,8 @@ def check_contents(backend: Any, routing: Routing, rank: int) -> None:
         raise InvalidCall(f"the handle does not fit together: {WHAT_DOES_NOT_FIT[code]}")
 
 
-def _array(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Array:
+def array_of(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Array:
+    """A part of a client's handle, as an array over its memory."""
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_cpu:
         raise InvalidCall(
             f"the handle's {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}:"

@@ -4,6 +4,7 @@ A backend is this list of names; the modes use nothing else of it.
 """
 
 from anyep.backends.cpu.heap import BlockAddress, OwnBlock, PrivateBlock, SharedBlock, open_block
+from anyep.backends.cpu.kernels.atomics import PATIENCE
 from anyep.backends.cpu.kernels.counting import (
     check_handle,
     count_layout,
@@ -19,6 +20,7 @@ from anyep.backends.cpu.kernels.letters import (
     read_headers,
 )
 from anyep.backends.cpu.kernels.masks import adopt_masks, post_offers, read_offers
+from anyep.backends.cpu.kernels.relay import combine_between_nodes, dispatch_between_nodes
 from anyep.backends.cpu.kernels.rings import combine_through_rings, dispatch_through_rings, read_counters
 from anyep.backends.cpu.kernels.slots import (
     count_rows,
@@ -46,6 +48,7 @@ __all__ = [
     "BF16",
     "FP16",
     "FP32",
+    "PATIENCE",
     "BlockAddress",
     "OwnBlock",
     "PrivateBlock",
@@ -57,10 +60,12 @@ __all__ = [
     "await_counters",
     "check_handle",
     "choose_windows",
+    "combine_between_nodes",
     "combine_through_rings",
     "copy_rows",
     "count_layout",
     "count_rows",
+    "dispatch_between_nodes",
     "dispatch_through_rings",
     "fill_handle",
     "first_contradiction",

@@ -32,9 +32,10 @@ def post_letters(
 
     With header [5, 1, ...] and 2 peers, both find 5 in word 0 when the rest is there. counts [3, 4] goes to
     both; channel_counts [[1, 2], [4, 0]] goes row by row (peer 0 gets [1, 2]); of expert_counts [9, 8, 7, 6]
-    peer 1 gets [7, 6]. Without counts (a short letter) only the header is written.
+    peer 1 gets [7, 6]. Without counts (a short letter) only the header is written. There may be more counts
+    than peers.
     """
-    num_peers = mailboxes.shape[0]
+    num_peers, num_counts = mailboxes.shape[0], counts.shape[0]
     num_channels = channel_counts.shape[1]
     local_experts = expert_counts.shape[0] // num_peers
     for peer in range(num_peers):
@@ -42,13 +43,13 @@ def post_letters(
         for index in range(1, header.shape[0]):
             words[index] = header[index]
         if with_counts:
-            row = int32_at(mailboxes[peer] + counts_at, num_peers + num_channels + local_experts)
-            for index in range(num_peers):
+            row = int32_at(mailboxes[peer] + counts_at, num_counts + num_channels + local_experts)
+            for index in range(num_counts):
                 row[index] = counts[index]
             for channel in range(num_channels):
-                row[num_peers + channel] = channel_counts[peer, channel]
+                row[num_counts + channel] = channel_counts[peer, channel]
             for expert in range(local_experts):
-                row[num_peers + num_channels + expert] = expert_counts[peer * local_experts + expert]
+                row[num_counts + num_channels + expert] = expert_counts[peer * local_experts + expert]
         store_release(mailboxes[peer], header[0])
     fence()
     for peer in range(num_peers):
@@ -81,16 +82,16 @@ def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):
     channel_counts [[4, 0], [1, 0]] and expert_totals [7, 8].
     """
     num_peers, num_channels = channel_counts.shape
-    local_experts = expert_totals.shape[0]
+    num_counts, local_experts = matrix.shape[1], expert_totals.shape[0]
     expert_totals[:] = 0
     for peer in range(num_peers):
-        row = int32_at(mailboxes[peer] + counts_at, num_peers + num_channels + local_experts)
-        for index in range(num_peers):
+        row = int32_at(mailboxes[peer] + counts_at, num_counts + num_channels + local_experts)
+        for index in range(num_counts):
             matrix[peer, index] = row[index]
         for channel in range(num_channels):
-            channel_counts[peer, channel] = row[num_peers + channel]
+            channel_counts[peer, channel] = row[num_counts + channel]
         for expert in range(local_experts):
-            expert_totals[expert] += row[num_peers + num_channels + expert]
+            expert_totals[expert] += row[num_counts + num_channels + expert]
 
 
 @kernel("void(int64[::1], int64[::1], int64, int64)")

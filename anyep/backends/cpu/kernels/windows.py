@@ -134,19 +134,20 @@ def pad_ids(ids, num_rows, num_result_rows, num_topk):
         all_ids[index] = -1
 
 
-@kernel("void(int64[::1], int64, int64, int64, int64, int32[::1], int64, int64, int64)")
-def unpack_window(places, num_rows, is_new, num_topk, num_scales, source, ids, weights, scales):
-    """Copy what came beside the rows out of a window: source indices, top-k ids and weights, scales.
+@kernel("void(int64[::1], int64, int64, int64, int64, int64, int64, int64, int64, int64)")
+def unpack_window(
+    places, num_rows, num_result_rows, source_bytes, num_topk, num_scales, source, ids, weights, scales
+):
+    """Copy what came beside the rows out of a window: where they are from, top-k ids and weights, scales.
 
-    `places` are the addresses of the window's parts, the last four arguments those of the results; source
-    indices are those of the handle, and stay as they are if it is not new. With 1 row received where 2 were
-    allowed for, and ids [[3], [?]] in the window, the ids become [[3], [-1]].
+    `places` are the addresses of the window's parts, the last four arguments those of the results; sources
+    are those of the handle, and stay as they are (`source_bytes` is 0) if it is not new. With 1 row received
+    where 2 were allowed for, and ids [[3], [?]] in the window, the ids become [[3], [-1]].
     """
-    if is_new:
-        copy_bytes(source.ctypes.data, places[1], 4 * num_rows)
+    copy_bytes(source, places[1], source_bytes * num_rows)
     if num_topk:
         copy_bytes(ids, places[2], 8 * num_rows * num_topk)
         copy_bytes(weights, places[3], 4 * num_rows * num_topk)
-        pad_ids(ids, num_rows, source.shape[0], num_topk)
+        pad_ids(ids, num_rows, num_result_rows, num_topk)
     if num_scales:
         copy_bytes(scales, places[4], 4 * num_rows * num_scales)

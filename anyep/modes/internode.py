@@ -1,0 +1,674 @@
+"""Normal mode between nodes: a token crosses the network once per node that wants it.
+
+It goes to the rank with the sender's own index on that node, its relay there, through a ring in that rank's
+RDMA bytes; the relay gives it to each rank of its node that wants it, in its window or through its rings, as
+on one node. A combine goes the other way: the relay adds up its node's rows, and one row per node crosses
+back. Letters go to everyone, so every rank knows how many rows go from whom to whom; to the relays goes, too,
+how many of them each channel has.
+
+What differs between virtual nodes on one machine and nodes that are joined by a network is where rows and
+counters for another node are written: right there, or where an engine takes them from (`Wire`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from anyep.errors import Disagreement, InvalidCall
+from anyep.events import EventOverlap
+from anyep.layout import RingArea, rdma_rings, ring_rows_that_fit
+from anyep.modes.conversation import Array, Call, Stall, Topic
+from anyep.modes.intranode import (
+    MIN_RING_ROWS,
+    WORTH_STREAMING_BYTES,
+    Counts,
+    Intranode,
+    Outputs,
+    Payload,
+    Received,
+    _Counts,
+    _Decision,
+    _Results,
+    _Staged,
+    slot_offsets,
+)
+from anyep.modes.letters import (
+    NETWORK_ROWS_SHIFT,
+    RESULT_ROWS,
+    RING_ROWS,
+    WEIGHTS_OFFSET,
+    X_OFFSET,
+    dtype_word,
+    signature,
+)
+from anyep.modes.node_routing import (
+    NodeRouting,
+    check_contents,
+    checked_node_routing,
+    count_by_channel,
+    number_tokens,
+    tokens_in_nodes,
+)
+from anyep.modes.status import Phase
+from anyep.modes.windows import WarmMemory
+from anyep.sizes import (
+    NUM_BUFFER_ALIGNMENT_BYTES,
+    SOURCE_META_BYTES,
+    Config,
+    TokenLayout,
+    align,
+    token_layout,
+)
+from anyep.topology import Topology
+
+NUM_RING_LAYERS = 8
+NO_ROWS = np.zeros((0, SOURCE_META_BYTES), np.uint8)
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent in normal mode: rows and bytes, within its node and to other nodes."""
+
+    rows_within_node: int = 0
+    bytes_within_node: int = 0
+    rows_between_nodes: int = 0
+    bytes_between_nodes: int = 0
+
+
+class NodePlaces(NamedTuple):
+    """Where the tokens of a dispatch go: `Places`, and the same by node."""
+
+    in_rank: Array
+    by_rank: Array
+    by_channel: Array
+    position: Array
+    by_node_channel: Array
+    send_rdma_head: Array
+
+
+class Internode(Intranode):
+    """Normal mode of one rank, between nodes. It does not check what the user passed; `Buffer` does."""
+
+    def __init__(
+        self,
+        backend: Any,
+        conversation: Any,
+        control: Any,
+        topology: Topology,
+        heaps: list[Any],
+        window_blocks: dict[int, Any],
+        num_nvl_bytes: int,
+        stream: Any,
+        team: Any,
+        memory: WarmMemory,
+        rdma_start: int,
+        num_rdma_bytes: int,
+    ) -> None:
+        super().__init__(
+            backend,
+            conversation,
+            control,
+            topology,
+            heaps,
+            window_blocks,
+            num_nvl_bytes,
+            stream,
+            team,
+            memory,
+        )
+        self.traffic = Traffic()
+        self._topology = topology
+        self._node = topology.node_of(self._rank)
+        self._index = topology.nvl_rank_of(self._rank)
+        self._relays = [topology.rank_at(node, self._index) for node in range(topology.num_nodes)]
+        """The ranks of this rank's index: those that relay its tokens, and whose tokens it relays."""
+        self._heaps = heaps
+        self._rdma_start = rdma_start
+        self._num_rdma_bytes = num_rdma_bytes
+        self._alarms_here = conversation.alarms[list(self._node_ranks)]
+
+    # What a Buffer asks for
+
+    def _new_node_counts(self) -> torch.Tensor | None:
+        return torch.empty(self._topology.num_nodes, dtype=torch.int32, device="cpu")
+
+    def _count_nodes(self, in_rank: torch.Tensor, counts: torch.Tensor) -> None:
+        marks = tokens_in_nodes(in_rank.numpy(), self._topology.ranks_per_node)
+        marks.sum(axis=0, dtype=np.int32, out=counts.numpy())
+
+    def check_nodes(self, per_node: Any, in_rank: torch.Tensor) -> None:
+        """Refuse a caller's counts per node that his mask contradicts; he may leave them out."""
+        if per_node is None:
+            return
+        num_nodes = self._topology.num_nodes
+        if not isinstance(per_node, torch.Tensor) or per_node.dtype != torch.int32:
+            raise InvalidCall("num_tokens_per_rdma_rank must be the int32 tensor of get_dispatch_layout")
+        if tuple(per_node.shape) != (num_nodes,):
+            raise InvalidCall(
+                f"num_tokens_per_rdma_rank has shape {list(per_node.shape)}: it must be [{num_nodes}]"
+            )
+        right = torch.empty_like(per_node)
+        self._count_nodes(in_rank, right)
+        for node in range(num_nodes):
+            if per_node[node] != right[node]:
+                raise InvalidCall(
+                    f"num_tokens_per_rdma_rank says {int(per_node[node])} for node {node}, but"
+                    f" is_token_in_rank marks {int(right[node])}: pass both from one get_dispatch_layout"
+                )
+
+    def check_network_rings(self, config: Config, token: TokenLayout) -> None:
+        """Refuse a call whose rows do not fit the RDMA bytes."""
+        if self._network_rows(config, token) < MIN_RING_ROWS:
+            area = self._network_area(config, token)
+            per_ring = area.token_bytes * MIN_RING_ROWS + area.control_bytes
+            needed = 2 * align(area.num_channels * area.num_peers * per_ring, NUM_BUFFER_ALIGNMENT_BYTES)
+            raise InvalidCall(
+                f"num_rdma_bytes is {self._num_rdma_bytes}, too small for rings of {MIN_RING_ROWS} rows"
+                f" between {self._topology.num_nodes} nodes: this call needs at least {needed} bytes;"
+                f" Config.get_rdma_buffer_size_hint(..., ranks_per_node={self._topology.ranks_per_node})"
+                f" tells a good size"
+            )
+
+    def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> Any:
+        """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
+        if last is not None and handle is last[0]:
+            check_contents(last[1], self._topology, self._rank)
+            return last[1]
+        return checked_node_routing(handle, self._topology, self._rank)
+
+    def counts_of(
+        self,
+        payload: Payload,
+        in_rank: torch.Tensor,
+        per_rank: torch.Tensor,
+        per_expert: torch.Tensor,
+        num_channels: int,
+    ) -> Counts:
+        """Where each token's rows go; a caller's counts that contradict each other are refused."""
+        counts = super().counts_of(payload, in_rank, per_rank, per_expert, num_channels)
+        in_node = tokens_in_nodes(counts.places.in_rank, self._topology.ranks_per_node)
+        places: Any = NodePlaces(
+            *counts.places, count_by_channel(in_node, num_channels), number_tokens(in_node)
+        )
+        return Counts(places, counts.by_expert)
+
+    # Dispatch
+
+    def dispatch(
+        self,
+        call: Call,
+        payload: Payload,
+        counts: Counts,
+        config: Config,
+        num_worst_tokens: int,
+        expert_alignment: int,
+        previous: EventOverlap | None,
+        run_async: bool,
+    ) -> Received:
+        """A dispatch that finds out its routing; `previous` has come already."""
+        payload = replace(payload, source_bytes=SOURCE_META_BYTES)
+        return super().dispatch(
+            call, payload, counts, config, num_worst_tokens, expert_alignment, previous, run_async
+        )
+
+    def cached_dispatch(
+        self,
+        call: Call,
+        payload: Payload,
+        routing: Any,
+        config: Config,
+        previous: EventOverlap | None,
+        run_async: bool,
+    ) -> Received:
+        """A dispatch along a known routing: a short letter, and no wait for counts on the host."""
+        payload = replace(payload, source_bytes=SOURCE_META_BYTES)
+        return super().cached_dispatch(call, payload, routing, config, previous, run_async)
+
+    def _dispatch_header(self, payload: Payload, config: Config, num_experts: int) -> Array:
+        header = super()._dispatch_header(payload, config, num_experts)
+        header[RING_ROWS] |= self._network_rows(config, payload.token) << NETWORK_ROWS_SHIFT
+        return header
+
+    def _new_routing(self, places: Any) -> Any:
+        ranks, channels = places.by_channel.shape
+        nodes = self._topology.num_nodes
+        return NodeRouting(
+            # The user may use his mask again; the handle keeps its own.
+            places.in_rank.copy(),
+            np.cumsum(places.by_node_channel, axis=1, dtype=np.int32),
+            np.cumsum(places.by_channel, axis=1, dtype=np.int32),
+            np.empty((nodes, channels), np.int32),
+            np.empty(nodes, np.int32),
+            np.empty((ranks, channels), np.int32),
+            np.empty(ranks, np.int32),
+            NO_ROWS,
+            places.send_rdma_head,
+            np.empty((0, self._topology.ranks_per_node), np.int32),
+        )
+
+    def _with_rows(self, routing: Any, num_rows: int) -> Any:
+        """Room for received rows and for relayed ones: as many as came, or as are received at most."""
+        num_relayed = routing.num_relayed if self._knows_counts else num_rows
+        return routing._replace(
+            recv_src_meta=np.zeros((num_rows, SOURCE_META_BYTES), np.uint8),
+            send_nvl_head=np.full((num_relayed, self._topology.ranks_per_node), -1, np.int32),
+        )
+
+    def _dispatch_as_counted(self, *arguments: Any) -> Received:
+        self._knows_counts = True
+        return super()._dispatch_as_counted(*arguments)
+
+    def _dispatch_worst_case(self, *arguments: Any) -> Received:
+        self._knows_counts = False
+        return super()._dispatch_worst_case(*arguments)
+
+    def _notify(
+        self, call: Call, header: Array, places: Any, tokens_per_expert: Array, routing: Any
+    ) -> _Counts:
+        """Exchange letters, and fill the routing with what they say."""
+        topology = self._topology
+        ranks, nodes = self._num_ranks, topology.num_nodes
+        channels = places.by_channel.shape[1]
+        by_rank_and_node = np.concatenate(
+            [places.by_rank, places.by_node_channel.sum(axis=1, dtype=np.int32)]
+        )
+        matrix = np.empty((ranks, ranks + nodes), np.int32)
+        by_channel = np.empty((ranks, channels), np.int32)
+        by_expert = np.empty(len(tokens_per_expert) // ranks, np.int64)
+        headers = self.conversation.exchange(
+            call,
+            header,
+            (by_rank_and_node, places.by_channel, tokens_per_expert),
+            lambda: self._write_counts(call, places),
+        )
+        self.conversation.read_counts(call, matrix, by_channel, by_expert)
+        self._check_room_for_relayed(headers, matrix[:, ranks:])
+        relayed = self._read_counts(call, channels)
+        routing.recv_rdma_channel_prefix_matrix[:] = np.cumsum(relayed[:, -1], axis=1)
+        routing.recv_rdma_rank_prefix_sum[:] = np.cumsum(relayed[:, -1].sum(axis=1))
+        routing.recv_gbl_channel_prefix_matrix[:] = np.cumsum(by_channel, axis=1) - by_channel
+        routing.recv_gbl_rank_prefix_sum[:] = np.cumsum(matrix[:, self._rank])
+        self._relayed = _Relayed(relayed, np.ascontiguousarray(matrix[:, :ranks]))
+        return _Counts(self._relayed.matrix, by_channel, by_expert)
+
+    def _check_room_for_relayed(self, headers: Array, by_node: Array) -> None:
+        """Where the caller says how many rows there can be, that is how many a rank can relay, too."""
+        topology = self._topology
+        by_index = by_node.reshape(topology.num_nodes, topology.ranks_per_node, topology.num_nodes).sum(
+            axis=0
+        )
+        for rank in range(self._num_ranks):
+            limit = int(headers[rank, RESULT_ROWS])
+            relayed = int(by_index[topology.nvl_rank_of(rank), topology.node_of(rank)])
+            if 0 <= limit < relayed:
+                raise InvalidCall(
+                    f"num_worst_tokens is {limit} on rank {rank}, but it relays {relayed} tokens to its"
+                    f" node: nothing was sent; pass at least the largest number of rows that can arrive at"
+                    f" any rank of the node"
+                )
+
+    def _write_counts(self, call: Call, places: Any) -> None:
+        """Tell every relay how many rows each channel has for each rank of its node, and how many tokens."""
+        block = self._control.block("network counts")
+        per_node, channels = self._topology.ranks_per_node, places.by_channel.shape[1]
+        offset = block.offset(self._node, call.number % 2)
+        for node, relay in enumerate(self._relays):
+            counts = self._heaps[relay].array(offset, (per_node + 1) * channels, np.int32)
+            counts = counts.reshape(per_node + 1, channels)
+            counts[:per_node] = places.by_channel[node * per_node : (node + 1) * per_node]
+            counts[per_node] = places.by_node_channel[node]
+
+    def _read_counts(self, call: Call, channels: int) -> Array:
+        """[node, rank of this node, channel]: the rows that this rank relays; then the tokens."""
+        block = self._control.block("network counts")
+        rows = self._topology.ranks_per_node + 1
+        return np.stack(
+            [
+                self._heaps[self._rank]
+                .array(block.offset(node, call.number % 2), rows * channels, np.int32)
+                .reshape(rows, channels)
+                for node in range(self._topology.num_nodes)
+            ]
+        )
+
+    def _next_rows(self, num_channels: int) -> Array:
+        """[channel, node, rank of this node]: where the next row that comes from a node goes at a rank."""
+        topology, relayed = self._topology, self._relayed
+        here = list(self._node_ranks)
+        before = np.cumsum(relayed.matrix[:, here], axis=0, dtype=np.int64) - relayed.matrix[:, here]
+        by_channel = relayed.by_channel[:, : topology.ranks_per_node].astype(np.int64)
+        in_earlier_channels = np.cumsum(by_channel, axis=2) - by_channel
+        rows = before[self._relays][:, :, None] + in_earlier_channels
+        return np.ascontiguousarray(rows.transpose(2, 0, 1))
+
+    def _transfer(
+        self,
+        call: Call,
+        payload: Payload,
+        routing: Any,
+        results: _Results,
+        decision: _Decision,
+        config: Config,
+        experts_per_rank: int,
+        is_new: bool = True,
+    ) -> None:
+        """Move the rows: between nodes through rings, within this one by window or through rings."""
+        here = list(self._node_ranks)
+        in_window = decision.offsets[here] >= 0
+        mine = bool(in_window[self._index])
+        if not is_new:
+            self._check_relayed(routing, self.conversation.headers[here, RESULT_ROWS])
+        token, channels = payload.token, config.num_channels
+        rings = self._node_rings(config, token, ~in_window, np.full(len(here), not mine))
+        first, counts = routing.rows_by_lane(self._topology)
+        relayed = routing.relayed_by_channel()
+        per_channel = max(1, -(-payload.num_tokens // channels))
+        cursor = np.minimum(np.arange(channels, dtype=np.int64) * per_channel, payload.num_tokens)
+        result = [results.x.data_ptr(), results.source.ctypes.data, *results.addresses()]
+        next_rows = self._next_rows(channels) if is_new else np.zeros((0, 0, 0), np.int64)
+        arguments = (
+            np.repeat(cursor[:, None], self._topology.num_nodes, axis=1),
+            *rings.counts(),
+            relayed,
+            np.ascontiguousarray(counts.sum(axis=2).T.astype(np.int32)),
+            routing.first_relayed(),
+            next_rows,
+            first.copy(),
+            routing.is_token_in_rank,
+            routing.send_rdma_head,
+            routing.send_nvl_head,
+            int(is_new),
+            np.ascontiguousarray(decision.places[here]),
+            np.array(result, np.int64),
+            slot_offsets(token),
+            *payload.arguments(experts_per_rank),
+        )
+        streaming = int(decision.num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
+        sent, to_relay = routing.rdma_channel_prefix_matrix[:, -1], routing.relayed_by_channel().sum(axis=1)
+        to_take = counts.sum(axis=(0, 2)) if not mine else np.zeros(len(here), np.int64)
+        self._run_relay(
+            call,
+            self._backend.dispatch_between_nodes,
+            rings,
+            config,
+            arguments,
+            streaming,
+            _Work(sent, to_relay, np.zeros(len(here), np.int64), to_take),
+        )
+        if in_window.any():
+            self.conversation.announce(self._arrival_at_peers, Topic.ROWS, call.number, self._alarms_here)
+        relayed_rows = int((routing.send_nvl_head[: routing.num_relayed] >= 0).sum())
+        self._count_traffic(rings, token, relayed_rows)
+        self._finish_results(call, payload, results, decision, is_new)
+        self.conversation.end(call)
+
+    # Combine
+
+    def _pull_or_push(
+        self, call: Call, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor, staged: _Staged
+    ) -> None:
+        x, routing, topk_weights, biases, config = outputs
+        conversation, here = self.conversation, list(self._node_ranks)
+        hidden, num_topk = x.shape[1], out_weights.shape[1]
+        row_bytes = hidden * x.element_size()
+        token = token_layout(row_bytes, 0, num_topk)
+        header = signature(
+            row_bytes=row_bytes,
+            dtype=dtype_word(x.dtype),
+            num_topk=num_topk,
+            num_channels=config.num_channels,
+            ring_rows=self.ring_area(config, token).num_rows,
+        )
+        header[RING_ROWS] |= self._network_rows(config, token) << NETWORK_ROWS_SHIFT
+        header[RESULT_ROWS] = x.shape[0]
+        header[X_OFFSET], header[WEIGHTS_OFFSET] = staged.x, staged.weights
+        headers = self._exchange_by_handle(call, header, routing)
+        self._check_relayed(routing, headers[here, RESULT_ROWS])
+
+        in_window = headers[here, X_OFFSET] >= 0
+        bases = self._window_bases[here]
+        x_of = np.where(in_window, bases + headers[here, X_OFFSET], 0)
+        weights_of = np.where(in_window, bases + headers[here, WEIGHTS_OFFSET], 0)
+        mine = bool(in_window[self._index])
+        rings = self._node_rings(config, token, np.full(len(here), not mine), ~in_window)
+        first, counts = routing.rows_by_lane(self._topology)
+        before = np.zeros((*counts.shape[:2], counts.shape[2] + 1), np.int64)
+        before[:, :, 1:] = np.cumsum(counts, axis=2)
+        channels = config.num_channels
+        per_channel = max(1, -(-routing.num_tokens // channels))
+        own_relayed = np.concatenate([np.zeros(1, np.int64), routing.recv_rdma_rank_prefix_sum])[self._node]
+        bias_addresses = [bias.data_ptr() for bias in biases] + [0] * (2 - len(biases))
+        cursor = np.minimum(np.arange(channels, dtype=np.int64) * per_channel, routing.num_tokens)
+        arguments = (
+            cursor,
+            *rings.counts(),
+            routing.relayed_by_channel(),
+            first,
+            before,
+            routing.first_relayed(),
+            np.array([own_relayed], np.int64),
+            routing.send_rdma_head,
+            routing.send_nvl_head,
+            x_of,
+            weights_of,
+            x.data_ptr(),
+            topk_weights.data_ptr() if topk_weights is not None else 0,
+            slot_offsets(token),
+            out.data_ptr(),
+            *bias_addresses,
+            hidden,
+            row_bytes,
+            self._dtype_codes[x.dtype],
+            out_weights.numpy(),
+        )
+        streaming = int(x.shape[0] * row_bytes >= WORTH_STREAMING_BYTES)
+        relayed = routing.relayed_by_channel().sum(axis=1)
+        to_push = before[:, :, -1].sum(axis=0) if not mine else np.zeros(len(here), np.int64)
+        to_take = (routing.send_nvl_head[: routing.num_relayed] >= 0).sum(axis=0) * ~in_window
+        self._run_relay(
+            call,
+            self._backend.combine_between_nodes,
+            rings,
+            config,
+            arguments,
+            streaming,
+            _Work(relayed, routing.rdma_channel_prefix_matrix[:, -1], to_push, to_take),
+        )
+        self._count_traffic(rings, token, int((routing.send_nvl_head[: routing.num_relayed] >= 0).sum()))
+        conversation.announce(self._pulled_at_peers, Topic.PULLED, call.number, self._alarms_here)
+        # Until every reader is done, x must stay as it is.
+        conversation.wait_for_counters(
+            call, Phase.ACKNOWLEDGE, self._own_pulled, Topic.PULLED, "acknowledgement", self._node_ranks
+        )
+        conversation.end(call)
+
+    # Letters by handle
+
+    def _exchange_by_handle(self, call: Call, header: Array, routing: Any) -> Array:
+        """Exchange short letters, and make sure that all ranks' handles are of one dispatch.
+
+        Each tells how many rows it sent to everyone, and how many it got from everyone.
+        """
+        ranks = self._num_ranks
+        mine = np.concatenate([routing.sent_by_rank, routing.received_by_rank]).astype(np.int32)
+        nothing = np.zeros((ranks, 0), np.int32), np.zeros(0, np.int32)
+        headers = self.conversation.exchange(call, header, (mine, *nothing))
+        matrix = np.empty((ranks, 2 * ranks), np.int32)
+        self.conversation.read_counts(call, matrix, np.empty((ranks, 0), np.int32), np.empty(0, np.int64))
+        sent, received = matrix[:, :ranks], matrix[:, ranks:].T
+        if not np.array_equal(sent, received):
+            sender, receiver = (int(index[0]) for index in np.nonzero(sent != received))
+            raise Disagreement(
+                f"the ranks' handles are not of one dispatch: in that of rank {sender} it sent"
+                f" {sent[sender, receiver]} rows to rank {receiver}, which got {received[sender, receiver]}"
+                f" according to its own"
+            )
+        return headers
+
+    def _exchange_cached(self, call: Call, header: Array, routing: Any) -> Array:
+        return self._exchange_by_handle(call, header, routing)
+
+    def _check_relayed(self, routing: Any, num_rows: Array) -> None:
+        """The rows that a handle names must be there; else a kernel would reach outside."""
+        heads = routing.send_nvl_head[: routing.num_relayed]
+        if len(heads) and (heads.max(axis=0) >= num_rows).any():
+            raise Disagreement(
+                "send_nvl_head of the handle names rows that the ranks of this node do not have: is it the"
+                " handle of the dispatch whose outputs are combined?"
+            )
+
+    # Rings
+
+    def _network_area(self, config: Config, token: TokenLayout) -> RingArea:
+        """The rings between nodes that the config asks for."""
+        return rdma_rings(
+            "rdma receive",
+            self._rdma_start,
+            config.num_channels,
+            self._topology.num_nodes,
+            config.num_max_rdma_chunked_recv_tokens,
+            token.token_bytes,
+        )
+
+    def _network_rows(self, config: Config, token: TokenLayout) -> int:
+        """The rows that they have: half of the RDMA bytes is for them, half for rows that an engine takes."""
+        return ring_rows_that_fit(self._network_area(config, token), self._num_rdma_bytes // 2)
+
+    def _node_rings(
+        self, config: Config, token: TokenLayout, send_to: Array, receive_from: Array
+    ) -> _NodeRings:
+        """The rings of a call that begins: between nodes, and to and from some ranks of this node."""
+        area = replace(self._network_area(config, token), num_rows=self._network_rows(config, token))
+        nvl_area = self.ring_area(config, token)
+        net = self._ring_layers(area, self._relays, self._node, "network tail", "network head")
+        nvl = self._ring_layers(nvl_area, self._node_ranks, self._index, "ring tail", "ring head")
+        nvl[0] *= send_to
+        nvl[4] *= receive_from
+        return _NodeRings(area, nvl_area, net, nvl)
+
+    def _ring_layers(self, area: RingArea, ranks: Any, own: int, tail_block: str, head_block: str) -> Array:
+        """[layer, channel, peer]: addresses of rows, tails and heads, and where the counters stand now."""
+        tail, head = self._control.block(tail_block), self._control.block(head_block)
+        channels = np.arange(area.num_channels, dtype=np.int64)[:, None]
+        peers = np.arange(area.num_peers, dtype=np.int64)[None, :]
+        heaps, here = self._heap_addresses[list(ranks)][None, :], self._heap_addresses[self._rank]
+        layers = np.empty((NUM_RING_LAYERS, area.num_channels, area.num_peers), np.int64)
+        layers[0] = heaps + area.start + (channels * area.num_peers + own) * area.ring_bytes
+        layers[1] = heaps + tail.start + own * tail.stride + 8 * channels
+        layers[2] = here + head.start + peers * head.stride + 8 * channels
+        layers[4] = here + area.start + (channels * area.num_peers + peers) * area.ring_bytes
+        layers[5] = here + tail.start + peers * tail.stride + 8 * channels
+        layers[6] = heaps + head.start + own * head.stride + 8 * channels
+        # This rank alone advances the tail where it sends and the head where it receives.
+        self._backend.read_counters(layers[1], layers[3])
+        self._backend.read_counters(layers[6], layers[7])
+        return layers
+
+    def _run_relay(
+        self,
+        call: Call,
+        kernel: Callable[..., int],
+        rings: _NodeRings,
+        config: Config,
+        arguments: tuple[Any, ...],
+        streaming: int,
+        work: _Work,
+    ) -> None:
+        """Send, relay and receive until all is done, the channels shared among the team's threads."""
+        conversation = self.conversation
+        conversation.enter(call, Phase.RINGS)
+        limits = np.array(
+            [
+                rings.net_area.num_rows,
+                config.num_max_rdma_chunked_send_tokens,
+                rings.nvl_area.num_rows,
+                config.num_max_nvl_chunked_send_tokens,
+            ],
+            np.int64,
+        )
+        before = (config.num_channels, self._node, self._index, rings.net, rings.nvl, limits, *arguments)
+        after = (self._backend.PATIENCE, conversation.sleepers, conversation.doorbells, streaming)
+        unfinished: list[int] = []
+
+        def all_channels(num_spins: int) -> int:
+            unfinished.clear()
+            self._team.run(
+                lambda first, end: unfinished.append(kernel(first, end, *before, num_spins, *after)),
+                config.num_channels,
+            )
+            return sum(unfinished)
+
+        conversation.wait_until(
+            call,
+            all_channels,
+            lambda: rings.stall(work, self._relays, self._node_ranks, self._node),
+            rings.progress,
+        )
+
+    def _count_traffic(self, rings: _NodeRings, token: TokenLayout, rows_within_node: int) -> None:
+        """What went over the network is what was put into its rings."""
+        between = int(rings.net_sent.sum())
+        self.traffic.rows_between_nodes += between
+        self.traffic.bytes_between_nodes += between * token.token_bytes
+        self.traffic.rows_within_node += rows_within_node
+        self.traffic.bytes_within_node += rows_within_node * token.hidden_bytes
+
+
+class _Relayed(NamedTuple):
+    """What letters said: [node, rank of this node, channel] rows to relay, then tokens; rows by ranks."""
+
+    by_channel: Array
+    matrix: Array
+
+
+class _Work(NamedTuple):
+    """How many rows a call sends to and gets from nodes, and through the rings of ranks of this node."""
+
+    to_nodes: Array
+    from_nodes: Array
+    to_ranks: Array
+    from_ranks: Array
+
+
+class _NodeRings:
+    """The rings of one call, and how far it has come."""
+
+    def __init__(self, net_area: RingArea, nvl_area: RingArea, net: Array, nvl: Array) -> None:
+        self.net_area, self.nvl_area = net_area, nvl_area
+        self.net, self.nvl = net, nvl
+        self.net_sent = np.zeros(net.shape[1:], np.int64)
+        self.net_taken = np.zeros(net.shape[1:], np.int64)
+        self.nvl_sent = np.zeros(nvl.shape[1:], np.int64)
+        self.nvl_taken = np.zeros(nvl.shape[1:], np.int64)
+
+    def counts(self) -> tuple[Array, ...]:
+        return self.net_sent, self.net_taken, self.nvl_sent, self.nvl_taken
+
+    def progress(self) -> int:
+        return int(sum(count.sum() for count in self.counts()))
+
+    def stall(self, work: _Work, relays: Any, node_ranks: Any, own_node: int) -> Stall:
+        """Whose rows are still to come, or else whose rings are still full."""
+        own_to_others = work.to_nodes.copy()
+        own_to_others[own_node] = 0
+        from_others = work.from_nodes.copy()
+        from_others[own_node] = 0
+        for what, counts, expected, ranks in (
+            ("rows", self.net_taken, from_others, relays),
+            ("rows", self.nvl_taken, work.from_ranks, node_ranks),
+            ("room in its network ring", self.net_sent, own_to_others, relays),
+            ("room in its ring", self.nvl_sent, work.to_ranks, node_ranks),
+        ):
+            done = counts.sum(axis=0)
+            behind = np.flatnonzero(done < expected)
+            if len(behind):
+                first = int(behind[0])
+                peers = [int(ranks[index]) for index in behind]
+                channel = int(counts[:, first].argmin())
+                return Stall(peers, what, int(done[first]), int(expected[first]), channel)
+        return Stall(list(node_ranks), "room in its ring", 0, 0)
