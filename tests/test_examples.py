@@ -1,0 +1,91 @@
+"""The examples, as a user runs them, at a small size; and that each of them can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import anyep
+
+REPOSITORY = Path(anyep.__file__).parent.parent
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="pip install 'anyep[examples]'"
+)
+
+
+def run(script: Path, *options: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "anyep", "run", "-n", str(num_ranks), str(script), *options],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+
+
+def changed(tmp_path: Path, name: str, before: str, after: str, script: str) -> Path:
+    """A copy of the examples in which one line is wrong."""
+    for path in (REPOSITORY / "examples").glob("*.py"):
+        text = path.read_text()
+        if path.name == name:
+            assert text.count(before) == 1
+            text = text.replace(before, after)
+        (tmp_path / path.name).write_text(text)
+    return tmp_path / script
+
+
+@needs_transformers
+def test_logits_and_gradients_match() -> None:
+    finished = run(REPOSITORY / "examples/match.py", "--sequences", "1", "--length", "12")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "relative difference of logits" in finished.stdout
+
+
+@needs_transformers
+def test_losses_match_and_are_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "losses.png"
+    options = ("--steps", "6", "--sequences", "4", "--length", "16", "--plot", str(picture))
+    finished = run(REPOSITORY / "examples/train.py", *options)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_transformers
+def test_tokens_match() -> None:
+    finished = run(REPOSITORY / "examples/decode.py", "--prompts", "2", "--new-tokens", "8")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "32 of 32 tokens are those of one process" in finished.stdout
+
+
+# Gradients that are not summed over ranks, a loss of one rank only, experts that are mixed up.
+@needs_transformers
+@pytest.mark.parametrize(
+    ("name", "before", "after", "script", "options"),
+    [
+        ("match.py", "    sum_shared_gradients(model, group)\n", "", "match.py", ("--length", "8")),
+        ("train.py", ".loss / num_parts", ".loss", "train.py", ("--steps", "2", "--sequences", "2")),
+        ("qwen3_moe.py", "Expert(all_, i)", "Expert(all_, i ^ 1)", "decode.py", ("--new-tokens", "4")),
+    ],
+)
+def test_a_wrong_example_fails(
+    tmp_path: Path, name: str, before: str, after: str, script: str, options: tuple[str, ...]
+) -> None:
+    finished = run(changed(tmp_path, name, before, after, script), *options)
+    assert finished.returncode == 1
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_layer_of_the_docs_runs(tmp_path: Path, num_ranks: int) -> None:
+    script = tmp_path / "layer.py"
+    script.write_text((REPOSITORY / "docs/layers.md").read_text().split("```python\n")[1].split("```")[0])
+    finished = run(script, num_ranks=num_ranks)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("trained: loss") == num_ranks
