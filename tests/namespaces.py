@@ -21,6 +21,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class TwoHosts(World):
     def mend(self) -> None:
         """Take the link up again."""
         self._ip(0, "link", "set", INTERFACE, "up")
+        self._wait_until_up()
 
     def _join(self) -> None:
         far_end = f"/proc/{os.getpid()}/fd/{self._namespaces[1]}"
@@ -79,9 +81,21 @@ class TwoHosts(World):
             self._ip(host, "address", "add", f"10.77.0.{host + 1}/24", "dev", INTERFACE)
             self._ip(host, "link", "set", "lo", "up")
             self._ip(host, "link", "set", INTERFACE, "up")
+        self._wait_until_up()
 
-    def _ip(self, host: int, *arguments: str) -> None:
-        def call() -> None:
+    def _wait_until_up(self) -> None:
+        """The kernel takes up to a second to call a link running, and UCX does not use it before."""
+        deadline = time.monotonic() + COMMAND_TIMEOUT_S
+        for host in range(NUM_HOSTS):
+            while " state UP " not in self._ip(host, "-oneline", "link", "show", INTERFACE):
+                if time.monotonic() > deadline:
+                    raise OSError(f"the link between the hosts did not come up in {COMMAND_TIMEOUT_S} s")
+                time.sleep(0.02)
+
+    def _ip(self, host: int, *arguments: str) -> str:
+        """What the command `ip` says on a host."""
+
+        def call() -> str:
             _enter(self._namespaces[host])
             finished = subprocess.run(
                 [_path_of_ip() or "ip", *arguments],
@@ -92,8 +106,9 @@ class TwoHosts(World):
             )
             if finished.returncode:
                 raise OSError(f"ip {' '.join(arguments)}: {finished.stderr.strip()}")
+            return finished.stdout
 
-        _in_thread(call)
+        return _in_thread(call)
 
     def _leave(self) -> None:
         while self._namespaces:
