@@ -18,7 +18,7 @@ from anyep.backends import cpu
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.machine import num_cores
-from anyep.modes.connection import Wishes, connect, rdma_parts
+from anyep.modes.connection import NETWORKS, Wishes, connect, rdma_parts
 from anyep.modes.conversation import Call, Conversation
 from anyep.modes.internode import Internode
 from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Outputs, Payload
@@ -68,7 +68,7 @@ class Buffer:
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
         low_latency_mode: bool = False,
-        num_qps_per_rank: int = 24,
+        num_qps_per_rank: float = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
         use_fabric: bool = False,
@@ -103,9 +103,9 @@ class Buffer:
         def checked_wishes() -> Wishes:
             self._device = _checked_device(device)
             timeout_s.append(_timeout_seconds())
-            if network is not None:
-                raise NotSupported(
-                    f"network is {network!r}: AnyEP works within one node so far; leave it out"
+            if network not in (None, *NETWORKS):
+                raise InvalidCall(
+                    f"network is {network!r}: it must be {' or '.join(map(repr, NETWORKS))}, or left out"
                 )
             return Wishes(
                 self._device.type,
@@ -117,6 +117,7 @@ class Buffer:
                 None
                 if num_window_bytes is None
                 else arguments.check_num_bytes("num_window_bytes", num_window_bytes),
+                network,
             )
 
         self._connection = connect(cpu, rendezvous, checked_wishes)
@@ -129,6 +130,7 @@ class Buffer:
             timeout_s[0],
             # With a core for every rank it pays to look again at once; else whoever is waited for must run.
             NUM_SPINS if self.group_size <= num_cores() else 0,
+            self._connection.wire,
         )
         if self._device.type == "cuda":
             self._start_on_gpu(rendezvous)

@@ -58,6 +58,7 @@ SIGNATURES = {
     "low_latency_query_mask_buffer": "self, mask_status",
     "low_latency_clean_mask_buffer": "self",
 }
+SIGNATURES |= {f"internode_{name}": SIGNATURES[name] for name in ("dispatch", "combine")}
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
