@@ -6,6 +6,7 @@ In normal mode the layer is trained, in low-latency mode it decodes.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,10 +19,12 @@ from anyep.cli import demo_decode_results, demo_results
 from anyep.cli.checks import check_experts
 from anyep.cli.demo_job import DecodeJob, Job, decode_on_rank, train_on_rank
 from anyep.cli.gpus import check_device, placed
+from anyep.cli.nodes import count_ranks, nodes_of
 from anyep.cli.ranks import run_ranks
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import CHANNELS_PER_SCALE, check_row_bytes
 
+USUAL_RANKS: Final = 8
 PATHS: Final = ("auto", "window", "ring")
 
 
@@ -41,7 +44,14 @@ def demo(
     mode: Annotated[
         str, typer.Option(help="What to do: normal (train a layer) or low-latency (decode).")
     ] = "normal",
-    ranks: Annotated[int, typer.Option(help="Number of ranks, as processes on this machine.")] = 8,
+    ranks: Annotated[
+        int | None, typer.Option(help="Number of ranks, as processes on this machine; 8 where not given.")
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Virtual nodes to put the ranks on; a token crosses once from one to another."),
+    ] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each virtual node.")] = None,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens per rank and step; 256 in normal mode, 8 in low-latency mode.")
     ] = None,
@@ -53,6 +63,10 @@ def demo(
     ] = None,
     experts: Annotated[int, typer.Option(help="Experts of all ranks together.")] = 16,
     topk: Annotated[int, typer.Option(help="Experts per token.")] = 4,
+    topk_nodes: Annotated[
+        int | None,
+        typer.Option(help="Nodes that a token's experts may be on; half of them where not given."),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -68,6 +82,7 @@ def demo(
         str | None,
         typer.Option(help="How rows travel in normal mode: auto, window or ring; auto where not given."),
     ] = None,
+    network: Annotated[str | None, typer.Option(help="What joins the nodes: auto, loopback or nixl.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a Mixture-of-Experts layer over several ranks, and check it against one process."""
@@ -78,12 +93,15 @@ def demo(
     tokens = usual.tokens if tokens is None else tokens
     hidden = usual.hidden if hidden is None else hidden
     steps = usual.steps if steps is None else steps
-    for name, value in (("ranks", ranks), ("hidden", hidden), ("topk", topk), ("steps", steps)):
+    for name, value in (("hidden", hidden), ("topk", topk), ("steps", steps)):
         whole_number(name, value, minimum=1)
+    counts = count_ranks(ranks, nodes, ranks_per_node, USUAL_RANKS)
+    ranks = math.prod(counts)
     check_experts(experts, ranks, topk)
+    by_node = nodes_of(counts, mode, device, topk, experts, topk_nodes, network)
     if mode == "normal":
         path = "auto" if path is None else path
-        ok = _train(Job(ranks, tokens, hidden, experts, topk, steps, seed, path, device), as_json)
+        ok = _train(Job(ranks, tokens, hidden, experts, topk, steps, seed, path, device, by_node), as_json)
     elif path is not None:
         raise InvalidCall("path is for normal mode: low-latency calls have one way only; leave it out")
     else:

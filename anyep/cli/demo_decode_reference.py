@@ -10,7 +10,9 @@ import torch
 from torch.nn import functional
 
 from anyep.cli.demo_job import DecodeJob, Difference
-from anyep.cli.demo_layer import misrouting, weights_of
+from anyep.cli.demo_layer import weights_of
+from anyep.cli.gate import misrouting
+from anyep.cli.nodes import ONE_NODE
 
 FP8_MAX = 448.0
 FP8_CHANNELS = 128
@@ -63,7 +65,7 @@ def layer_in_one_process(
     combined = torch.zeros(x.shape)
     for place in range(choices.shape[1]):
         combined = combined + weights[:, place, None] * outputs[:, place]
-    return combined.bfloat16(), misrouting(scores, choices)
+    return combined.bfloat16(), misrouting(scores, choices, ONE_NODE)
 
 
 def compare(ours: torch.Tensor, right: torch.Tensor) -> Difference:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from anyep.cli.nodes import Nodes
 from anyep.sizes import align
 
 
@@ -40,7 +41,8 @@ class Job:
     steps: int
     seed: int
     path: str
-    device: str = "cpu"
+    device: str
+    nodes: Nodes
 
     @property
     def row_bytes(self) -> int:
@@ -66,6 +68,9 @@ class StepReport:
     seconds: dict[str, float] = field(default_factory=dict)
     largest_difference: float = 0.0
     loss: float = 0.0
+    bytes_within_node: int = 0
+    bytes_between_nodes: int = 0
+    """What it has sent in this and all earlier steps; counted where there are several nodes."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

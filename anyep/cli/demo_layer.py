@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from anyep.buffer import Buffer
 from anyep.cli.demo_job import Job, StepReport, finish_work
+from anyep.cli.gate import choose, misrouting
 from anyep.cli.ranks import Rank
 
 LEARNING_RATE = 0.05
@@ -50,18 +51,6 @@ def weights_of(scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     return scores.gather(1, experts).softmax(dim=-1)
 
 
-def misrouting(scores: torch.Tensor, experts: torch.Tensor) -> float:
-    """By how much a token's best expert that was not chosen beats its worst chosen one; 0 for a right choice.
-
-    Two sums of the same numbers may differ in their last bits, so a tie may be decided either way.
-    """
-    if not experts.numel() or experts.shape[1] == scores.shape[1]:
-        return 0.0
-    worst_chosen = scores.gather(1, experts).min(dim=1).values
-    best_other = scores.scatter(1, experts, float("-inf")).max(dim=1).values
-    return max(0.0, float((best_other - worst_chosen).max()))
-
-
 def _start_together(buffer: Buffer, report: StepReport) -> None:
     """For the clock only: without it, that would show who waits for whose experts."""
     finish_work(report.device)
@@ -76,12 +65,13 @@ class Dispatch(torch.autograd.Function):
         ctx: Any, x: Any, weights: Any, experts: Any, buffer: Any, num_experts: Any, report: Any
     ) -> Any:
         with report.timed("layout"):
-            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(experts, num_experts)
+            per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(experts, num_experts)
         _start_together(buffer, report)
         with report.timed("dispatch"):
             rows, ids, row_weights, _, handle, _ = buffer.dispatch(
                 x,
                 num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
                 is_token_in_rank=in_rank,
                 num_tokens_per_expert=per_expert,
                 topk_idx=experts,
@@ -129,7 +119,7 @@ def layer_on_a_rank(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer, with this rank's experts only; also each token's choice of experts."""
     scores = x @ weights.gate
-    experts = scores.detach().topk(job.topk, dim=-1).indices
+    experts = choose(scores.detach(), job.topk, job.nodes)
     topk_weights = weights_of(scores, experts)
     rows, row_weights, ids, *handle = Dispatch.apply(x, topk_weights, experts, buffer, job.experts, report)  # type: ignore[no-untyped-call]
     local = job.experts // job.ranks
@@ -154,7 +144,7 @@ def layer_in_one_process(
         chosen, slot = torch.nonzero(experts == expert, as_tuple=True)
         result = weights.expert(expert, x[chosen])
         output = output.index_add(0, chosen, result * topk_weights[chosen, slot].unsqueeze(1))
-    return output, misrouting(scores.detach(), experts)
+    return output, misrouting(scores.detach(), experts, job.nodes)
 
 
 def tokens_of(job: Job, rank: int, step: int) -> torch.Tensor:
@@ -164,11 +154,11 @@ def tokens_of(job: Job, rank: int, step: int) -> torch.Tensor:
 
 def train(rank: Rank, job: Job) -> list[StepReport]:
     """What each rank does: some steps of training. Rank 0 trains the reference too, and compares."""
-    nvl_bytes = Buffer.get_dispatch_config(job.ranks).get_nvl_buffer_size_hint(job.row_bytes, job.ranks)
+    settings = job.nodes.of_buffer(job.row_bytes)
     weights = Weights(job, job.device)
     reference = Weights(job) if rank.rank == 0 else None
     reports = []
-    with Buffer(rank.group, nvl_bytes, device=job.device, num_window_bytes=job.num_window_bytes) as buffer:
+    with Buffer(rank.group, device=job.device, num_window_bytes=job.num_window_bytes, **settings) as buffer:
         for step in range(job.steps):
             report = StepReport(job.device, step, [], 0)
             x = tokens_of(job, rank.rank, step).to(job.device).requires_grad_()
@@ -180,6 +170,9 @@ def train(rank: Rank, job: Job) -> list[StepReport]:
             report.loss = float(_sum_over_ranks(loss.detach(), rank))
             report.largest_difference = _compare(job, step, weights, x, output, experts, rank, reference)
             _descend(weights)
+            if job.nodes.are_several:
+                report.bytes_within_node = buffer.runtime.traffic.bytes_within_node
+                report.bytes_between_nodes = buffer.runtime.traffic.bytes_between_nodes
             reports.append(report)
             rank.report(report)
     return reports

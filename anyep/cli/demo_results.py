@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from anyep.cli.demo_job import Job
 from anyep.cli.gpus import in_words
+from anyep.cli.units import format_bytes
 
 TOLERANCE: Final = 1e-4
 """Largest difference from the reference, relative; both add up float32, in different orders."""
@@ -29,6 +30,10 @@ def record_of(job: Job, num_gpus: int, by_rank: list[list[Any]]) -> dict[str, An
         "device": job.device,
         "gpus": num_gpus,
         "ranks": job.ranks,
+        "nodes": job.nodes.num_nodes,
+        "ranks_per_node": job.nodes.ranks_per_node,
+        "topk_nodes": job.nodes.topk_nodes,
+        "network": job.nodes.network if job.nodes.are_several else None,
         "tokens": job.tokens,
         "hidden": job.hidden,
         "experts": job.experts,
@@ -42,6 +47,33 @@ def record_of(job: Job, num_gpus: int, by_rank: list[list[Any]]) -> dict[str, An
         "sent": [report.sent for report in last],
         "received": received,
         "phases": phases,
+        "traffic": _traffic_of(job, by_rank) if job.nodes.are_several else None,
+    }
+
+
+def _traffic_of(job: Job, by_rank: list[list[Any]]) -> dict[str, dict[str, int]]:
+    """The bytes of all steps, beside those of a plain all-to-all: each row to each rank that wants it."""
+    topology = job.nodes.topology
+    within, between = 0, 0
+    for rank, reports in enumerate(by_rank):
+        for report in reports:
+            for other, rows in enumerate(report.sent):
+                if topology.node_of(other) == topology.node_of(rank):
+                    within += rows
+                else:
+                    between += rows
+    # Rows go there and back, and so do their gradients.
+    there_and_back = 4 * job.row_bytes
+    last = [reports[-1] for reports in by_rank]
+    return {
+        "within_nodes": {
+            "bytes": sum(report.bytes_within_node for report in last),
+            "all_to_all_bytes": within * there_and_back,
+        },
+        "between_nodes": {
+            "bytes": sum(report.bytes_between_nodes for report in last),
+            "all_to_all_bytes": between * there_and_back,
+        },
     }
 
 
@@ -52,10 +84,15 @@ def print_record(record: dict[str, Any]) -> None:
     from anyep.cli.console import console_for_results
 
     console = console_for_results()
-    place = f" on {in_words(record['gpus'])}" if record["gpus"] else ""
+    place, limit = "", ""
+    if record["gpus"]:
+        place = f" on {in_words(record['gpus'])}"
+    elif record["nodes"] > 1:
+        place = f" on {record['nodes']} nodes of {record['ranks_per_node']}"
+        limit = f" on {record['topk_nodes']} of the nodes"
     console.print(
         f"[bold]{record['ranks']} ranks[/bold]{place}, {record['tokens']} tokens per rank,"
-        f" hidden {record['hidden']}, top-{record['topk']} of {record['experts']} experts,"
+        f" hidden {record['hidden']}, top-{record['topk']} of {record['experts']} experts{limit},"
         f" {record['steps']} steps, path {record['path']}"
     )
     most = max([count for row in record["sent"] for count in row] + [1])
@@ -78,6 +115,14 @@ def print_record(record: dict[str, Any]) -> None:
         rate = f"{numbers['gbps']:.2f}" if numbers["gbps"] else ""
         table.add_row(phase, f"{numbers['median_s'] * 1e3:.2f} ms", rate)
     console.print(table)
+    if record["traffic"]:
+        table = Table(box=box.SIMPLE_HEAD, title="rows sent, all steps, there and back", title_justify="left")
+        for heading in ("", "AnyEP", "plain all-to-all"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for place, sent in record["traffic"].items():
+            ours, theirs = format_bytes(sent["bytes"]), format_bytes(sent["all_to_all_bytes"])
+            table.add_row(place.replace("_", " "), ours, theirs)
+        console.print(table)
     losses = " -> ".join(f"{loss:.4f}" for loss in record["losses"])
     console.print(f"loss {losses}")
     verdict = "[green]matches[/green]" if record["ok"] else "[bold red]differs from[/bold red]"
