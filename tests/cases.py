@@ -51,6 +51,7 @@ class Case:
     run_async: bool = False
     delay_seed: int | None = None
     ranks_per_node: int | None = None
+    network: str | None = None
     seed: int = 0
 
     @property
@@ -127,9 +128,10 @@ def buffer_for(
     num_nvl_bytes: int = NVL_BYTES,
     device: str = "cpu",
     ranks_per_node: int | None = None,
+    network: str | None = None,
 ) -> Buffer:
     """A Buffer that lives as long as the pool."""
-    key = ("buffer", num_window_bytes, num_nvl_bytes, ranks_per_node)
+    key = ("buffer", num_window_bytes, num_nvl_bytes, ranks_per_node, network)
     if key not in context.keep:
         context.keep[key] = Buffer(
             context.group,
@@ -138,6 +140,7 @@ def buffer_for(
             device=device,
             num_window_bytes=num_window_bytes,
             ranks_per_node=ranks_per_node,
+            network=network,
         )
     return context.keep[key]  # type: ignore[no-any-return]
 
@@ -155,7 +158,9 @@ def delays(seed: int, rank: int) -> Any:
 
 def run_case(context: RankContext, case: Case) -> None:
     """Dispatch, dispatch again by handle, and combine; assert that every result has the right bits."""
-    buffer = buffer_for(context, case.num_window_bytes, ranks_per_node=case.ranks_per_node)
+    buffer = buffer_for(
+        context, case.num_window_bytes, ranks_per_node=case.ranks_per_node, network=case.network
+    )
     assert buffer.runtime is not None
     conversation = buffer.runtime.conversation
     conversation.between_steps = None if case.delay_seed is None else delays(case.delay_seed, context.rank)

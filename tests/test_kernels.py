@@ -192,11 +192,13 @@ def test_announce_and_await() -> None:
     addresses = words.ctypes.data + 8 * np.arange(3)
     missing, waited = flags([1, 1, 0]), np.zeros(3, np.int64)
     started = time.monotonic_ns() - 10**9
-    assert letters.await_counters(addresses, 5, missing, 0, NO_ALARM[0], 7, waited, started) == 1
+    assert (
+        letters.await_counters(addresses, 5, missing, 0, cpu.PATIENCE, NO_ALARM[0], 7, waited, started) == 1
+    )
     assert missing.tolist() == [False, True, False]
     assert 10**9 <= waited[0] < 60 * 10**9
     assert waited[1:].tolist() == [0, 0]
-    assert letters.await_counters(addresses, 4, missing, 0, NO_ALARM[0], 7, np.zeros(0, np.int64), 0) == 0
+    assert letters.await_counters(addresses, 4, missing, 0, 1, NO_ALARM[0], 7, np.zeros(0, np.int64), 0) == 0
 
 
 def test_send_to_windows() -> None:

@@ -224,7 +224,17 @@ class Barrier:
         self._count += 1
         self._cpu.announce(self._theirs, self._alarms, 0, self._count)
         self._missing[:] = True
-        arguments = (self._mine, self._count, self._missing, 0, self._own_alarm, 0, self._untimed, 0)
+        arguments = (
+            self._mine,
+            self._count,
+            self._missing,
+            0,
+            self._cpu.PATIENCE,
+            self._own_alarm,
+            0,
+            self._untimed,
+            0,
+        )
         while self._cpu.await_counters(*arguments):
             pass
 

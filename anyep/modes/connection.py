@@ -10,11 +10,16 @@ from typing import Any, Final, TypeVar
 from anyep.errors import AnyEPError, Disagreement, InvalidCall, NotSupported
 from anyep.layout import ControlRegion
 from anyep.machine import free_memory_bytes
+from anyep.modes.wire import Wire, outbox_bytes
+from anyep.network.nixl import NixlEngine
 from anyep.rendezvous import Rendezvous, host_identity
 from anyep.topology import Topology, topology_of_hosts
 
 SHARE_OF_FREE_MEMORY: Final = 4
 PAGE_BYTES: Final = 4096
+NIXL: Final = "nixl"
+LOOPBACK: Final = "loopback"
+NETWORKS: Final = (NIXL, LOOPBACK)
 T = TypeVar("T")
 
 
@@ -29,6 +34,7 @@ class Wishes:
     enable_shrink: bool
     ranks_per_node: int | None
     num_window_bytes: int | None
+    network: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class Connection:
     pids: list[int]
     memory_share_bytes: int
     """What this rank may use for windows and results when the user does not say."""
+    wire: Wire | None = None
+    """To the ranks whose memory cannot be mapped here; their heaps are outboxes."""
 
 
 def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -> Connection:
@@ -65,6 +73,7 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
             f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs AnyEP works within one"
             f" node so far; use ranks of one host, and leave ranks_per_node out, or pass device='cpu'"
         )
+    beyond = _ranks_beyond_a_wire(topology, hosts, rendezvous.rank, own.network)
     share = _memory_share_bytes(hosts.count(hosts[rendezvous.rank]))
     control = ControlRegion(topology.num_ranks, topology.ranks_per_node)
     made: list[Any] = []
@@ -84,12 +93,55 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
 
     try:
         shared = on_all_ranks(rendezvous, make)
-        heaps, windows = _open_all(backend, rendezvous, topology, made, shared)
+        heaps, windows = _open_all(backend, rendezvous, topology, made, shared, beyond)
     finally:
         # Everyone has opened everything, or nobody will: the descriptors have done their work.
         for block in made:
             block.close()
-    return Connection(own, topology, control, heaps, windows, [pid for pid, _, _ in shared], share)
+    wire = None
+    if topology.num_nodes > 1 and (own.network == NIXL or len(set(hosts)) > 1):
+        wire = _connect_wire(backend, rendezvous, control, heaps, beyond)
+    return Connection(own, topology, control, heaps, windows, [pid for pid, _, _ in shared], share, wire)
+
+
+def _ranks_beyond_a_wire(topology: Topology, hosts: list[str], rank: int, network: str | None) -> list[int]:
+    """The ranks of other nodes that are on other hosts, or all of them if the user wants it so."""
+    if network == LOOPBACK and len(set(hosts)) > 1:
+        raise InvalidCall(
+            f"network is {LOOPBACK!r}, but the ranks are on {len(set(hosts))} hosts: leave it out, or pass"
+            f" network={NIXL!r}"
+        )
+    node = topology.node_of(rank)
+    return [
+        other
+        for other in range(topology.num_ranks)
+        if topology.node_of(other) != node and (network == NIXL or hosts[other] != hosts[rank])
+    ]
+
+
+def _connect_wire(
+    backend: Any, rendezvous: Rendezvous, control: ControlRegion, heaps: list[Any], beyond: list[int]
+) -> Wire:
+    """Meet the ranks beyond the wire; their heaps here become outboxes. Every rank has such ones."""
+    engines: list[NixlEngine] = []
+    own_heap = heaps[rendezvous.rank]
+
+    def start() -> bytes:
+        engine = NixlEngine(rendezvous.rank, own_heap)
+        engines.append(engine)
+        for rank in beyond:
+            heaps[rank] = backend.PrivateBlock(outbox_bytes(control))
+            engine.register(heaps[rank].address, heaps[rank].num_bytes)
+        return engine.describe()
+
+    try:
+        described = on_all_ranks(rendezvous, start)
+        on_all_ranks(rendezvous, lambda: engines[0].connect({rank: described[rank] for rank in beyond}))
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
+    return Wire(engines[0], own_heap, {rank: heaps[rank] for rank in beyond})
 
 
 def rdma_parts(wishes: Wishes, topology: Topology) -> int:
@@ -104,14 +156,18 @@ def _open_all(
     topology: Topology,
     made: list[Any],
     shared: list[tuple[int, Any, Any]],
+    beyond: list[int],
 ) -> tuple[list[Any], dict[int, Any]]:
-    """Every rank's heap, and the windows of this node's ranks, this rank's own included."""
+    """The heaps of all ranks but those beyond a wire, and the windows of this node's ranks."""
     own, (own_heap, own_windows) = rendezvous.rank, made
     heaps: list[Any] = []
     windows: dict[int, Any] = {}
 
     def open_blocks() -> None:
         for rank, (_, heap, window) in enumerate(shared):
+            if rank in beyond:
+                heaps.append(None)
+                continue
             heaps.append(own_heap if rank == own else backend.open_block(heap, rank))
             if topology.node_of(rank) == topology.node_of(own):
                 windows[rank] = own_windows if rank == own else backend.open_block(window, rank)

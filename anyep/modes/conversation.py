@@ -21,19 +21,38 @@ import numpy as np
 
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, PeerLost, WaitTimeout
 from anyep.headers import Field
-from anyep.layout import LETTER_HEADER_BYTES, ControlRegion
+from anyep.layout import COUNTER_BYTES, LETTER_HEADER_BYTES, ControlRegion
 from anyep.modes.letters import NUM_WORDS, SIGNATURE, SIGNATURE_WORDS, signature, word_for_people
-from anyep.modes.status import FUNCTIONS, Phase, RankStatus, State, StatusBlock, name_of_call
+from anyep.modes.status import (
+    FUNCTIONS,
+    TEXT_BYTES,
+    Phase,
+    RankStatus,
+    State,
+    StatusBlock,
+    name_of_call,
+)
+from anyep.modes.wire import SILENT_AFTER_S, Wire
 from anyep.rendezvous import Rendezvous
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
 AGREEING_WORDS = (int(Field.REFUSED), int(SIGNATURE[-1]) + 1)
 NOT_TIMED = np.zeros(0, np.int64)
+POLL_S = 0.003
+MOST_DRAINING_S = 10.0
+
+
+Pieces = Mapping[int, Sequence[tuple[int, int]]]
+"""For ranks on other hosts: offsets and bytes of what else is to be brought there."""
 
 
 def _nothing() -> None:
     """Nobody else needs to hear."""
+
+
+def _no_pieces() -> Pieces:
+    return {}
 
 
 class Topic:
@@ -83,7 +102,10 @@ class Conversation:
         pids: Sequence[int],
         timeout_s: float,
         num_spins: int,
+        wire: Wire | None = None,
     ) -> None:
+        self.wire = wire
+        """To ranks that are on other hosts; their heaps are outboxes then."""
         self.num_spins = num_spins
         self.rank = rendezvous.rank
         self.num_ranks = rendezvous.num_ranks
@@ -104,26 +126,28 @@ class Conversation:
         ]
         self._own = self._statuses[self.rank]
         self._own.start()
+        self._own_heap = heaps[self.rank]
         self.sleepers = self._at_peers(control.block("sleepers").start)
         self.doorbells = self._at_peers(control.block("doorbell").start)
         self.alarms = self._at_peers(control.block("alarm").start)
         self.own_alarm = int(self.alarms[self.rank])
         mailbox = control.block("mailbox")
+        self._mailbox = mailbox
         self._mailboxes_of_peers = [self.peer_counters(mailbox, box) for box in range(2)]
         self._own_mailboxes = [self.own_counters(mailbox, box) for box in range(2)]
-        self.pids_of_peers = {rank: pid for rank, pid in enumerate(pids) if rank != self.rank}
+        not_here = {self.rank, *(wire.ranks if wire is not None else ())}
+        self.pids_of_peers = {rank: pid for rank, pid in enumerate(pids) if rank not in not_here}
         self._missing = np.ones(self.num_ranks, np.bool_)
         self._no_counts = (np.zeros(self.num_ranks, np.int32), np.zeros((self.num_ranks, 1), np.int32))
         self.headers = np.zeros((self.num_ranks, NUM_WORDS), np.int64)
         self._pidfds: dict[int, int] = {}
         self._dead: set[int] = set()
-        for rank, pid in enumerate(pids):
-            if rank != self.rank:
-                try:
-                    self._pidfds[os.pidfd_open(pid)] = rank
-                except ProcessLookupError:
-                    # It has come and gone since the ranks met.
-                    self._dead.add(rank)
+        for rank, pid in self.pids_of_peers.items():
+            try:
+                self._pidfds[os.pidfd_open(pid)] = rank
+            except ProcessLookupError:
+                # It has come and gone since the ranks met.
+                self._dead.add(rank)
         self._poller = select.poll()
         for descriptor in self._pidfds:
             self._poller.register(descriptor, select.POLLIN)
@@ -179,6 +203,8 @@ class Conversation:
             self.between_steps(call, phase)
 
     def end(self, call: Call) -> None:
+        if self.wire is not None:
+            self.wire.drain(min(self.timeout_s, MOST_DRAINING_S))
         self.enter(call, Phase.IDLE)
 
     def guarded(self, call: Call, work: Callable[[], T]) -> T:
@@ -199,6 +225,8 @@ class Conversation:
         reason = str(error) if isinstance(error, AnyEPError) else f"{type(error).__name__}: {error}"
         self._broken = error if isinstance(error, AnyEPError) else AnyEPError(f"{call} ended by {reason}")
         self._own.fail(f"{call}: {reason}")
+        if self.wire is not None:
+            self.wire.say_status()
         self.on_failure()
 
     # Letters
@@ -216,12 +244,13 @@ class Conversation:
         call: Call,
         header: Array,
         counts: tuple[Array, Array, Array] | None = None,
-        annex: Callable[[], None] = _nothing,
+        annex: Callable[[], Pieces] = _no_pieces,
     ) -> Array:
         """Send this rank's letter, wait for all others', and return their headers if they agree.
 
         `counts` are this rank's rows per receiver, those by (receiver, channel), and its tokens per expert.
-        `annex` writes what else peers are to find when the letter is there.
+        `annex` writes what else peers are to find when the letter is there, and says where: for each rank
+        offsets and bytes.
         """
         header[Field.KIND] = call.kind
         self._post(call, header, counts, annex=annex)
@@ -243,7 +272,7 @@ class Conversation:
         header: Array,
         counts: tuple[Array, Array, Array] | None,
         refusal: str = "",
-        annex: Callable[[], None] = _nothing,
+        annex: Callable[[], Pieces] = _no_pieces,
     ) -> None:
         self.enter(call, Phase.NOTIFY)
         previous = call.number - 1
@@ -253,7 +282,7 @@ class Conversation:
             self._wait_for_counters(call, mailboxes, previous, Topic.LETTER + previous % 2, "letter")
         if refusal:
             self.say_refusal(call.number % 2, refusal)
-        annex()
+        pieces = annex()
         header[Field.CALL] = call.number
         rows, by_channel, by_expert = counts or (*self._no_counts, self._no_counts[0])
         self._backend.post_letters(
@@ -267,6 +296,34 @@ class Conversation:
             by_channel,
             by_expert,
         )
+        if self.wire is not None:
+            num_counts = len(rows) + by_channel.shape[1] + len(by_expert) // self.num_ranks
+            self._send_letters(call, pieces, 4 * num_counts if counts is not None else 0, refusal)
+
+    def _send_letters(self, call: Call, pieces: Pieces, num_count_bytes: int, refusal: str) -> None:
+        """Bring the letters for ranks on other hosts there; the call's number comes last.
+
+        A refusal has no counts: its reason stands in their place.
+        """
+        assert self.wire is not None
+        start = self._mailbox.offset(self.rank, call.number % 2)
+        for rank in self.wire.ranks:
+            num_bytes = LETTER_HEADER_BYTES + num_count_bytes
+            if refusal:
+                text = np.frombuffer(refusal.encode()[:TEXT_BYTES], np.uint8)
+                self.wire.outbox(rank, start + LETTER_HEADER_BYTES, TEXT_BYTES)[:] = 0
+                self.wire.outbox(rank, start + LETTER_HEADER_BYTES, len(text))[:] = text
+                num_bytes += TEXT_BYTES
+            letter = (start + COUNTER_BYTES, num_bytes - COUNTER_BYTES)
+            self.wire.send(rank, [*pieces.get(rank, ()), letter], [(start, call.number)])
+
+    def _refusal(self, rank: int, text: int) -> str:
+        """Why a rank refused a call, as its letter says it did."""
+        if self.wire is None or rank not in self.wire.ranks:
+            return self._statuses[rank].refusal(text)
+        start = self._mailbox.offset(rank, text % 2) + LETTER_HEADER_BYTES
+        text: bytes = self._own_heap.array(start, TEXT_BYTES, np.uint8).tobytes()
+        return text.rstrip(b"\0").decode(errors="replace")
 
     def _disagreement(self, call: Call) -> Disagreement:
         """What the letters disagree about; every rank finds the same."""
@@ -293,7 +350,7 @@ class Conversation:
         ranks = np.flatnonzero(headers[:, Field.CALL])
         refusing = [int(rank) for rank in ranks if headers[rank, Field.REFUSED]]
         if refusing:
-            reason = self._statuses[refusing[0]].refusal(text)
+            reason = self._refusal(refusing[0], text)
             function = FUNCTIONS[int(headers[refusing[0], Field.KIND])]
             return Disagreement(
                 f"rank {refusing[0]} refused its {function} ({name_of_call(call.number)}),"
@@ -354,10 +411,29 @@ class Conversation:
         started: int = 0,
     ) -> int:
         """Wait a few milliseconds for the counters that are missing; how many still are."""
-        num_missing: int = self._backend.await_counters(
-            counters, expected, missing, num_spins, self.own_alarm, topic, waited, started
-        )
-        return num_missing
+
+        def look(num_spins: int, patience: int) -> int:
+            num_missing: int = self._backend.await_counters(
+                counters, expected, missing, num_spins, patience, self.own_alarm, topic, waited, started
+            )
+            return num_missing
+
+        if self.wire is None:
+            return look(num_spins, self._backend.PATIENCE)
+        return self.poll_until_done(lambda: look(0, 1))
+
+    def poll_until_done(self, look: Callable[[], int]) -> int:
+        """Look, and poll the wire, for a few milliseconds at most; how many are still missing."""
+        assert self.wire is not None
+        until = time.monotonic() + POLL_S
+        while True:
+            moved = self.wire.poll()
+            num_missing = look()
+            if num_missing == 0 or time.monotonic() > until:
+                return num_missing
+            if not moved:
+                # Whoever is waited for may need this core.
+                os.sched_yield()
 
     def announce(self, counters: Array, topic: int, value: int, alarms: Array | None = None) -> None:
         """Release a value in these counters, one at each peer, or at each of those with these alarms."""
@@ -399,6 +475,8 @@ class Conversation:
                 raise BufferBroken(f"the Buffer was destroyed while {call} was under way")
             stall = stalled()
             self._own.wait_for(stall.peers[0])
+            if self.wire is not None:
+                self.wire.live()
             gone = self.gone().intersection(stall.peers)
             # What a peer sent before it ended may have arrived since the step: look once more.
             if gone & suspects:
@@ -428,7 +506,8 @@ class Conversation:
     def gone(self) -> set[int]:
         """Peers that will send nothing more."""
         ended = {status.rank for status in self._statuses if status.state is not State.ALIVE}
-        return ended | self._find_dead()
+        unreachable = self.wire.lost() if self.wire is not None else set()
+        return ended | unreachable | self._find_dead()
 
     def _find_dead(self) -> set[int]:
         """Peers whose processes have ended."""
@@ -444,13 +523,28 @@ class Conversation:
             return PeerLost(f"rank {peer} (pid {status.pid}) failed {waiting}: {status.failure}")
         if status.state is State.DESTROYED:
             return PeerLost(f"rank {peer} (pid {status.pid}) destroyed its Buffer {waiting}")
+        if self.wire is not None and peer in self.wire.lost():
+            return PeerLost(
+                f"rank {peer} is out of reach: its process or host was lost {waiting};"
+                f" its last word: {status.read(True)}"
+            )
         if peer in self._find_dead():
             last = status.read(True)
             return PeerLost(f"rank {peer} (pid {status.pid}) died {waiting}; its last word: {last}")
         return PeerLost(f"rank {peer} (pid {status.pid}) gave up {waiting}")
 
-    def too_late(self, call: Call, stall: Stall, phase: str) -> WaitTimeout:
+    def too_late(self, call: Call, stall: Stall, phase: str) -> AnyEPError:
         """What to raise when a peer that is waited for does not come in time."""
+        silent = self._silent(stall.peers)
+        if silent:
+            heard = self.wire.seconds_since_heard(silent[0]) if self.wire is not None else 0.0
+            return PeerLost(
+                f"{_ranks(silent)} {'are' if len(silent) > 1 else 'is'} out of reach: rank {self.rank} waited"
+                f" {self.timeout_s:g} s for the {stall.what} of {_ranks(stall.peers)} in {call},"
+                f" phase {phase}, and heard nothing from rank {silent[0]} for {heard:.1f} s."
+                f" What it said last: {self._statuses[silent[0]].read(True)}."
+                f" Is the network between the hosts up, and does rank {silent[0]} make the same calls?"
+            )
         peer = stall.peers[0]
         others = f" (and {_ranks(stall.peers[1:])})" if len(stall.peers) > 1 else ""
         channel = f", channel {stall.channel}" if stall.channel is not None else ""
@@ -461,6 +555,17 @@ class Conversation:
             f" What rank {peer} said last: {self._statuses[peer].read(True)}."
             f" If it only needs longer, set ANYEP_TIMEOUT_S"
         )
+
+    def _silent(self, peers: Sequence[int]) -> list[int]:
+        """Those of these peers that are on other hosts and do not even say that they wait."""
+        if self.wire is None:
+            return []
+        wire = self.wire
+        return [
+            peer
+            for peer in peers
+            if peer in wire.ranks and wire.seconds_since_heard(peer) > min(SILENT_AFTER_S, self.timeout_s / 2)
+        ]
 
     def _phase(self) -> str:
         return self._own.read(True).phase
@@ -474,6 +579,8 @@ class Conversation:
 
     def close(self) -> None:
         self._own.destroy()
+        if self.wire is not None:
+            self.wire.close()
         self._broken = BufferBroken("it was destroyed")
         for descriptor in self._pidfds:
             os.close(descriptor)

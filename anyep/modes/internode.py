@@ -21,8 +21,8 @@ import torch
 
 from anyep.errors import Disagreement, InvalidCall
 from anyep.events import EventOverlap
-from anyep.layout import RingArea, rdma_rings, ring_rows_that_fit
-from anyep.modes.conversation import Array, Call, Stall, Topic
+from anyep.layout import COUNTER_BYTES, ControlRegion, RingArea, rdma_rings, ring_rows_that_fit
+from anyep.modes.conversation import Array, Call, Pieces, Stall, Topic
 from anyep.modes.intranode import (
     MIN_RING_ROWS,
     WORTH_STREAMING_BYTES,
@@ -56,6 +56,7 @@ from anyep.modes.node_routing import (
 )
 from anyep.modes.status import Phase
 from anyep.modes.windows import WarmMemory
+from anyep.modes.wire import Wire
 from anyep.sizes import (
     NUM_BUFFER_ALIGNMENT_BYTES,
     SOURCE_META_BYTES,
@@ -67,6 +68,8 @@ from anyep.sizes import (
 from anyep.topology import Topology
 
 NUM_RING_LAYERS = 8
+SEND_BASE, RECV_BASE = 3, 7
+"""Layers of the stacks of rings that kernels take; the others are addresses."""
 NO_ROWS = np.zeros((0, SOURCE_META_BYTES), np.uint8)
 
 
@@ -130,6 +133,7 @@ class Internode(Intranode):
         self._heaps = heaps
         self._rdma_start = rdma_start
         self._num_rdma_bytes = num_rdma_bytes
+        self._num_rdma_half = num_rdma_bytes // 2 // NUM_BUFFER_ALIGNMENT_BYTES * NUM_BUFFER_ALIGNMENT_BYTES
         self._alarms_here = conversation.alarms[list(self._node_ranks)]
 
     # What a Buffer asks for
@@ -312,7 +316,7 @@ class Internode(Intranode):
                     f" any rank of the node"
                 )
 
-    def _write_counts(self, call: Call, places: Any) -> None:
+    def _write_counts(self, call: Call, places: Any) -> Pieces:
         """Tell every relay how many rows each channel has for each rank of its node, and how many tokens."""
         block = self._control.block("network counts")
         per_node, channels = self._topology.ranks_per_node, places.by_channel.shape[1]
@@ -322,6 +326,7 @@ class Internode(Intranode):
             counts = counts.reshape(per_node + 1, channels)
             counts[:per_node] = places.by_channel[node * per_node : (node + 1) * per_node]
             counts[per_node] = places.by_node_channel[node]
+        return dict.fromkeys(self._relays, [(offset, 4 * (per_node + 1) * channels)])
 
     def _read_counts(self, call: Call, channels: int) -> Array:
         """[node, rank of this node, channel]: the rows that this rank relays; then the tokens."""
@@ -537,7 +542,7 @@ class Internode(Intranode):
 
     def _network_rows(self, config: Config, token: TokenLayout) -> int:
         """The rows that they have: half of the RDMA bytes is for them, half for rows that an engine takes."""
-        return ring_rows_that_fit(self._network_area(config, token), self._num_rdma_bytes // 2)
+        return ring_rows_that_fit(self._network_area(config, token), self._num_rdma_half)
 
     def _node_rings(
         self, config: Config, token: TokenLayout, send_to: Array, receive_from: Array
@@ -546,10 +551,24 @@ class Internode(Intranode):
         area = replace(self._network_area(config, token), num_rows=self._network_rows(config, token))
         nvl_area = self.ring_area(config, token)
         net = self._ring_layers(area, self._relays, self._node, "network tail", "network head")
+        for node, ring_start in self._send_rings(area).items():
+            # What goes over the wire is put together here.
+            net[0, :, node] = self._heap_addresses[self._rank] + ring_start
         nvl = self._ring_layers(nvl_area, self._node_ranks, self._index, "ring tail", "ring head")
         nvl[0] *= send_to
         nvl[4] *= receive_from
         return _NodeRings(area, nvl_area, net, nvl)
+
+    def _send_rings(self, area: RingArea) -> dict[int, Array]:
+        """For each node beyond the wire: where in this rank's heap the rows for it are put, by channel."""
+        wire = self.conversation.wire
+        start = self._rdma_start + self._num_rdma_half
+        channels = np.arange(area.num_channels, dtype=np.int64)
+        return {
+            node: start + (channels * area.num_peers + node) * area.ring_bytes
+            for node, relay in enumerate(self._relays)
+            if wire is not None and relay in wire.ranks
+        }
 
     def _ring_layers(self, area: RingArea, ranks: Any, own: int, tail_block: str, head_block: str) -> Array:
         """[layer, channel, peer]: addresses of rows, tails and heads, and where the counters stand now."""
@@ -592,20 +611,39 @@ class Internode(Intranode):
             np.int64,
         )
         before = (config.num_channels, self._node, self._index, rings.net, rings.nvl, limits, *arguments)
-        after = (self._backend.PATIENCE, conversation.sleepers, conversation.doorbells, streaming)
+        after = (conversation.sleepers, conversation.doorbells, streaming)
         unfinished: list[int] = []
 
-        def all_channels(num_spins: int) -> int:
+        def all_channels(num_spins: int, patience: int = self._backend.PATIENCE) -> int:
             unfinished.clear()
             self._team.run(
-                lambda first, end: unfinished.append(kernel(first, end, *before, num_spins, *after)),
+                lambda first, end: unfinished.append(
+                    kernel(first, end, *before, num_spins, patience, *after)
+                ),
                 config.num_channels,
             )
             return sum(unfinished)
 
+        step: Callable[[int], int] = all_channels
+        if conversation.wire is not None:
+            carrier = Carrier(
+                conversation.wire,
+                self._control,
+                self._node,
+                self._relays,
+                rings,
+                self._send_rings(rings.net_area),
+                int(self._heap_addresses[self._rank]),
+            )
+
+            def step_and_carry(num_spins: int) -> int:
+                return conversation.poll_until_done(lambda: carrier.carry(all_channels(0, 0)))
+
+            step = step_and_carry
+
         conversation.wait_until(
             call,
-            all_channels,
+            step,
             lambda: rings.stall(work, self._relays, self._node_ranks, self._node),
             rings.progress,
         )
@@ -617,6 +655,87 @@ class Internode(Intranode):
         self.traffic.bytes_between_nodes += between * token.token_bytes
         self.traffic.rows_within_node += rows_within_node
         self.traffic.bytes_within_node += rows_within_node * token.hidden_bytes
+
+
+class Carrier:
+    """Carries the rows and counters of one call's rings over the wire, as kernels have left them.
+
+    `send_rings` says for each node beyond the wire where in this rank's heap its rows are, by channel.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        control: ControlRegion,
+        own_node: int,
+        relays: list[int],
+        rings: _NodeRings,
+        send_rings: dict[int, Array],
+        heap_address: int,
+    ) -> None:
+        self._wire = wire
+        self._own_node = own_node
+        self._relays = relays
+        self._rings = rings
+        self._send_rings = send_rings
+        self._heap_address = heap_address
+        self._tail, self._head = control.block("network tail"), control.block("network head")
+        self._put = np.zeros_like(rings.net_sent)
+        self._told = np.zeros_like(rings.net_taken)
+
+    def carry(self, unfinished: int) -> int:
+        """Send what is new, in one put per node; `unfinished` is passed on."""
+        for node, ring_start in self._send_rings.items():
+            pieces, signals = self._new_rows(node, ring_start)
+            signals += self._new_heads(node)
+            if signals:
+                self._wire.engine.put(self._relays[node], pieces, signals)
+        return unfinished
+
+    def _new_rows(
+        self, node: int, ring_start: Array
+    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+        """The rows that a node has not got yet, and the tails that tell of them."""
+        rings, area = self._rings, self._rings.net_area
+        pieces: list[tuple[int, int, int]] = []
+        signals: list[tuple[int, int]] = []
+        for channel in np.flatnonzero(rings.net_sent[:, node] > self._put[:, node]).tolist():
+            sent = int(rings.net_sent[channel, node])
+            here = self._heap_address + int(ring_start[channel])
+            there = area.rows_offset(channel, self._own_node)
+            for first, count in slots_between(int(self._put[channel, node]), sent, area.num_rows):
+                start = first * area.token_bytes
+                pieces.append((here + start, there + start, count * area.token_bytes))
+            tail = int(rings.net[SEND_BASE, channel, node]) + sent
+            signals.append((self._tail.offset(self._own_node) + COUNTER_BYTES * channel, tail))
+            self._put[channel, node] = sent
+        return pieces, signals
+
+    def _new_heads(self, node: int) -> list[tuple[int, int]]:
+        """What this rank has taken since, so that a node may send more."""
+        rings = self._rings
+        signals: list[tuple[int, int]] = []
+        for channel in np.flatnonzero(rings.net_taken[:, node] > self._told[:, node]).tolist():
+            taken = int(rings.net_taken[channel, node])
+            head = int(rings.net[RECV_BASE, channel, node]) + taken
+            signals.append((self._head.offset(self._own_node) + COUNTER_BYTES * channel, head))
+            self._told[channel, node] = taken
+        return signals
+
+
+def slots_between(first: int, end: int, num_slots: int) -> list[tuple[int, int]]:
+    """The slots of a ring that rows number `first` to `end` - 1 are in: (first slot, how many), in order.
+
+    >>> slots_between(3, 5, 8), slots_between(6, 10, 8), slots_between(8, 16, 8)
+    ([(3, 2)], [(6, 2), (0, 2)], [(0, 8)])
+    """
+    runs = []
+    while first < end:
+        slot = first % num_slots
+        count = min(end - first, num_slots - slot)
+        runs.append((slot, count))
+        first += count
+    return runs
 
 
 class _Relayed(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from anyep.backends.cpu.kernels.atomics import (
     NUM_YIELDS,
-    PATIENCE,
     fence,
     load_acquire,
     monotonic_ns,
@@ -108,8 +107,8 @@ def announce(counters, alarms, topic, value):
         ring_alarm(alarms[index], topic)
 
 
-@kernel("int64(int64[::1], int64, boolean[::1], int64, int64, int64, int64[::1], int64)")
-def await_counters(counters, expected, missing, num_spins, alarm, topic, waited, started):
+@kernel("int64(int64[::1], int64, boolean[::1], int64, int64, int64, int64, int64[::1], int64)")
+def await_counters(counters, expected, missing, num_spins, patience, alarm, topic, waited, started):
     """Wait a while until every counter that is missing has reached `expected`; how many have not.
 
     `missing` marks them, before and after. With words [5, 4, 0], expected 5 and missing [True, True, False]
@@ -117,7 +116,7 @@ def await_counters(counters, expected, missing, num_spins, alarm, topic, waited,
     moment `started` are added to it for each counter that has come.
 
     Spinning is for ranks that have a core each. Where ranks outnumber cores, whoever is waited for must get
-    to run, so `num_spins` is 0 there.
+    to run, so `num_spins` is 0 there. `patience` is the number of polls in vain after which it returns.
     """
     num_missing = 0
     for index in range(counters.shape[0]):
@@ -139,7 +138,7 @@ def await_counters(counters, expected, missing, num_spins, alarm, topic, waited,
             else:
                 store_release(alarm, 0)
             alarm_set_for = 0
-        elif num_missing == 0 or num_polls >= num_spins + PATIENCE:
+        elif num_missing == 0 or num_polls >= num_spins + patience:
             return num_missing
         elif num_polls < num_spins:
             pause()

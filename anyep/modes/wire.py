@@ -1,0 +1,120 @@
+"""The ranks that are reached over a network: what is written for them lies here, and an engine takes it.
+
+Of each such rank there is an outbox here, laid out like its control region. Kernels write letters, notes and
+counters into it as if it were the rank's own memory; then `send` brings pieces of it there, to the same
+offsets, and after them the words that close them. What ranks say about themselves comes the other way: it is
+kept in the outbox of who said it, where the status of a rank of this host would be found in its heap.
+
+Nothing arrives and nothing leaves while nobody polls, so whoever waits polls. While it waits, a rank says now
+and then that it lives; of one that is silent nobody knows whether it is slow, or gone, or out of reach.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from anyep.errors import PeerLost
+from anyep.layout import STATUS_BYTES, ControlRegion
+from anyep.modes.status import Word
+
+HEARTBEAT_S: Final = 0.5
+LAST_PATIENCE_S: Final = 1.0
+SILENT_AFTER_S: Final = 2.0
+"""Who waits says so twice a second: of whom nothing is heard for so long, something is wrong."""
+_TOLD: Final = struct.Struct("<qq")
+"""Before what a rank says of itself: its clock, and where in its status it belongs."""
+
+
+class Wire:
+    """One rank's way to ranks on other hosts; `outboxes` are memory of this rank, one for each of them."""
+
+    def __init__(self, engine: Any, own_heap: Any, outboxes: Mapping[int, Any]) -> None:
+        self.engine = engine
+        self.ranks = tuple(sorted(outboxes))
+        self._outboxes = outboxes
+        self._own_status = own_heap.array(0, STATUS_BYTES, np.uint8)
+        self._said_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def send(
+        self, rank: int, pieces: Sequence[tuple[int, int]], signals: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Bring pieces of a rank's outbox there: (offset, bytes); then raise words there: (offset, value)."""
+        start = self._outboxes[rank].address
+        self.engine.put(
+            rank, [(start + offset, offset, num_bytes) for offset, num_bytes in pieces], list(signals)
+        )
+
+    def outbox(self, rank: int, offset: int, num_bytes: int) -> np.ndarray[Any, Any]:
+        """A part of a rank's outbox, as bytes."""
+        part: np.ndarray[Any, Any] = self._outboxes[rank].array(offset, num_bytes, np.uint8)
+        return part
+
+    def poll(self) -> bool:
+        """Take what has come, and push on what is to leave; whether anything moved."""
+        moved: bool = self.engine.poll()
+        for rank, words in self.engine.heard():
+            self._keep_status(rank, words)
+        return moved
+
+    def live(self) -> None:
+        """Say now and then that this rank lives, and what it does."""
+        if time.monotonic() - self._said_at > HEARTBEAT_S:
+            self.say_status()
+
+    def say_status(self) -> None:
+        """Tell everyone what this rank says about itself; it may not arrive."""
+        with self._lock:
+            self._said_at = time.monotonic()
+            words = _TOLD.pack(time.monotonic_ns(), 0) + self._own_status.tobytes()
+        for rank in self.ranks:
+            self.engine.say(rank, words)
+
+    def lost(self) -> set[int]:
+        """Ranks that the engine has lost."""
+        return set(self.engine.lost)
+
+    def seconds_since_heard(self, rank: int) -> float:
+        return time.monotonic() - float(self.engine.last_heard(rank))
+
+    def check(self, rank: int) -> None:
+        """Raise if the engine has lost a rank."""
+        if rank in self.engine.lost:
+            raise PeerLost(f"rank {rank} is out of reach: {self.engine.lost[rank]}")
+
+    def drain(self, patience_s: float) -> None:
+        """Poll until all that was sent has left, but no longer than this: who returns to his caller does not
+        poll any more, and what he has sent would wait for his next call."""
+        until = time.monotonic() + patience_s
+        while time.monotonic() < until and not all(map(self._is_done, self.ranks)):
+            self.poll()
+
+    def _is_done(self, rank: int) -> bool:
+        return rank in self.engine.lost or bool(self.engine.is_idle(rank))
+
+    def close(self) -> None:
+        """Tell everyone what this rank said last, and let go."""
+        self.drain(LAST_PATIENCE_S)
+        self.say_status()
+        self.poll()
+        self.engine.close()
+
+    def _keep_status(self, rank: int, words: bytes) -> None:
+        """Keep what a rank said; times are on its own clock, and are moved to this one's."""
+        clock, offset = _TOLD.unpack_from(words)
+        text = np.frombuffer(words, np.uint8, offset=_TOLD.size)
+        status = self._outboxes[rank].array(0, STATUS_BYTES, np.uint8)
+        status[offset : offset + len(text)] = text[: STATUS_BYTES - offset]
+        since = self._outboxes[rank].array(8 * Word.SINCE_NS, 1)
+        since += time.monotonic_ns() - clock
+
+
+def outbox_bytes(control: ControlRegion) -> int:
+    """The memory that an outbox takes, where it is touched."""
+    return control.num_bytes
