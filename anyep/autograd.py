@@ -24,10 +24,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from anyep.buffer import Buffer, Handle
-from anyep.errors import BufferBroken, InvalidCall, NotSupported
+from anyep.errors import BufferBroken, InvalidCall
+from anyep.sizes import SOURCE_META_BYTES
 
-NUM_PARTS, RECV_SRC_IDX, IS_TOKEN_IN_RANK = 6, 3, 4
-"""A handle of one node, and two of its parts."""
+RECEIVED_PART: Final = {6: 3, 10: 7}
+"""Where a handle of so many parts has one that is as long as the received rows: one node, several nodes."""
+TOKENS_PART: Final = {6: 4, 10: 0}
+"""And one that is as long as the tokens."""
 MULTIPLE_OF_FLOATS: Final = 4
 """Rows travel in multiples of 16 bytes."""
 
@@ -148,40 +151,56 @@ def _(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, num_experts: int, num_worst_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     there = _buffer_of(buffer)
-    ranks, tokens = there.group_size, x.shape[0]
     num_rows = num_worst_tokens or torch.library.get_ctx().new_dynamic_size()
-    channels = there.runtime.default_config(there.get_dispatch_config(ranks)).num_channels
-
-    def whole_numbers(*shape: Any) -> Tensor:
-        return x.new_empty(shape, dtype=torch.int32)
-
-    handle = [
-        whole_numbers(ranks, ranks),
-        whole_numbers(ranks, channels),
-        whole_numbers(ranks, channels),
-        whole_numbers(num_rows),
-        x.new_empty((tokens, ranks), dtype=torch.bool),
-        whole_numbers(tokens, ranks),
-    ]
+    handle = _handle_like(there, x, num_rows, num_worst_tokens)
     ids = topk_idx.new_empty((num_rows, topk_idx.shape[1]))
     return x.new_empty((num_rows, x.shape[1])), ids, topk_weights.new_empty(ids.shape), handle
 
 
-def _check_one_node(handle: list[Tensor]) -> None:
-    if len(handle) != NUM_PARTS:
-        raise NotSupported("only the handles of one node can be traced so far: run this part uncompiled")
+def _handle_like(buffer: Buffer, x: Tensor, num_rows: Any, num_worst_tokens: int) -> list[Tensor]:
+    """Tensors of the shapes of a handle, with nothing in them."""
+    ranks, tokens = buffer.group_size, x.shape[0]
+    channels = buffer.runtime.default_config(buffer.get_dispatch_config(ranks)).num_channels
+    topology = buffer._connection.topology
+    nodes = topology.num_nodes
+
+    def empty(*shape: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return x.new_empty(shape, dtype=dtype)
+
+    in_rank = empty(tokens, ranks, dtype=torch.bool)
+    by_rank, by_node = (ranks, channels), (nodes, channels)
+    if nodes == 1:
+        return [
+            empty(ranks, ranks),
+            empty(*by_rank),
+            empty(*by_rank),
+            empty(num_rows),
+            in_rank,
+            empty(tokens, ranks),
+        ]
+    num_relayed = num_worst_tokens or torch.library.get_ctx().new_dynamic_size()
+    return [
+        in_rank,
+        empty(*by_node),
+        empty(*by_rank),
+        empty(*by_node),
+        empty(nodes),
+        empty(*by_rank),
+        empty(ranks),
+        empty(num_rows, SOURCE_META_BYTES, dtype=torch.uint8),
+        empty(tokens, nodes),
+        empty(num_relayed, topology.ranks_per_node),
+    ]
 
 
 @_dispatch_again.register_fake
 def _(x: Tensor, handle: list[Tensor], buffer: int) -> Tensor:
-    _check_one_node(handle)
-    return x.new_empty((handle[RECV_SRC_IDX].shape[0], x.shape[1]))
+    return x.new_empty((handle[RECEIVED_PART[len(handle)]].shape[0], x.shape[1]))
 
 
 @_combine.register_fake
 def _(x: Tensor, handle: list[Tensor], topk_weights: Tensor | None, buffer: int) -> tuple[Tensor, Tensor]:
-    _check_one_node(handle)
-    tokens = handle[IS_TOKEN_IN_RANK].shape[0]
+    tokens = handle[TOKENS_PART[len(handle)]].shape[0]
     if topk_weights is None:
         return x.new_empty((tokens, x.shape[1])), x.new_empty((tokens, 0))
     return x.new_empty((tokens, x.shape[1])), topk_weights.new_empty((tokens, topk_weights.shape[1]))

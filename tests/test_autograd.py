@@ -73,8 +73,8 @@ def dense(x: Tensor, ids: Tensor, weights: Tensor, num_ranks: int) -> tuple[Tens
     return combined, combined_weights
 
 
-def check_against_dense(context: RankContext) -> None:
-    buffer = buffer_for(context, None)
+def check_against_dense(context: RankContext, ranks_per_node: int | None) -> None:
+    buffer = buffer_for(context, None, ranks_per_node=ranks_per_node)
     ids, weights = routing_of(context.rank, context.num_ranks)
     x = rows_of(context.rank).requires_grad_()
     weights.requires_grad_()
@@ -94,9 +94,9 @@ def check_against_dense(context: RankContext) -> None:
         torch.testing.assert_close(ours.double(), reference, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_gradients_are_those_of_a_dense_computation(num_ranks: int) -> None:
-    get_world(num_ranks).run(check_against_dense)
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
+def test_gradients_are_those_of_a_dense_computation(num_ranks: int, ranks_per_node: int | None) -> None:
+    get_world(num_ranks).run(check_against_dense, ranks_per_node)
 
 
 # Linear, and exact
@@ -190,11 +190,13 @@ def values_and_gradients(function: Any, buffer: Buffer, dtype: torch.dtype, seed
     return [*(result.detach() for result in results), x.grad, weights.grad]
 
 
-def check_compiled(context: RankContext, backend: str, dtype: torch.dtype, num_worst: int) -> int:
+def check_compiled(
+    context: RankContext, backend: str, dtype: torch.dtype, num_worst: int, ranks_per_node: int | None
+) -> int:
     from torch._dynamo.testing import CompileCounterWithBackend  # only where it is used: it is large
 
     torch._dynamo.reset()
-    buffer = buffer_for(context, None)
+    buffer = buffer_for(context, None, ranks_per_node=ranks_per_node)
 
     def function(buffer: Buffer, x: Tensor, ids: Tensor, weights: Tensor) -> Any:
         return on_ranks(buffer, x, ids, weights, num_worst)
@@ -210,9 +212,19 @@ def check_compiled(context: RankContext, backend: str, dtype: torch.dtype, num_w
 
 
 @pytest.mark.parametrize("num_worst", [0, 20])
-@pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", torch.float32), ("eager", torch.bfloat16)])
-def test_compiled_gives_the_same_bits(backend: str, dtype: torch.dtype, num_worst: int) -> None:
-    counts = get_world(2).run(check_compiled, backend, dtype, num_worst, timeout=TIMEOUT_S)
+@pytest.mark.parametrize(
+    ("backend", "dtype", "ranks_per_node"),
+    [
+        ("aot_eager", torch.float32, None),
+        ("aot_eager", torch.bfloat16, 1),
+        ("eager", torch.bfloat16, None),
+    ],
+)
+def test_compiled_gives_the_same_bits(
+    backend: str, dtype: torch.dtype, ranks_per_node: int | None, num_worst: int
+) -> None:
+    arguments = (backend, dtype, num_worst, ranks_per_node)
+    counts = get_world(2).run(check_compiled, *arguments, timeout=TIMEOUT_S)
     # Once for all numbers of rows: they are not part of what is compiled.
     assert counts == [1, 1]
 
@@ -241,10 +253,10 @@ def test_shapes_are_static_with_a_worst_case(num_worst: int) -> None:
     assert get_world(2).run(sizes_when_traced, num_worst, timeout=TIMEOUT_S) == [[num_worst > 0]] * 2
 
 
-def check_operators(context: RankContext, num_worst: int) -> None:
+def check_operators(context: RankContext, num_worst: int, ranks_per_node: int | None) -> None:
     """PyTorch's own checks of an operator; all ranks run them at once, so that the calls meet."""
     torch._dynamo.reset()
-    buffer = buffer_for(context, None)
+    buffer = buffer_for(context, None, ranks_per_node=ranks_per_node)
     ids, weights = routing_of(context.rank, context.num_ranks)
     x, weights = rows_of(context.rank).requires_grad_(), weights.requires_grad_()
     key, num_experts = key_of(buffer), LOCAL_EXPERTS * context.num_ranks
@@ -263,9 +275,12 @@ def check_operators(context: RankContext, num_worst: int) -> None:
     torch.library.opcheck(torch.ops.anyep.dispatch_again, (x, list(handle), key), test_utils=tests)
 
 
-@pytest.mark.parametrize("num_worst", [0, 20])
-def test_operators_pass_the_checks_of_pytorch(num_worst: int) -> None:
-    get_world(2).run(check_operators, num_worst, timeout=TIMEOUT_S)
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, None), (4, 2)])
+@pytest.mark.parametrize("num_worst", [0, 60])
+def test_operators_pass_the_checks_of_pytorch(
+    num_worst: int, num_ranks: int, ranks_per_node: int | None
+) -> None:
+    get_world(num_ranks).run(check_operators, num_worst, ranks_per_node, timeout=TIMEOUT_S)
 
 
 # Buffers by number
