@@ -38,11 +38,15 @@ def make_buffer(
 ) -> Buffer:
     """A Buffer for layers of this size, with float32 rows or smaller ones; every rank makes it."""
     num_ranks = group.size()
-    num_nvl_bytes = Buffer.get_dispatch_config(num_ranks).get_nvl_buffer_size_hint(hidden * 4, num_ranks)
-    if not max_decode_tokens:
-        return Buffer(group, num_nvl_bytes, device=device)
-    num_bytes = Buffer.get_low_latency_rdma_size_hint(max_decode_tokens, hidden, num_ranks, num_experts)
-    return Buffer(group, num_nvl_bytes, num_bytes, low_latency_mode=True, device=device)
+    configs = Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks)
+    num_nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden * 4, num_ranks) for config in configs)
+    num_rdma_bytes = max(config.get_rdma_buffer_size_hint(hidden * 4, num_ranks) for config in configs)
+    if max_decode_tokens:
+        num_decode_bytes = Buffer.get_low_latency_rdma_size_hint(
+            max_decode_tokens, hidden, num_ranks, num_experts
+        )
+        num_rdma_bytes = max(num_rdma_bytes, num_decode_bytes)
+    return Buffer(group, num_nvl_bytes, num_rdma_bytes, low_latency_mode=max_decode_tokens > 0, device=device)
 
 
 class TopKGate(nn.Module):
