@@ -40,7 +40,6 @@ Array = np.ndarray[Any, Any]
 AGREEING_WORDS = (int(Field.REFUSED), int(SIGNATURE[-1]) + 1)
 NOT_TIMED = np.zeros(0, np.int64)
 POLL_S = 0.003
-MOST_DRAINING_S = 10.0
 
 
 Pieces = Mapping[int, Sequence[tuple[int, int]]]
@@ -203,8 +202,6 @@ class Conversation:
             self.between_steps(call, phase)
 
     def end(self, call: Call) -> None:
-        if self.wire is not None:
-            self.wire.drain(min(self.timeout_s, MOST_DRAINING_S))
         self.enter(call, Phase.IDLE)
 
     def guarded(self, call: Call, work: Callable[[], T]) -> T:
@@ -475,8 +472,6 @@ class Conversation:
                 raise BufferBroken(f"the Buffer was destroyed while {call} was under way")
             stall = stalled()
             self._own.wait_for(stall.peers[0])
-            if self.wire is not None:
-                self.wire.live()
             gone = self.gone().intersection(stall.peers)
             # What a peer sent before it ended may have arrived since the step: look once more.
             if gone & suspects:

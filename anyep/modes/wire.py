@@ -5,8 +5,9 @@ counters into it as if it were the rank's own memory; then `send` brings pieces 
 offsets, and after them the words that close them. What ranks say about themselves comes the other way: it is
 kept in the outbox of who said it, where the status of a rank of this host would be found in its heap.
 
-Nothing arrives and nothing leaves while nobody polls, so whoever waits polls. While it waits, a rank says now
-and then that it lives; of one that is silent nobody knows whether it is slow, or gone, or out of reach.
+Nothing arrives and nothing leaves while nobody polls. Whoever waits polls; between calls a thread does, at its
+leisure, which also says now and then that this rank lives. So a rank that is silent is not slow: it is gone,
+or out of reach.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from anyep.modes.status import Word
 HEARTBEAT_S: Final = 0.5
 LAST_PATIENCE_S: Final = 1.0
 SILENT_AFTER_S: Final = 2.0
-"""Who waits says so twice a second: of whom nothing is heard for so long, something is wrong."""
+"""Everyone says twice a second that he lives: of whom nothing is heard for so long, something is wrong."""
+PUMP_S: Final = 0.001
+IDLE_PUMP_S: Final = 0.005
+IDLE_AFTER_S: Final = 0.1
 _TOLD: Final = struct.Struct("<qq")
 """Before what a rank says of itself: its clock, and where in its status it belongs."""
 
@@ -39,8 +43,11 @@ class Wire:
         self.ranks = tuple(sorted(outboxes))
         self._outboxes = outboxes
         self._own_status = own_heap.array(0, STATUS_BYTES, np.uint8)
-        self._said_at = time.monotonic()
+        self._said_at = self._polled_at = self._moved_at = time.monotonic()
         self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._pump = threading.Thread(target=self._keep_polling, name="anyep wire", daemon=True)
+        self._pump.start()
 
     def send(
         self, rank: int, pieces: Sequence[tuple[int, int]], signals: Sequence[tuple[int, int]] = ()
@@ -59,14 +66,22 @@ class Wire:
     def poll(self) -> bool:
         """Take what has come, and push on what is to leave; whether anything moved."""
         moved: bool = self.engine.poll()
-        for rank, words in self.engine.heard():
-            self._keep_status(rank, words)
+        self._polled_at = time.monotonic()
+        if moved:
+            self._moved_at = self._polled_at
+            for rank, words in self.engine.heard():
+                self._keep_status(rank, words)
         return moved
 
-    def live(self) -> None:
-        """Say now and then that this rank lives, and what it does."""
-        if time.monotonic() - self._said_at > HEARTBEAT_S:
-            self.say_status()
+    def _keep_polling(self) -> None:
+        """Poll where nobody else does, and say now and then that this rank lives, and what it does."""
+        while not self._stop.wait(
+            PUMP_S if time.monotonic() - self._moved_at < IDLE_AFTER_S else IDLE_PUMP_S
+        ):
+            if time.monotonic() - self._said_at > HEARTBEAT_S:
+                self.say_status()
+            if time.monotonic() - self._polled_at > PUMP_S:
+                self.poll()
 
     def say_status(self) -> None:
         """Tell everyone what this rank says about itself; it may not arrive."""
@@ -89,8 +104,7 @@ class Wire:
             raise PeerLost(f"rank {rank} is out of reach: {self.engine.lost[rank]}")
 
     def drain(self, patience_s: float) -> None:
-        """Poll until all that was sent has left, but no longer than this: who returns to his caller does not
-        poll any more, and what he has sent would wait for his next call."""
+        """Poll until all that was sent has left, but no longer than this."""
         until = time.monotonic() + patience_s
         while time.monotonic() < until and not all(map(self._is_done, self.ranks)):
             self.poll()
@@ -100,6 +114,9 @@ class Wire:
 
     def close(self) -> None:
         """Tell everyone what this rank said last, and let go."""
+        self._stop.set()
+        if threading.current_thread() is not self._pump:
+            self._pump.join()
         self.drain(LAST_PATIENCE_S)
         self.say_status()
         self.poll()
