@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,31 @@ def test_demo_for_people() -> None:
     ours, theirs = (float(words.split()[0]) for words in line.split("nodes")[1].split("KiB")[:2])
     # A token's two experts are on one node, and seldom on one rank: then it crosses once, not twice.
     assert 0.5 < ours / theirs < 0.9
+
+
+def test_bench(tmp_path: Path) -> None:
+    file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    options = ("--repeats", "2", "--json", str(file), "--plot", str(plot))
+    finished = anyep("bench", *TWO_BY_TWO, *SIZES, *options)
+    assert finished.returncode == 0, finished.stderr
+    assert "normal mode, 4 ranks on 2 nodes of 2," in finished.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    records = json.loads(file.read_text())
+    found = {(record["case"], record["path"], record["tokens"]): record for record in records}
+    assert len(found) == 22
+    for record in records:
+        assert (record["ranks"], record["nodes"], record["ranks_per_node"]) == (4, 2, 2)
+        moves = {"layout": 0, "notify": 0, "pair": 2}.get(record["case"], 1)
+        assert (record["of_copy"] is not None) == ("gloo" in record["vs"]) == bool(moves)
+        if moves:
+            # At most all tokens cross once, each with its header; in an all-to-all none crosses thrice.
+            most = moves * record["tokens"] * (64 + 48)
+            assert 0 <= record["bytes_between_nodes"] <= most
+            assert 0 <= record["all_to_all_bytes_between_nodes"] <= 2 * most
+            assert record["all_to_all_bytes_between_nodes"] % 16 == 0
+    dispatch = found["dispatch", "window", 24]
+    assert dispatch["bytes_between_nodes"] == found["dispatch", "ring", 24]["bytes_between_nodes"] > 0
+    assert dispatch["bytes_between_nodes"] < dispatch["all_to_all_bytes_between_nodes"] * (64 + 48) / 64
 
 
 def test_a_token_goes_to_the_best_experts_of_the_best_nodes() -> None:
@@ -102,6 +128,10 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("demo", "--topk-nodes", "1"), "topk-nodes is for several nodes"),
         (("demo", "--nodes", "2", "--network", "string"), "network is 'string': choose one of auto"),
         (("demo", "--network", "nixl"), "network is for several nodes"),
+        (("bench", "--nodes", "2", "--ranks", "7"), "7 ranks do not fill 2 nodes evenly"),
+        (("bench", "--nodes", "2", "--device", "cuda"), "several nodes work on the CPU so far"),
+        (("bench", "--nodes", "2", "--mode", "low-latency"), "several nodes are for normal mode so far"),
+        (("bench", "--nodes", "2", "--network", "string"), "network is 'string': choose one of auto"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:

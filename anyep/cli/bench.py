@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from anyep.cli.bench_measure import Report, Setup, measure
 from anyep.cli.bench_table import print_report
 from anyep.cli.checks import check_experts, check_folder
 from anyep.cli.gpus import check_device, placed
+from anyep.cli.nodes import count_ranks, nodes_of
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import CHANNELS_PER_SCALE, Config, check_row_bytes
 
@@ -46,6 +48,11 @@ def bench(
         int | None,
         typer.Option(help="Number of ranks, as processes on this machine; 8, on cuda in normal mode 2."),
     ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Virtual nodes to put the ranks on; a token crosses once from one to another."),
+    ] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each virtual node.")] = None,
     tokens: Annotated[
         int | None,
         typer.Option(help="Tokens per rank; 512 in normal mode, on cuda 4096; 128 in low-latency mode."),
@@ -55,6 +62,10 @@ def bench(
         int | None, typer.Option(help="Experts of all ranks together; 64, on cuda 256.")
     ] = None,
     topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
+    topk_nodes: Annotated[
+        int | None,
+        typer.Option(help="Nodes that a token's experts may be on; half of them where not given."),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Repeats of each case; medians are shown.")] = 15,
     seed: Annotated[int, typer.Option(help="Seed of the data and the routing.")] = 0,
     sms: Annotated[
@@ -63,6 +74,7 @@ def bench(
     sweep_sms: Annotated[
         bool, typer.Option("--sweep-sms", help="Also tell the rates with 4 to 32 SMs per rank, on cuda.")
     ] = False,
+    network: Annotated[str | None, typer.Option(help="What joins the nodes: auto, loopback or nixl.")] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the records to this file; - for stdout.")
     ] = None,
@@ -75,11 +87,11 @@ def bench(
         raise InvalidCall(f"mode is {mode!r}: choose {' or '.join(MODES)}")
     check_device(device)
     usual = USUAL[device, mode]
-    ranks = usual.ranks if ranks is None else ranks
+    counts = count_ranks(ranks, nodes, ranks_per_node, usual.ranks)
+    ranks = math.prod(counts)
     tokens = usual.tokens if tokens is None else tokens
     experts = usual.experts if experts is None else experts
     for name, value in (
-        ("ranks", ranks),
         ("tokens", tokens),
         ("hidden", hidden),
         ("repeats", repeats),
@@ -90,6 +102,7 @@ def bench(
     if mode == "low-latency" and hidden % CHANNELS_PER_SCALE:
         raise InvalidCall(f"hidden is {hidden}: for FP8 it must be a multiple of {CHANNELS_PER_SCALE}")
     check_experts(experts, ranks, topk)
+    by_node = nodes_of(counts, mode, device, topk, experts, topk_nodes, network)
     if (sms is not None or sweep_sms) and (device, mode) != ("cuda", "normal"):
         raise InvalidCall("sms are for --device cuda in normal mode: leave --sms and --sweep-sms out")
     if sms is not None:
@@ -103,7 +116,7 @@ def bench(
             )
         check_folder("the plot", plot_file)
     report = _measure(
-        Setup(mode, ranks, tokens, hidden, experts, topk, repeats, seed, device, sms, sweep_sms)
+        Setup(mode, ranks, tokens, hidden, experts, topk, repeats, seed, device, sms, sweep_sms, by_node)
     )
     records = json.dumps([asdict(record) for record in report.records], indent=2)
     if json_file == "-":

@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from anyep.cli.nodes import ONE_NODE, Nodes
 from anyep.cli.ranks import Rank, run_ranks
 from anyep.machine import num_cores
 
@@ -36,17 +37,28 @@ class Setup:
     device: str = "cpu"
     sms: int | None = None
     sweep_sms: bool = False
+    nodes: Nodes = ONE_NODE
 
     @property
     def row_bytes(self) -> int:
         return 2 * self.hidden
 
     def description(self) -> str:
+        nodes = self.nodes
+        place = f" on {nodes.num_nodes} nodes of {nodes.ranks_per_node}," if nodes.are_several else ""
+        limit = f" on {nodes.topk_nodes} of the nodes" if nodes.are_several else ""
         return (
-            f"{self.mode} mode, {self.ranks} ranks on {num_cores()} cores, {self.tokens} tokens per rank,"
-            f" hidden {self.hidden} bf16, top-{self.topk} of {self.experts} experts;"
+            f"{self.mode} mode, {self.ranks} ranks{place} on {num_cores()} cores, {self.tokens} tokens per"
+            f" rank, hidden {self.hidden} bf16, top-{self.topk} of {self.experts} experts{limit};"
             f" medians of {self.repeats} interleaved repeats"
         )
+
+
+class Crossing(NamedTuple):
+    """Bytes that a rank sends to other nodes; and in a plain all-to-all, a row to each rank that wants it."""
+
+    num_bytes: int
+    all_to_all_bytes: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class Case:
     work: Callable[[], Any]
     bound: tuple[str, ...] = ()
     rival: str = ""
+    crossing: Crossing | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class Timing:
     num_bytes: int
     bound: tuple[str, ...]
     rival: str
+    crossing: Crossing | None
     spans: list[tuple[int, int]]
 
 
@@ -92,6 +106,18 @@ class Record:
     gbps: float
     of_copy: float | None
     vs: dict[str, float]
+
+
+@dataclass(frozen=True)
+class NodesRecord(Record):
+    """The same across nodes. Bytes between nodes are those that a rank sends there, on average."""
+
+    nodes: int
+    ranks_per_node: int
+    topk_nodes: int
+    network: str
+    bytes_between_nodes: int | None
+    all_to_all_bytes_between_nodes: int | None
 
 
 @dataclass(frozen=True)
@@ -156,11 +182,12 @@ def measure(setup: Setup, show_progress: bool) -> Report:
                 progress.show(f"{tokens} tokens: repeat {repeat} of {repeats}")
 
         progress.show("starting ranks")
-        by_rank: list[list[Timing]] = run_ranks(setup.ranks, _measure_on_rank, setup, on_report=on_report)
-    return Report(setup.description(), _records(setup, by_rank))
+        by_rank: list[list[Timing]] = run_ranks(setup.ranks, measure_on_rank, setup, on_report=on_report)
+    return Report(setup.description(), records_of(setup, by_rank))
 
 
-def _records(setup: Setup, by_rank: list[list[Timing]]) -> list[Record]:
+def medians_of(by_rank: list[list[Timing]]) -> dict[tuple[str, str, int], float]:
+    """Seconds of each case, by its name, path and tokens."""
     medians: dict[tuple[str, str, int], float] = {}
     for timings in zip(*by_rank, strict=True):
         durations = [
@@ -168,7 +195,13 @@ def _records(setup: Setup, by_rank: list[list[Timing]]) -> list[Record]:
             for spans in zip(*(timing.spans for timing in timings), strict=True)
         ]
         medians[timings[0].case, timings[0].path, timings[0].tokens] = statistics.median(durations)
-    records = []
+    return medians
+
+
+def records_of(setup: Setup, by_rank: list[list[Timing]]) -> list[Record]:
+    """What ranks have measured, in the order of the table."""
+    medians = medians_of(by_rank)
+    records: list[Record] = []
     for timings in zip(*by_rank, strict=True):
         case, path, tokens = timings[0].case, timings[0].path, timings[0].tokens
         if not timings[0].bound and not timings[0].rival and timings[0].num_bytes:
@@ -177,21 +210,39 @@ def _records(setup: Setup, by_rank: list[list[Timing]]) -> list[Record]:
         received = statistics.mean(timing.num_bytes for timing in timings)
         bound = sum(medians["copy", copy, tokens] for copy in timings[0].bound)
         rival = medians.get((case, timings[0].rival, tokens))
-        records.append(
-            Record(
-                case,
-                path,
-                setup.ranks,
-                tokens,
-                setup.hidden,
-                round(received),
-                seconds,
-                received / seconds / 1e9,
-                bound / seconds if bound and received else None,
-                {"gloo": rival / seconds} if rival else {},
-            )
+        record = Record(
+            case,
+            path,
+            setup.ranks,
+            tokens,
+            setup.hidden,
+            round(received),
+            seconds,
+            received / seconds / 1e9,
+            bound / seconds if bound and received else None,
+            {"gloo": rival / seconds} if rival else {},
         )
+        records.append(_with_nodes(record, setup, timings) if setup.nodes.are_several else record)
     return records
+
+
+def _with_nodes(record: Record, setup: Setup, timings: Sequence[Timing]) -> NodesRecord:
+    nodes = setup.nodes
+    crossings = [timing.crossing for timing in timings if timing.crossing is not None]
+    sent, plain = (
+        [round(statistics.mean(numbers)) for numbers in zip(*crossings, strict=True)]
+        if crossings
+        else (None, None)
+    )
+    return NodesRecord(
+        **vars(record),
+        nodes=nodes.num_nodes,
+        ranks_per_node=nodes.ranks_per_node,
+        topk_nodes=nodes.topk_nodes,
+        network=nodes.network,
+        bytes_between_nodes=sent,
+        all_to_all_bytes_between_nodes=plain,
+    )
 
 
 class Barrier:
@@ -239,7 +290,8 @@ class Barrier:
             pass
 
 
-def _measure_on_rank(rank: Rank, setup: Setup) -> list[Timing]:
+def measure_on_rank(rank: Rank, setup: Setup) -> list[Timing]:
+    """Every case, timed on this rank together with all others."""
     if setup.mode == "normal":
         from anyep.cli.bench_normal import cases_of
     else:
@@ -248,13 +300,14 @@ def _measure_on_rank(rank: Rank, setup: Setup) -> list[Timing]:
     timings = []
     for tokens in dict.fromkeys((setup.tokens, 1)):
         # One token is about the latency of a loop: each turn of a case is a run of calls.
-        timings += _time_cases(rank, setup, barrier, cases_of(rank, setup, tokens), 1 if tokens > 1 else 10)
+        timings += time_cases(rank, setup, barrier, cases_of(rank, setup, tokens), 1 if tokens > 1 else 10)
     return timings
 
 
-def _time_cases(
+def time_cases(
     rank: Rank, setup: Setup, barrier: Barrier, cases: list[Case], run_length: int
 ) -> list[Timing]:
+    """Repeat the cases, each time in another order; on every rank the same."""
     spans: list[list[tuple[int, int]]] = [[] for _ in cases]
     order = list(range(len(cases)))
     # All ranks shuffle alike: no case always follows the same one.
@@ -274,6 +327,15 @@ def _time_cases(
                 if repeat >= WARM_UP:
                     spans[index].append((start, end))
     return [
-        Timing(case.name, case.path, case.tokens, case.num_bytes, case.bound, case.rival, spans[index])
+        Timing(
+            case.name,
+            case.path,
+            case.tokens,
+            case.num_bytes,
+            case.bound,
+            case.rival,
+            case.crossing,
+            spans[index],
+        )
         for index, case in enumerate(cases)
     ]

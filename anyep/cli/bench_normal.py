@@ -9,8 +9,9 @@ import torch
 
 from anyep.backends import cpu
 from anyep.buffer import Buffer
-from anyep.cli.bench_measure import Case, Setup
+from anyep.cli.bench_measure import Case, Crossing, Setup
 from anyep.cli.bench_rival import AllToAll
+from anyep.cli.gate import choose
 from anyep.cli.ranks import Rank
 
 
@@ -19,15 +20,15 @@ def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
     generator = torch.Generator().manual_seed(setup.seed + rank.rank)
     x = torch.randn(tokens, setup.hidden, generator=generator).bfloat16()
     scores = torch.rand(tokens, setup.experts, generator=generator)
-    topk_weights, topk_idx = scores.topk(setup.topk, dim=-1)
-    hint = Buffer.get_dispatch_config(rank.num_ranks).get_nvl_buffer_size_hint(
-        setup.hidden * 2, rank.num_ranks
-    )
-    by_window = Buffer(rank.group, hint, device="cpu")
-    by_ring = Buffer(rank.group, hint, device="cpu", num_window_bytes=0)
-    per_rank, _, per_expert, in_rank, _ = by_window.get_dispatch_layout(topk_idx, setup.experts)
+    topk_idx = choose(scores, setup.topk, setup.nodes)
+    topk_weights = scores.gather(1, topk_idx)
+    settings = setup.nodes.of_buffer(setup.row_bytes)
+    by_window = Buffer(rank.group, device="cpu", **settings)
+    by_ring = Buffer(rank.group, device="cpu", num_window_bytes=0, **settings)
+    per_rank, per_node, per_expert, in_rank, _ = by_window.get_dispatch_layout(topk_idx, setup.experts)
     routing = {
         "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
         "is_token_in_rank": in_rank,
         "num_tokens_per_expert": per_expert,
         "topk_idx": topk_idx,
@@ -42,7 +43,7 @@ def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
     assert isinstance(received, torch.Tensor)
     assert handle is not None
     private = received.clone()
-    row_bytes = setup.hidden * 2
+    row_bytes = setup.row_bytes
     num_rows = received.shape[0]
     num_bytes = num_rows * row_bytes
     target = cpu.OwnBlock("copy", max(num_bytes, 128))
@@ -56,8 +57,22 @@ def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
         rows, _, _, _, new_handle, _ = buffer.dispatch(x, **routing)  # type: ignore[arg-type]
         return buffer.combine(rows, new_handle)  # type: ignore[arg-type]
 
+    topology = setup.nodes.topology
+    here = topology.ranks_on(topology.node_of(rank.rank))
+    rows_elsewhere = int(per_rank.sum() - per_rank[list(here)].sum())
+
+    def crossing(path: str, work: Callable[[], Any], copies: int) -> Crossing | None:
+        if not copies or not setup.nodes.are_several:
+            return None
+        traffic = (by_ring if path == "ring" else by_window).runtime.traffic
+        before = traffic.bytes_between_nodes
+        work()
+        sent = traffic.bytes_between_nodes - before
+        return Crossing(sent, copies * rows_elsewhere * row_bytes)
+
     def case(name: str, path: str, work: Callable[[], Any], copies: int = 1) -> Case:
-        return Case(name, path, tokens, copies * num_bytes, work, ("copy",) * copies, "gloo")
+        bound, crossed = ("copy",) * copies, crossing(path, work, copies)
+        return Case(name, path, tokens, copies * num_bytes, work, bound, "gloo", crossed)
 
     def rival(name: str, path: str, work: Callable[[], Any]) -> Case:
         return Case(name, path, tokens, num_bytes, work)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from anyep.cli.bench_measure import GpuRecord, Record, Report
+from anyep.cli.bench_measure import GpuRecord, NodesRecord, Record, Report
 from anyep.cli.bench_table import RIVALS
 from anyep.cli.units import format_rate
 from anyep.errors import NotSupported
@@ -41,6 +41,8 @@ def draw(report: Report, path: Path) -> None:
     num_rows = len(rows) + bool(report.sweep)
     figure = Figure(figsize=(11, 3.5 * num_rows))
     place = f" on {first.gpu}" if isinstance(first, GpuRecord) else ""
+    if isinstance(first, NodesRecord):
+        place = f" on {first.nodes} nodes of {first.ranks_per_node}"
     figure.suptitle(
         f"{first.ranks} ranks{place}, {first.tokens} tokens per rank, hidden {first.hidden} bf16",
         fontweight="bold",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from anyep.cli.bench_measure import GpuRecord, Record, Report
-from anyep.cli.units import format_rate, format_seconds
+from anyep.cli.bench_measure import GpuRecord, NodesRecord, Record, Report
+from anyep.cli.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,6 +32,8 @@ def _table_of(records: Sequence[Record]) -> Table:
     headings = ["case", "path", "tokens", "p50" if any(p99) else "median"]
     headings += ["p99"] if any(p99) else []
     headings += ["GB/s per rank", "of copy", *(f"vs {RIVALS[rival]}" for rival in rivals)]
+    if any(isinstance(record, NodesRecord) for record in records):
+        headings += ["between nodes", "all-to-all's"]
     table = _empty_table(headings)
     for record, slowest in zip(records, p99, strict=True):
         cells = [record.case, record.path, str(record.tokens), format_seconds(record.median_s)]
@@ -39,6 +41,9 @@ def _table_of(records: Sequence[Record]) -> Table:
         cells.append(format_rate(record.gbps) if record.gbps else "")
         cells.append(f"{record.of_copy:.2f}" if record.of_copy else "")
         cells += [f"{record.vs[rival]:.1f}x" if rival in record.vs else "" for rival in rivals]
+        if isinstance(record, NodesRecord):
+            crossed = (record.bytes_between_nodes, record.all_to_all_bytes_between_nodes)
+            cells += ["" if num_bytes is None else format_bytes(num_bytes) for num_bytes in crossed]
         table.add_row(*cells)
     return table
 
