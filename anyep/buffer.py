@@ -171,6 +171,7 @@ class Buffer:
                 self.num_rdma_bytes,
                 *workers,
                 bool(self.enable_shrink),
+                connection.control.num_bytes + self.num_nvl_bytes + self.num_rdma_bytes,
             )
 
     def _start_on_gpu(self, rendezvous: Rendezvous) -> None:

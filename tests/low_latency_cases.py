@@ -38,6 +38,8 @@ class Case:
     stats: bool = True
     combines: int = 1
     delay_seed: int | None = None
+    ranks_per_node: int | None = None
+    network: str | None = None
     seed: int = 0
 
     @property
@@ -70,9 +72,14 @@ def inputs_of(case: Case) -> list[low_latency_oracle.RankInput]:
     return inputs
 
 
-def buffer_for(context: RankContext, enable_shrink: bool = False) -> Buffer:
+def buffer_for(
+    context: RankContext,
+    enable_shrink: bool = False,
+    ranks_per_node: int | None = None,
+    network: str | None = None,
+) -> Buffer:
     """A Buffer that lives as long as the pool, on the device of its ranks."""
-    key = ("low-latency buffer", enable_shrink)
+    key = ("low-latency buffer", enable_shrink, ranks_per_node, network)
     if key not in context.keep:
         context.keep[key] = Buffer(
             context.group,
@@ -81,13 +88,15 @@ def buffer_for(context: RankContext, enable_shrink: bool = False) -> Buffer:
             low_latency_mode=True,
             enable_shrink=enable_shrink,
             device=context.keep.get("device", "cpu"),
+            ranks_per_node=ranks_per_node,
+            network=network,
         )
     return context.keep[key]  # type: ignore[no-any-return]
 
 
 def run_case(context: RankContext, case: Case, clean: bool = True) -> None:
     """Lay out the slots for the case, dispatch and combine; assert that every result has the right bits."""
-    buffer = buffer_for(context)
+    buffer = buffer_for(context, ranks_per_node=case.ranks_per_node, network=case.network)
     assert buffer.runtime is not None
     conversation = buffer.runtime.conversation
     conversation.between_steps = None

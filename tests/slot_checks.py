@@ -42,6 +42,11 @@ def addresses(parts: Iterable[torch.Tensor], device: str = "cpu") -> torch.Tenso
     return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)
 
 
+def strides(lists: torch.Tensor) -> np.ndarray[Any, Any]:
+    """From one expert's list to the next one's, for each rank, as the CPU's kernels take it."""
+    return np.full(len(lists), 4 * lists.stride(1), np.int64)
+
+
 def words(values: Any, device: str = "cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
@@ -329,7 +334,7 @@ def compare_send(
     cpu.list_tokens(
         ids.numpy(),
         addresses(lists).numpy(),
-        list_stride,
+        strides(lists),
         addresses(notes).numpy(),
         masks(masked),
         np.empty(num_experts, np.int64),
@@ -439,7 +444,7 @@ def compare_pack(
         num_experts,
         ranges.numpy(),
         addresses(lists).numpy(),
-        4 * lists.stride(1),
+        strides(lists),
         addresses(messages).numpy(),
         message_bytes,
         row_bytes,
@@ -563,7 +568,7 @@ def compare_return(
         src_info.numpy(),
         layout_range.numpy(),
         addresses(lists).numpy(),
-        4 * lists.stride(1),
+        strides(lists),
         addresses(notes).numpy(),
         masks(masked),
     )
@@ -712,7 +717,7 @@ class Returned:
             self.weights.numpy(),
             self.ranges.numpy(),
             addresses(self.lists).numpy(),
-            4 * self.lists.stride(1),
+            strides(self.lists),
             addresses(self.messages).numpy(),
             self.messages.stride(1),
             self.rows_per_expert,

@@ -39,6 +39,11 @@ def addresses(parts: Any) -> Array:
     return int64([part.ctypes.data if isinstance(part, np.ndarray) else part.data_ptr() for part in parts])
 
 
+def strides(lists: Array) -> Array:
+    """From one expert's list to the next one's, for each rank."""
+    return np.full(len(lists), lists.strides[1], np.int64)
+
+
 def some_rows(num_rows: int, hidden: int, seed: int = 0) -> torch.Tensor:
     return (torch.randn(num_rows, hidden, generator=torch.Generator().manual_seed(seed)) * 3).bfloat16()
 
@@ -134,7 +139,7 @@ def list_tokens(topk_idx: Any, num_readers: int, num_experts: int, masked: Any) 
     notes = new_notes(num_readers, local_experts)
     counts = np.full(num_experts, -9, np.int64)
     slots.list_tokens(
-        int64(topk_idx), addresses(lists), lists.strides[1], addresses(notes), flags(masked), counts
+        int64(topk_idx), addresses(lists), strides(lists), addresses(notes), flags(masked), counts
     )
     assert is_untouched(notes[:, :HEADER_WORDS])
     return lists, notes[:, HEADER_WORDS:], counts
@@ -280,7 +285,7 @@ class Packed:
             experts.stop,
             int64(ranges),
             addresses(lists),
-            lists.strides[1],
+            strides(lists),
             addresses(messages),
             messages[0].stride(0),
             row_bytes,
@@ -464,7 +469,7 @@ def list_returns(masked: Any) -> tuple[Array, Array]:
         int32([[0, 3, 1]]),
         int64([[2, SECOND_OF_TWO]]),
         addresses(lists),
-        lists.strides[1],
+        strides(lists),
         addresses(notes),
         flags(masked),
     )
@@ -495,7 +500,7 @@ def test_returns_of_several_experts() -> None:
         int32([[0, 3, 1], [2, 0, 1]]),
         int64([[2, SECOND_OF_TWO], [0, 3]]),
         addresses(lists),
-        lists.strides[1],
+        strides(lists),
         addresses(notes),
         flags([0, 0]),
     )
@@ -534,7 +539,7 @@ class Returned:
             np.array(weights, np.float32),
             self.ranges,
             addresses(self.lists),
-            self.lists.strides[1],
+            strides(self.lists),
             addresses(self.messages),
             self.messages[0].stride(0),
             8,
@@ -610,7 +615,7 @@ def test_sums_of_several_experts_per_rank() -> None:
         np.ones((2, 2), np.float32),
         int64([[2, 3 << 32 | 1]]),
         addresses(lists),
-        lists.strides[1],
+        strides(lists),
         addresses([messages]),
         messages.stride(0),
         8,

@@ -74,6 +74,8 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
             f" node so far; use ranks of one host, and leave ranks_per_node out, or pass device='cpu'"
         )
     beyond = _ranks_beyond_a_wire(topology, hosts, rendezvous.rank, own.network)
+    if beyond and own.enable_shrink:
+        raise NotSupported("enable_shrink is for ranks of one host so far: leave it out")
     share = _memory_share_bytes(hosts.count(hosts[rendezvous.rank]))
     control = ControlRegion(topology.num_ranks, topology.ranks_per_node)
     made: list[Any] = []
@@ -145,9 +147,9 @@ def _connect_wire(
 
 
 def rdma_parts(wishes: Wishes, topology: Topology) -> int:
-    """How many times a heap has the RDMA bytes: once for low-latency calls, once more for rings between nodes
-    beside them. What is not used takes no memory."""
-    return 2 if wishes.low_latency_mode and topology.num_nodes > 1 else 1
+    """How many times a heap has the RDMA bytes: for low-latency calls, for the lists that come with them over
+    a wire, and for rings between nodes beside them. What is not used takes no memory."""
+    return 3 if wishes.low_latency_mode and topology.num_nodes > 1 else 1
 
 
 def _open_all(

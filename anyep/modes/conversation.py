@@ -21,7 +21,13 @@ import numpy as np
 
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, PeerLost, WaitTimeout
 from anyep.headers import Field
-from anyep.layout import COUNTER_BYTES, LETTER_HEADER_BYTES, ControlRegion
+from anyep.layout import (
+    COUNTER_BYTES,
+    LETTER_HEADER_BYTES,
+    NOTE_HEADER_BYTES,
+    NUM_MAILBOXES,
+    ControlRegion,
+)
 from anyep.modes.letters import NUM_WORDS, SIGNATURE, SIGNATURE_WORDS, signature, word_for_people
 from anyep.modes.status import (
     FUNCTIONS,
@@ -87,6 +93,8 @@ class Stall(NamedTuple):
     seen: int
     expected: int
     channel: int | None = None
+    also: Sequence[int] = ()
+    """Peers that something is waited for from, too: who is lost among them ends the wait."""
 
 
 class Conversation:
@@ -131,7 +139,7 @@ class Conversation:
         self.alarms = self._at_peers(control.block("alarm").start)
         self.own_alarm = int(self.alarms[self.rank])
         mailbox = control.block("mailbox")
-        self._mailbox = mailbox
+        self._mailbox, self._note = mailbox, control.block("low-latency note")
         self._mailboxes_of_peers = [self.peer_counters(mailbox, box) for box in range(2)]
         self._own_mailboxes = [self.own_counters(mailbox, box) for box in range(2)]
         not_here = {self.rank, *(wire.ranks if wire is not None else ())}
@@ -318,9 +326,12 @@ class Conversation:
         """Why a rank refused a call, as its letter says it did."""
         if self.wire is None or rank not in self.wire.ranks:
             return self._statuses[rank].refusal(text)
-        start = self._mailbox.offset(rank, text % 2) + LETTER_HEADER_BYTES
-        text: bytes = self._own_heap.array(start, TEXT_BYTES, np.uint8).tobytes()
-        return text.rstrip(b"\0").decode(errors="replace")
+        if text < NUM_MAILBOXES:
+            start = self._mailbox.offset(rank, text) + LETTER_HEADER_BYTES
+        else:
+            start = self._note.offset(rank, text - NUM_MAILBOXES) + NOTE_HEADER_BYTES
+        reason: bytes = self._own_heap.array(start, TEXT_BYTES, np.uint8).tobytes()
+        return reason.rstrip(b"\0").decode(errors="replace")
 
     def _disagreement(self, call: Call) -> Disagreement:
         """What the letters disagree about; every rank finds the same."""
@@ -472,7 +483,7 @@ class Conversation:
                 raise BufferBroken(f"the Buffer was destroyed while {call} was under way")
             stall = stalled()
             self._own.wait_for(stall.peers[0])
-            gone = self.gone().intersection(stall.peers)
+            gone = self.gone().intersection([*stall.peers, *stall.also])
             # What a peer sent before it ended may have arrived since the step: look once more.
             if gone & suspects:
                 for peer in sorted(gone & suspects):

@@ -51,8 +51,10 @@ from anyep.modes.node_routing import (
     check_contents,
     checked_node_routing,
     count_by_channel,
+    first_difference,
     number_tokens,
     tokens_in_nodes,
+    what_a_handle_says,
 )
 from anyep.modes.status import Phase
 from anyep.modes.windows import WarmMemory
@@ -68,8 +70,8 @@ from anyep.sizes import (
 from anyep.topology import Topology
 
 NUM_RING_LAYERS = 8
-SEND_BASE, RECV_BASE = 3, 7
-"""Layers of the stacks of rings that kernels take; the others are addresses."""
+SEND_HEAD, SEND_BASE, RECV_TAIL, RECV_BASE = 2, 3, 5, 7
+"""Layers of the stacks of rings that kernels take: the bases are numbers, the others addresses."""
 NO_ROWS = np.zeros((0, SOURCE_META_BYTES), np.uint8)
 
 
@@ -326,7 +328,7 @@ class Internode(Intranode):
             counts = counts.reshape(per_node + 1, channels)
             counts[:per_node] = places.by_channel[node * per_node : (node + 1) * per_node]
             counts[per_node] = places.by_node_channel[node]
-        return dict.fromkeys(self._relays, [(offset, 4 * (per_node + 1) * channels)])
+        return {relay: [(offset, 4 * (per_node + 1) * channels)] for relay in self._relays}
 
     def _read_counts(self, call: Call, channels: int) -> Array:
         """[node, rank of this node, channel]: the rows that this rank relays; then the tokens."""
@@ -366,8 +368,6 @@ class Internode(Intranode):
         here = list(self._node_ranks)
         in_window = decision.offsets[here] >= 0
         mine = bool(in_window[self._index])
-        if not is_new:
-            self._check_relayed(routing, self.conversation.headers[here, RESULT_ROWS])
         token, channels = payload.token, config.num_channels
         rings = self._node_rings(config, token, ~in_window, np.full(len(here), not mine))
         first, counts = routing.rows_by_lane(self._topology)
@@ -396,6 +396,10 @@ class Internode(Intranode):
         streaming = int(decision.num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
         sent, to_relay = routing.rdma_channel_prefix_matrix[:, -1], routing.relayed_by_channel().sum(axis=1)
         to_take = counts.sum(axis=(0, 2)) if not mine else np.zeros(len(here), np.int64)
+        if is_new:
+            to_push = self._relayed.by_channel[:, : len(here)].sum(axis=(0, 2))
+        else:
+            to_push = (routing.send_nvl_head[: routing.num_relayed] >= 0).sum(axis=0)
         self._run_relay(
             call,
             self._backend.dispatch_between_nodes,
@@ -403,7 +407,7 @@ class Internode(Intranode):
             config,
             arguments,
             streaming,
-            _Work(sent, to_relay, np.zeros(len(here), np.int64), to_take),
+            _Work(sent, to_relay, to_push * ~in_window, to_take),
         )
         if in_window.any():
             self.conversation.announce(self._arrival_at_peers, Topic.ROWS, call.number, self._alarms_here)
@@ -430,10 +434,8 @@ class Internode(Intranode):
             ring_rows=self.ring_area(config, token).num_rows,
         )
         header[RING_ROWS] |= self._network_rows(config, token) << NETWORK_ROWS_SHIFT
-        header[RESULT_ROWS] = x.shape[0]
         header[X_OFFSET], header[WEIGHTS_OFFSET] = staged.x, staged.weights
         headers = self._exchange_by_handle(call, header, routing)
-        self._check_relayed(routing, headers[here, RESULT_ROWS])
 
         in_window = headers[here, X_OFFSET] >= 0
         bases = self._window_bases[here]
@@ -497,35 +499,21 @@ class Internode(Intranode):
     def _exchange_by_handle(self, call: Call, header: Array, routing: Any) -> Array:
         """Exchange short letters, and make sure that all ranks' handles are of one dispatch.
 
-        Each tells how many rows it sent to everyone, and how many it got from everyone.
+        Every rank hears what all handles say, so that every rank finds the same.
         """
         ranks = self._num_ranks
-        mine = np.concatenate([routing.sent_by_rank, routing.received_by_rank]).astype(np.int32)
+        mine = what_a_handle_says(routing, self._topology)
         nothing = np.zeros((ranks, 0), np.int32), np.zeros(0, np.int32)
         headers = self.conversation.exchange(call, header, (mine, *nothing))
-        matrix = np.empty((ranks, 2 * ranks), np.int32)
-        self.conversation.read_counts(call, matrix, np.empty((ranks, 0), np.int32), np.empty(0, np.int64))
-        sent, received = matrix[:, :ranks], matrix[:, ranks:].T
-        if not np.array_equal(sent, received):
-            sender, receiver = (int(index[0]) for index in np.nonzero(sent != received))
-            raise Disagreement(
-                f"the ranks' handles are not of one dispatch: in that of rank {sender} it sent"
-                f" {sent[sender, receiver]} rows to rank {receiver}, which got {received[sender, receiver]}"
-                f" according to its own"
-            )
+        said = np.empty((ranks, len(mine)), np.int32)
+        self.conversation.read_counts(call, said, np.empty((ranks, 0), np.int32), np.empty(0, np.int64))
+        difference = first_difference(said, self._topology)
+        if difference:
+            raise Disagreement(f"the ranks' handles are not of one dispatch: {difference}")
         return headers
 
     def _exchange_cached(self, call: Call, header: Array, routing: Any) -> Array:
         return self._exchange_by_handle(call, header, routing)
-
-    def _check_relayed(self, routing: Any, num_rows: Array) -> None:
-        """The rows that a handle names must be there; else a kernel would reach outside."""
-        heads = routing.send_nvl_head[: routing.num_relayed]
-        if len(heads) and (heads.max(axis=0) >= num_rows).any():
-            raise Disagreement(
-                "send_nvl_head of the handle names rows that the ranks of this node do not have: is it the"
-                " handle of the dispatch whose outputs are combined?"
-            )
 
     # Rings
 
@@ -644,7 +632,7 @@ class Internode(Intranode):
         conversation.wait_until(
             call,
             step,
-            lambda: rings.stall(work, self._relays, self._node_ranks, self._node),
+            lambda: rings.stall(self._backend, work, self._relays, self._node_ranks, self._node),
             rings.progress,
         )
 
@@ -771,23 +759,39 @@ class _NodeRings:
     def progress(self) -> int:
         return int(sum(count.sum() for count in self.counts()))
 
-    def stall(self, work: _Work, relays: Any, node_ranks: Any, own_node: int) -> Stall:
-        """Whose rows are still to come, or else whose rings are still full."""
-        own_to_others = work.to_nodes.copy()
-        own_to_others[own_node] = 0
-        from_others = work.from_nodes.copy()
-        from_others[own_node] = 0
-        for what, counts, expected, ranks in (
-            ("rows", self.net_taken, from_others, relays),
-            ("rows", self.nvl_taken, work.from_ranks, node_ranks),
-            ("room in its network ring", self.net_sent, own_to_others, relays),
-            ("room in its ring", self.nvl_sent, work.to_ranks, node_ranks),
+    def stall(self, backend: Any, work: _Work, relays: Any, node_ranks: Any, own_node: int) -> Stall:
+        """Whose rows are still to come, or else whose rings are full; and who else must not be lost now.
+
+        Of rows that have come and lie in a ring still, their sender is not to blame: something else is full.
+        """
+        to_nodes, from_nodes = work.to_nodes.copy(), work.from_nodes.copy()
+        to_nodes[own_node] = from_nodes[own_node] = 0
+        stalls: list[Stall] = []
+        waited_for: dict[int, None] = {}
+        for what, layers, counts, expected, ranks in (
+            ("rows", self.net, self.net_taken, from_nodes, relays),
+            ("rows", self.nvl, self.nvl_taken, work.from_ranks, node_ranks),
+            ("room in its network ring", self.net, self.net_sent, to_nodes, relays),
+            ("room in its ring", self.nvl, self.nvl_sent, work.to_ranks, node_ranks),
         ):
+            counters = np.empty_like(counts)
             done = counts.sum(axis=0)
-            behind = np.flatnonzero(done < expected)
-            if len(behind):
-                first = int(behind[0])
-                peers = [int(ranks[index]) for index in behind]
+            if what == "rows":
+                backend.read_counters(layers[RECV_TAIL], counters)
+                arrived = counters - layers[RECV_BASE]
+                owing = arrived.sum(axis=0) < expected
+                blocking = owing & (arrived <= counts).all(axis=0)
+            else:
+                backend.read_counters(layers[SEND_HEAD], counters)
+                num_rows = (self.net_area if layers is self.net else self.nvl_area).num_rows
+                full = counts - (counters - layers[SEND_BASE]) >= num_rows
+                owing = blocking = (done < expected) & full.any(axis=0)
+            waited_for |= dict.fromkeys(int(ranks[index]) for index in np.flatnonzero(owing))
+            if blocking.any():
+                first = int(np.flatnonzero(blocking)[0])
+                peers = [int(ranks[index]) for index in np.flatnonzero(blocking)]
                 channel = int(counts[:, first].argmin())
-                return Stall(peers, what, int(done[first]), int(expected[first]), channel)
-        return Stall(list(node_ranks), "room in its ring", 0, 0)
+                stalls.append(Stall(peers, what, int(done[first]), int(expected[first]), channel))
+        other_node = next(rank for rank in relays if rank not in node_ranks)
+        stall = stalls[0] if stalls else Stall([*waited_for] or [other_node], "rows", 0, 0)
+        return stall._replace(also=[rank for rank in waited_for if rank not in stall.peers])

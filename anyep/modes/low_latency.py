@@ -27,6 +27,7 @@ from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.modes import notes
 from anyep.modes.conversation import NOT_TIMED, Array, Call, Conversation, Topic
 from anyep.modes.letters import Kind
+from anyep.modes.low_latency_wire import LowLatencyWire, Piece, WireLists
 from anyep.modes.masks import Layout, Masks
 from anyep.modes.notes import Format
 from anyep.modes.status import Phase, name_of_call
@@ -39,6 +40,7 @@ NO_STATS = np.zeros(0, np.int32)
 REFUSAL_TEXTS = 2
 """The texts before them are those of normal-mode calls."""
 Hook = Callable[[], None]
+_Pieces = dict[int, list[Piece]]
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,9 @@ class LowLatency:
         team: Any,
         memory: WarmMemory,
         can_shrink: bool,
+        lists_start: int = 0,
     ) -> None:
+        """`start` and `num_bytes` are those of the slots; lists over a wire begin at `lists_start`."""
         self.masks = Masks(backend, conversation, control)
         self._can_shrink = can_shrink
         self._backend = backend
@@ -130,6 +134,11 @@ class LowLatency:
         self._own_notes = [conversation.own_counters(note, slot_set) for slot_set in sets]
         self._packed_at_peers = [conversation.peer_counters(packed, slot_set) for slot_set in sets]
         self._own_packed = [conversation.own_counters(packed, slot_set) for slot_set in sets]
+
+        self._lists_start = lists_start
+        self._wire: LowLatencyWire | None = None
+        if conversation.wire is not None:
+            self._wire = LowLatencyWire(conversation.wire, control, self._rank, self._heap.address)
 
         self._last_call = 0
         self._all_over_until = 0
@@ -210,7 +219,8 @@ class LowLatency:
     def _places_for(self, sizes: LowLatencySizes) -> _Places:
         if self._places is None or self._places.slots.sizes != sizes:
             slots = LowLatencySlots(self._start, sizes, self._num_ranks)
-            self._places = _Places(slots, self._heap_addresses, self._rank)
+            beyond = self._wire.ranks if self._wire is not None else ()
+            self._places = _Places(slots, self._heap_addresses, self._rank, beyond, self._lists_start)
             self._agreed = False
         return self._places
 
@@ -221,7 +231,7 @@ class LowLatency:
             self._wait_until_writable(call)
             slot_set = call.number % NUM_SLOT_SETS
             self._conversation.say_refusal(REFUSAL_TEXTS + slot_set, str(error))
-            self._post(call, notes.note(call.kind))
+            self._post(call, notes.note(call.kind), refusal=str(error))
             self._tell_packed(call)
             self._conversation.end(call)
 
@@ -238,8 +248,7 @@ class LowLatency:
         def send() -> None:
             self._wait_until_writable(call)
             self._conversation.enter(call, Phase.SEND)
-            self._send_tokens(call, places, tokens)
-            self._post(call, header)
+            self._post(call, header, self._send_tokens(call, places, tokens))
 
         def receive() -> None:
             ranges, num_rows = self._wait_for_notes(call, places, header, tokens.wait_stats)
@@ -271,7 +280,8 @@ class LowLatency:
             np.empty((num_experts, self._num_ranks), np.int64),
         )
 
-    def _send_tokens(self, call: Call, places: _Places, tokens: Tokens) -> None:
+    def _send_tokens(self, call: Call, places: _Places, tokens: Tokens) -> _Pieces:
+        """Put tokens into their messages, and lists beside them; what of it has to go over the wire."""
         slot_set = call.number % NUM_SLOT_SETS
         sizes = tokens.sizes
         topk_idx = tokens.topk_idx.numpy()
@@ -294,11 +304,15 @@ class LowLatency:
         self._backend.list_tokens(
             topk_idx,
             places.lists_for_peers[slot_set],
-            places.list_stride,
+            places.list_strides,
             self._notes_at_peers[slot_set],
             self.masks.masked,
             np.empty(sizes.num_experts, np.int64),
         )
+        if self._wire is None:
+            return {}
+        row_bytes = sizes.hidden * (2 if tokens.travel is Format.BF16 else 1)
+        return self._wire.tokens(places, slot_set, topk_idx, row_bytes + 4 * tokens.num_scale_words)
 
     def _pack(
         self,
@@ -314,7 +328,7 @@ class LowLatency:
         arguments = (
             ranges,
             places.lists_of_peers[slot_set],
-            places.list_stride,
+            places.list_strides,
             places.messages[slot_set],
             places.message_bytes,
             row_bytes,
@@ -350,8 +364,7 @@ class LowLatency:
         def send() -> None:
             self._wait_until_writable(call)
             self._conversation.enter(call, Phase.SEND)
-            self._send_rows(call, places, outputs)
-            self._post(call, header)
+            self._post(call, header, self._send_rows(call, places, outputs))
 
         def receive() -> None:
             ranges, _ = self._wait_for_notes(call, places, header, outputs.wait_stats)
@@ -375,7 +388,8 @@ class LowLatency:
         """The rows of a handle; below 0 it says what is wrong with its contents."""
         return int(self._backend.count_rows(layout_range.numpy(), src_info.numpy(), max_tokens))
 
-    def _send_rows(self, call: Call, places: _Places, outputs: Outputs) -> None:
+    def _send_rows(self, call: Call, places: _Places, outputs: Outputs) -> _Pieces:
+        """Put the experts' rows into their messages, and lists beside them; what has to go over the wire."""
         slot_set = call.number % NUM_SLOT_SETS
         layout_range = outputs.layout_range.numpy()
         if not outputs.zero_copy:
@@ -401,10 +415,11 @@ class LowLatency:
             outputs.src_info.numpy(),
             layout_range,
             places.lists_for_peers[slot_set],
-            places.list_stride,
+            places.list_strides,
             self._notes_at_peers[slot_set],
             self.masks.masked,
         )
+        return self._wire.rows(places, slot_set, layout_range) if self._wire is not None else {}
 
     def _sum(self, call: Call, places: _Places, outputs: Outputs, ranges: Array, out: torch.Tensor) -> int:
         """Add up; -1, or the first (token * top-k + slot) for which there is no row."""
@@ -415,7 +430,7 @@ class LowLatency:
             outputs.topk_weights.numpy(),
             ranges,
             places.lists_of_peers[slot_set],
-            places.list_stride,
+            places.list_strides,
             places.messages[slot_set],
             places.message_bytes,
             places.rows_per_expert,
@@ -578,7 +593,8 @@ class LowLatency:
             what = f"receipt of {name_of_call(previous)} (by its hook, if it has one)"
             self._wait(call, self._own_packed[slot_set], previous, Topic.PACKED + slot_set, what)
 
-    def _post(self, call: Call, header: Array) -> None:
+    def _post(self, call: Call, header: Array, pieces: _Pieces | None = None, refusal: str = "") -> None:
+        """Close this rank's sending: a note to everyone, after what goes over the wire."""
         header[notes.Field.CALL] = call.number
         slot_set = call.number % NUM_SLOT_SETS
         self._backend.post_notes(
@@ -588,6 +604,9 @@ class LowLatency:
             Topic.NOTE + slot_set,
             header,
         )
+        if self._wire is not None:
+            num_experts = self._places.slots.num_local_experts if pieces and self._places is not None else 0
+            self._wire.post(call, pieces or {}, num_experts, refusal)
 
     def _wait_for_notes(
         self, call: Call, places: _Places | None, header: Array, wait_stats: torch.Tensor | None
@@ -627,6 +646,8 @@ class LowLatency:
         """Tell everyone that this rank needs nothing more of what he wrote for this call."""
         slot_set = call.number % NUM_SLOT_SETS
         self._conversation.announce(self._packed_at_peers[slot_set], Topic.PACKED + slot_set, call.number)
+        if self._wire is not None:
+            self._wire.tell_packed(call)
 
     def _finish(self, call: Call) -> None:
         if self._can_shrink:
@@ -688,14 +709,27 @@ class _Hook:
 
 
 class _Places:
-    """The addresses of a layout of slots, by set and then by rank."""
+    """The addresses of a layout of slots, by set and then by rank.
 
-    def __init__(self, slots: LowLatencySlots, heap_addresses: Array, rank: int) -> None:
+    What ranks `beyond` the wire send lies in this rank's own memory, and so does what goes to them.
+    """
+
+    def __init__(
+        self,
+        slots: LowLatencySlots,
+        heap_addresses: Array,
+        rank: int,
+        beyond: Sequence[int] = (),
+        lists_start: int = 0,
+    ) -> None:
         self.slots = slots
         self.message_bytes = slots.message_bytes
         self.rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
         self.list_stride = self.rows_per_expert * slots.message_bytes
-        """From one expert's list to the next one's."""
+        """From one expert's list to the next one's, where memory is shared."""
+        self.wire_lists = WireLists(lists_start, slots)
+        self.list_strides = np.full(slots.num_ranks, self.list_stride, np.int64)
+        self.list_strides[list(beyond)] = self.wire_lists.stride
         self.messages: list[Array] = []
         """Of each rank's first message."""
         self.lists_for_peers: list[Array] = []
@@ -707,6 +741,11 @@ class _Places:
             self.messages.append(heap_addresses + slots.row_offset(slot_set, 0))
             self.lists_for_peers.append(heap_addresses[rank] + np.array(by_reader, np.int64))
             self.lists_of_peers.append(heap_addresses + by_reader[rank])
+            for other in beyond:
+                own = heap_addresses[rank]
+                self.messages[slot_set][other] = own + by_reader[other]
+                self.lists_of_peers[slot_set][other] = own + self.wire_lists.incoming(slot_set, other)
+                self.lists_for_peers[slot_set][other] = own + self.wire_lists.outgoing(slot_set, other)
 
 
 def _as_words(sizes: LowLatencySizes | None) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ are numbered by source node, then by token. Channels are contiguous ranges of a 
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -83,6 +84,32 @@ class NodeRouting(NamedTuple):
         by_channel = np.zeros(self.recv_rdma_channel_prefix_matrix.shape, np.int64)
         by_channel[:, 1:] = self.recv_rdma_channel_prefix_matrix[:, :-1]
         return np.ascontiguousarray((by_node[:, None] + by_channel).T)
+
+    def received_by_channel(self) -> Array:
+        """[rank, channel]: the rows that came from a rank."""
+        starts = self.recv_gbl_channel_prefix_matrix
+        return np.ascontiguousarray(np.diff(starts, axis=1, append=self.received_by_rank[:, None]))
+
+    def relayed_rows(self, topology: Topology) -> tuple[Array, Array, bool]:
+        """[node, rank of this node]: where at a rank the rows that came from a node begin (-1: nowhere);
+        [node, rank of this node, channel]: how many they are; and whether they follow each other there."""
+        nodes, per_node = topology.num_nodes, topology.ranks_per_node
+        firsts = np.full((nodes, per_node), -1, np.int32)
+        counts = np.zeros((nodes, per_node, self.num_channels), np.int32)
+        follow = True
+        ends = np.concatenate([np.zeros(1, np.int64), self.recv_rdma_rank_prefix_sum])
+        for node in range(nodes):
+            heads = self.send_nvl_head[ends[node] : ends[node + 1]]
+            is_sent = heads >= 0
+            number = np.cumsum(is_sent, axis=0, dtype=np.int32)
+            begins = np.where(is_sent, heads - number + 1, -1)
+            if len(heads):
+                firsts[node] = begins.max(axis=0)
+            follow = follow and bool((is_sent <= (begins == firsts[node])).all())
+            total = np.concatenate([np.zeros((1, per_node), np.int32), number])
+            by_end = total[self.recv_rdma_channel_prefix_matrix[node]]
+            counts[node] = np.diff(by_end, axis=0, prepend=np.zeros((1, per_node), np.int32)).T
+        return firsts, counts, follow
 
     def relayed_by_channel(self) -> Array:
         """[node, channel]: the tokens that came from a node."""
@@ -214,4 +241,64 @@ def _what_does_not_fit(routing: NodeRouting, topology: Topology, rank: int) -> s
         by_channel[topology.node_of(rank)], routing.rdma_channel_prefix_matrix[topology.node_of(rank)]
     ):
         return "what this rank sends to its own node is not what it relays there"
+    if not routing.relayed_rows(topology)[2]:
+        return "send_nvl_head does not number the rows of its sources one after the other"
     return ""
+
+
+def what_a_handle_says(routing: NodeRouting, topology: Topology) -> Array:
+    """What a rank tells everyone of its handle: rows to and from everyone, the same by channel (a checksum),
+    the rows that it relays and where they begin, and by node the tokens that it sent and relays."""
+    firsts, relayed, _ = routing.relayed_rows(topology)
+    parts = (
+        routing.sent_by_rank,
+        routing.received_by_rank,
+        _checksums(counts_of_prefix(routing.gbl_channel_prefix_matrix)),
+        _checksums(routing.received_by_channel()),
+        _checksums(relayed.reshape(topology.num_ranks, -1)),
+        firsts.reshape(-1),
+        _checksums(counts_of_prefix(routing.rdma_channel_prefix_matrix)),
+        _checksums(routing.relayed_by_channel()),
+    )
+    return np.concatenate(parts).astype(np.int32)
+
+
+def first_difference(said: Array, topology: Topology) -> str:
+    """The first thing about which handles differ, or nothing; row r of `said` is what rank r's handle says.
+
+    >>> first_difference(np.array([[1, 2, 1, 2, *[0] * 12], [2, 3, 7, 3, *[0] * 12]]), Topology(2, 1))
+    'in that of rank 0 it sent 2 rows to rank 1, which got 7 according to its own'
+    """
+    ranks, nodes, per_node = topology.num_ranks, topology.num_nodes, topology.ranks_per_node
+    ends = np.cumsum([ranks] * 6 + [nodes])
+    sent, received, by_channel, received_by_channel, relayed, firsts, tokens, relayed_tokens = np.split(
+        said, ends, axis=1
+    )
+    for sender, receiver in zip(*np.nonzero(sent != received.T), strict=True):
+        return (
+            f"in that of rank {sender} it sent {sent[sender, receiver]} rows to rank {receiver}, which got"
+            f" {received[receiver, sender]} according to its own"
+        )
+    for sender, receiver in zip(*np.nonzero(by_channel != received_by_channel.T), strict=True):
+        return (
+            f"those of ranks {sender} and {receiver} have the rows that rank {sender} sent to rank {receiver}"
+            f" in other channels"
+        )
+    begin = np.cumsum(received, axis=1, dtype=np.int32) - received
+    for relay in range(ranks):
+        node, index = divmod(relay, per_node)
+        sources, here = slice(index, None, per_node), slice(node * per_node, (node + 1) * per_node)
+        expected = np.where(sent[sources, here] > 0, begin[here, sources].T, -1)
+        differs = (by_channel[sources, here] != relayed[relay].reshape(nodes, per_node)).any(axis=1)
+        differs |= (expected != firsts[relay].reshape(nodes, per_node)).any(axis=1)
+        differs |= tokens[sources, node] != relayed_tokens[relay]
+        for source_node in np.flatnonzero(differs):
+            source = int(source_node) * per_node + index
+            return f"that of rank {relay} relays other rows from rank {source} than that one sent"
+    return ""
+
+
+def _checksums(rows: Array) -> Array:
+    """A number for each row; rows that differ hardly ever have the same."""
+    words = [zlib.crc32(row) for row in np.ascontiguousarray(rows, np.int32)]
+    return np.array(words, np.uint32).view(np.int32)

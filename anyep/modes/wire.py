@@ -5,9 +5,9 @@ counters into it as if it were the rank's own memory; then `send` brings pieces 
 offsets, and after them the words that close them. What ranks say about themselves comes the other way: it is
 kept in the outbox of who said it, where the status of a rank of this host would be found in its heap.
 
-Nothing arrives and nothing leaves while nobody polls. Whoever waits polls; between calls a thread does, at its
-leisure, which also says now and then that this rank lives. So a rank that is silent is not slow: it is gone,
-or out of reach.
+Nothing arrives and nothing leaves while nobody polls. Whoever waits polls; between calls a thread does, at
+its leisure, which also says now and then that this rank lives. So a rank that is silent is not slow: it is
+gone, or out of reach.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class Wire:
         self.engine.put(
             rank, [(start + offset, offset, num_bytes) for offset, num_bytes in pieces], list(signals)
         )
+
+    def address(self, rank: int) -> int:
+        """Where a rank's outbox begins."""
+        address: int = self._outboxes[rank].address
+        return address
 
     def outbox(self, rank: int, offset: int, num_bytes: int) -> np.ndarray[Any, Any]:
         """A part of a rank's outbox, as bytes."""

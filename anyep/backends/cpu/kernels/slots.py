@@ -66,11 +66,11 @@ def send_tokens(first_token, end_token, x, hidden, travel, topk_idx, num_experts
                 cast_row_to_fp8(source, payload, payload + hidden, hidden, travel != FP8, travel == FP8_UE8M0)
 
 
-@kernel("void(int64[:,::1], int64[::1], int64, int64[::1], boolean[::1], int64[::1])")
-def list_tokens(topk_idx, lists, list_stride, notes, masked, counts):
+@kernel("void(int64[:,::1], int64[::1], int64[::1], int64[::1], boolean[::1], int64[::1])")
+def list_tokens(topk_idx, lists, list_strides, notes, masked, counts):
     """Leave a list of this rank's tokens for each expert of each reader, and their counts in his note.
 
-    lists[r] is the address of the list for reader r's first expert, the next expert's is `list_stride`
+    lists[r] is the address of the list for reader r's first expert, the next expert's is `list_strides[r]`
     further on. With 1 expert on each of 2 readers and topk_idx [[1, 0], [-1, 1]], reader 0 finds the tokens
     [0] and reader 1 finds [0, 1]; the ranges in their notes are 1 and 2, as are the counts [1, 2]. A token
     that chose an expert twice is listed once. Nothing is left for a masked reader.
@@ -85,7 +85,7 @@ def list_tokens(topk_idx, lists, list_stride, notes, masked, counts):
                 reader = expert // local_experts
                 if not masked[reader]:
                     local = expert - reader * local_experts
-                    tokens = int32_at(lists[reader] + local * list_stride, counts[expert] + 1)
+                    tokens = int32_at(lists[reader] + local * list_strides[reader], counts[expert] + 1)
                     if counts[expert] == 0 or tokens[counts[expert] - 1] != token:
                         tokens[counts[expert]] = token
                         counts[expert] += 1
@@ -143,7 +143,7 @@ def read_notes(notes, masked, own_header, first, end, headers, ranges):
 
 
 @kernel(
-    "void(int64, int64, int64[:,::1], int64[::1], int64, int64[::1], int64, int64, int64, int64, int64,"
+    "void(int64, int64, int64[:,::1], int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, int64,"
     " int64, int32[:,::1], int64[:,::1], int32[::1], int32[::1])"
 )
 def pack_tokens(
@@ -151,7 +151,7 @@ def pack_tokens(
     end_expert,
     ranges,
     lists,
-    list_stride,
+    list_strides,
     messages,
     message_bytes,
     row_bytes,
@@ -180,7 +180,7 @@ def pack_tokens(
         for sender in range(num_senders):
             count = ranges[sender, expert] & COUNT_MASK
             layout_range[expert, sender] = begin << COUNT_BITS | count
-            theirs = int32_at(lists[sender] + expert * list_stride, count)
+            theirs = int32_at(lists[sender] + expert * list_strides[sender], count)
             tokens = src_info[expert, begin : begin + count]
             for index in range(count):
                 # Of a sender that has masked this rank, the list may be written over while it is read.
@@ -261,13 +261,13 @@ def stage_rows(
     drain_stores()
 
 
-@kernel("void(int32[:,::1], int64[:,::1], int64[::1], int64, int64[::1], boolean[::1])")
-def list_returns(src_info, layout_range, lists, list_stride, notes, masked):
+@kernel("void(int32[:,::1], int64[:,::1], int64[::1], int64[::1], int64[::1], boolean[::1])")
+def list_returns(src_info, layout_range, lists, list_strides, notes, masked):
     """Leave for each reader the list of its tokens whose rows this rank's experts return, and their ranges.
 
-    lists[r] is the address of the list for reader r of expert 0's rows, the next expert's is `list_stride`
-    further on. With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] reader 0 finds the tokens
-    [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 | 1.
+    lists[r] is the address of the list for reader r of expert 0's rows, the next expert's is
+    `list_strides[r]` further on. With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] reader 0 finds
+    the tokens [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 | 1.
     """
     for reader in range(lists.shape[0]):
         if not masked[reader]:
@@ -276,7 +276,7 @@ def list_returns(src_info, layout_range, lists, list_stride, notes, masked):
                 begin = layout_range[expert, reader] >> COUNT_BITS
                 count = layout_range[expert, reader] & COUNT_MASK
                 ranges[expert] = layout_range[expert, reader]
-                place = lists[reader] + expert * list_stride
+                place = lists[reader] + expert * list_strides[reader]
                 copy_bytes(place, src_info[expert].ctypes.data + 4 * begin, 4 * count)
 
 
@@ -301,8 +301,8 @@ def _add_logfmt_row(sums, start, count, message, block_at, weight, values):
 
 
 @kernel(
-    "int64(int64, int64, int64[:,::1], float32[:,::1], int64[:,::1], int64[::1], int64, int64[::1], int64,"
-    " int64, boolean[::1], int64, int64, int64)"
+    "int64(int64, int64, int64[:,::1], float32[:,::1], int64[:,::1], int64[::1], int64[::1], int64[::1],"
+    " int64, int64, boolean[::1], int64, int64, int64)"
 )
 def sum_tokens(
     first_token,
@@ -311,7 +311,7 @@ def sum_tokens(
     topk_weights,
     ranges,
     lists,
-    list_stride,
+    list_strides,
     messages,
     message_bytes,
     rows_per_expert,
@@ -347,7 +347,7 @@ def sum_tokens(
                 continue
             local = expert - rank * local_experts
             count = ranges[rank, local] & COUNT_MASK
-            tokens = int32_at(lists[rank] + local * list_stride, count)
+            tokens = int32_at(lists[rank] + local * list_strides[rank], count)
             place = taken[rank, local]
             while place < count and tokens[place] < token:
                 place += 1
