@@ -40,7 +40,7 @@ mutate: $(READY)
 	$(BIN)/python tools/mutate.py $(ARITHMETIC:%=anyep/%.py)
 
 $(READY): pyproject.toml constraints.txt tools/make_venv.py
-	$(PYTHON) tools/make_venv.py $(VENV) dev,plot,cuda,examples
+	$(PYTHON) tools/make_venv.py $(VENV) dev,plot,cuda,network,examples
 	touch $@
 
 clean:

@@ -303,12 +303,13 @@ def check_nvshmem() -> Iterator[Finding]:
 
 
 def check_nixl() -> Iterator[Finding]:
-    for package in ("nixl-cu12", "nixl-cu13", "nixl"):
-        version = _installed(package)
-        if version:
-            yield Finding("nixl", "ok", f"{package} {version}")
-            return
-    yield Finding("nixl", "note", "not installed; needed between hosts only", "pip install 'anyep[network]'")
+    version = _installed("nixl-cu12")
+    if version:
+        yield Finding("nixl", "ok", f"nixl-cu12 {version}, puts bytes into other hosts' memory")
+    else:
+        yield Finding(
+            "nixl", "note", "not installed; needed between hosts only", "pip install 'anyep[network]'"
+        )
 
 
 CHECKS: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (

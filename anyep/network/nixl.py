@@ -36,6 +36,10 @@ from anyep.errors import InvalidCall, NotSupported, PeerLost
 _INSTALL: Final = (
     "NIXL is not installed, which puts bytes into other hosts' memory: pip install 'anyep[network]'"
 )
+_LOOK: Final = (
+    "see whether UCX_NET_DEVICES and UCX_TLS, where they are set, name what is there and up;"
+    " NIXL_LOG_LEVEL=INFO and UCX_LOG_LEVEL=INFO tell more"
+)
 _DESCRIPTION: Final = struct.Struct("<QQQ")
 """Before the agent's metadata: rank, address and size of the heap."""
 _HEADER: Final = struct.Struct("<cQ")
@@ -288,14 +292,17 @@ def join_pieces(pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, i
 
 
 def _make_agent(name: str) -> Any:
-    # Read once, when the library is loaded; it would tell of every agent and backend.
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    # Read once, when the library is loaded. What fails is said by AnyEP, once and not for every transfer.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     try:
         from nixl_cu12._api import nixl_agent, nixl_agent_config
     except ImportError as error:
         raise NotSupported(f"{_INSTALL} ({error})") from error
-    # Its own thread for progress competes with the ranks for the cores: a tenth of the speed on two.
-    return nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+    try:
+        # Its own thread for progress competes with the ranks for the cores: a tenth of the speed on two.
+        return nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+    except Exception as error:
+        raise NotSupported(f"NIXL cannot be used here ({error}): {_LOOK}") from error
 
 
 def _check_range(peer: _Peer, offset: int, num_bytes: int) -> None:
