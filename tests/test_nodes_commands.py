@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from anyep.cli.bench_measure import Setup
 from anyep.cli.gate import choose, misrouting
 from anyep.cli.nodes import Nodes
+from tests.bench_namespaces import measure, report
 from tests.test_cli import anyep
 
 SIZES = ("--tokens", "24", "--hidden", "32", "--experts", "8", "--topk", "2")
@@ -66,6 +68,17 @@ def test_bench(tmp_path: Path) -> None:
     dispatch = found["dispatch", "window", 24]
     assert dispatch["bytes_between_nodes"] == found["dispatch", "ring", 24]["bytes_between_nodes"] > 0
     assert dispatch["bytes_between_nodes"] < dispatch["all_to_all_bytes_between_nodes"] * (64 + 48) / 64
+
+
+def test_bench_between_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = Nodes(num_nodes=2, ranks_per_node=2, topk_nodes=1, network="nixl")
+    setup = Setup("normal", 4, 8, 64, 8, 2, 1, 0, nodes=nodes)
+    rates, records = report(setup, measure(setup, 1 << 20), 1 << 20)
+    assert rates.one_way > 0
+    assert rates.both_ways > 0
+    assert len(records) == 11
+    assert all(record.vs["gloo"] > 0 for record in records if record.bytes_between_nodes)
+    assert "to the other host in a dispatch" in capsys.readouterr().out
 
 
 def test_a_token_goes_to_the_best_experts_of_the_best_nodes() -> None:
