@@ -79,8 +79,11 @@ class Side:
     def close(self) -> None:
         started = time.monotonic()
         self.engine.close()
-        self.engine.close()
         assert time.monotonic() - started < CLOSE_S
+        self.engine.close()
+        assert not self.engine.poll()
+        with pytest.raises(InvalidCall, match="the engine is closed"):
+            self.engine.put(self.peers[0], [], [(0, 1)])
 
 
 def connect(context: RankContext) -> None:
@@ -162,6 +165,8 @@ def check_bad_puts(context: RankContext) -> None:
     ):
         with pytest.raises(InvalidCall, match=f"rank {side.peers[0]}"):
             side.engine.put(side.peers[0], pieces, signals)
+    with pytest.raises(InvalidCall, match="register that memory first"):
+        side.engine.put(side.peers[0], [(side.stage.address - 1, 0, 2)])
     assert side.engine.is_idle(side.peers[0])
 
 
@@ -305,7 +310,7 @@ def test_words_are_heard(world: World) -> None:
     world.run(check_words)
 
 
-def test_puts_outside_of_the_heap_are_refused(world: World) -> None:
+def test_puts_from_or_to_other_memory_are_refused(world: World) -> None:
     world.run(check_bad_puts)
 
 

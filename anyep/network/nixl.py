@@ -82,6 +82,7 @@ class NixlEngine:
         self._rank_of: dict[str, int] = {}
         self._heard: list[tuple[int, bytes]] = []
         self._registered: list[Any] = []
+        self._own_ranges: list[tuple[int, int]] = []
         self._agent = _make_agent(f"anyep {rank} {secrets.token_hex(8)}")
         self.register(heap.address, heap.num_bytes)
 
@@ -92,6 +93,7 @@ class NixlEngine:
         with self._lock:
             region = [(address, num_bytes, 0, "")]
             self._registered.append(self._agent.register_memory(region, "DRAM"))
+            self._own_ranges.append((address, address + num_bytes))
 
     def describe(self) -> bytes:
         """What peers need to know of this rank; they pass it to `connect`."""
@@ -125,30 +127,35 @@ class NixlEngine:
         until `num_done(peer)` has reached it.
         """
         with self._lock:
+            if self._is_closed:
+                raise InvalidCall("the engine is closed: nothing can be sent any more")
             other = self._peers[peer]
             self._raise_if_lost(peer)
-            for _, offset, num_bytes in pieces:
+            joined = list(join_pieces(pieces))
+            for own, offset, num_bytes in joined:
+                self._check_own(own, num_bytes)
                 _check_range(other, offset, num_bytes)
             for offset, _ in signals:
                 _check_range(other, offset, 8)
             other.num_tickets += 1
             ticket = other.num_tickets
             content = _HEADER.pack(_PUT, ticket) + np.array(signals, np.int64).tobytes()
-            joined = list(join_pieces(pieces))
-            if joined:
-                with self._losing(peer):
+            with self._losing(peer):
+                if joined:
                     self._start(other, ticket, joined, content)
-                self.bytes_put[peer] += sum(num_bytes for _, _, num_bytes in joined)
-                self.num_puts[peer] += 1
-            else:
-                with self._losing(peer):
+                    self.bytes_put[peer] += sum(num_bytes for _, _, num_bytes in joined)
+                    self.num_puts[peer] += 1
+                else:
                     self._agent.send_notif(other.agent, content)
-                self._finish(other)
+                    self._finish(other)
             self._raise_if_lost(peer)
             return ticket
 
     def num_done(self, peer: int) -> int:
-        """Puts up to this ticket are done here: their memory may be overwritten."""
+        """Puts up to this ticket are done here: their memory may be overwritten.
+
+        It stands still when the peer is lost.
+        """
         return self._peers[peer].num_done
 
     def is_idle(self, peer: int) -> bool:
@@ -254,6 +261,10 @@ class NixlEngine:
             if content:
                 words = np.frombuffer(content, np.int64).reshape(-1, 2).T.copy()
                 raise_words(self._heap.address, words[0], words[1])
+
+    def _check_own(self, address: int, num_bytes: int) -> None:
+        if not any(start <= address and address + num_bytes <= end for start, end in self._own_ranges):
+            raise InvalidCall(f"{num_bytes} bytes at {address:#x} cannot be sent: register that memory first")
 
     def _raise_if_lost(self, peer: int) -> None:
         if peer in self.lost:
