@@ -46,6 +46,7 @@ Array = np.ndarray[Any, Any]
 AGREEING_WORDS = (int(Field.REFUSED), int(SIGNATURE[-1]) + 1)
 NOT_TIMED = np.zeros(0, np.int64)
 POLL_S = 0.003
+PAUSE_S = 0.00005
 
 
 Pieces = Mapping[int, Sequence[tuple[int, int]]]
@@ -439,9 +440,9 @@ class Conversation:
             num_missing = look()
             if num_missing == 0 or time.monotonic() > until:
                 return num_missing
-            if not moved:
-                # Whoever is waited for may need this core.
-                os.sched_yield()
+            if not moved and self.num_spins == 0:
+                # Whoever is waited for needs this core.
+                time.sleep(PAUSE_S)
 
     def announce(self, counters: Array, topic: int, value: int, alarms: Array | None = None) -> None:
         """Release a value in these counters, one at each peer, or at each of those with these alarms."""
