@@ -11,7 +11,8 @@ import torch
 
 from anyep.cli.bench_measure import Setup
 from anyep.cli.gate import choose, misrouting
-from anyep.cli.nodes import Nodes
+from anyep.cli.nodes import NETWORKS, Nodes
+from anyep.modes import connection
 from tests.bench_namespaces import measure, report
 from tests.test_cli import anyep
 
@@ -81,6 +82,21 @@ def test_bench_between_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "to the other host in a dispatch" in capsys.readouterr().out
 
 
+def test_the_example_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "nodes.md").read_text()
+    script = tmp_path / "example.py"
+    script.write_text(page.split("```python\n")[1].split("```")[0])
+    finished = anyep(
+        "run", "-n", "4", str(script), "2", env={"PYTHONPATH": str(Path(__file__).parent.parent)}
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("rows for its experts") == 4
+
+
+def test_every_network_of_a_buffer_is_offered() -> None:
+    assert set(NETWORKS) == {"auto", *connection.NETWORKS}
+
+
 def test_a_token_goes_to_the_best_experts_of_the_best_nodes() -> None:
     nodes = Nodes(num_nodes=4, topk_nodes=2)
     scores = torch.rand(50, 12, generator=torch.Generator().manual_seed(3))
@@ -129,7 +145,10 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("demo", "--nodes", "0"), "nodes is 0"),
         (("demo", "--nodes", "2", "--ranks-per-node", "-1"), "ranks-per-node is -1"),
         (("demo", "--nodes", "2", "--device", "cuda"), "several nodes work on the CPU so far"),
-        (("demo", "--nodes", "2", "--mode", "low-latency"), "several nodes are for normal mode so far"),
+        (
+            ("demo", "--nodes", "2", "--mode", "low-latency"),
+            "--nodes and --ranks-per-node are for normal mode",
+        ),
         (
             ("demo", "--nodes", "4", "--topk-nodes", "5"),
             "topk-nodes is 5: top-4 of 16 experts on 4 nodes come from 1 to 4 of them",
@@ -143,7 +162,10 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("demo", "--network", "nixl"), "network is for several nodes"),
         (("bench", "--nodes", "2", "--ranks", "7"), "7 ranks do not fill 2 nodes evenly"),
         (("bench", "--nodes", "2", "--device", "cuda"), "several nodes work on the CPU so far"),
-        (("bench", "--nodes", "2", "--mode", "low-latency"), "several nodes are for normal mode so far"),
+        (
+            ("bench", "--nodes", "2", "--mode", "low-latency"),
+            "--nodes and --ranks-per-node are for normal mode",
+        ),
         (("bench", "--nodes", "2", "--network", "string"), "network is 'string': choose one of auto"),
     ],
 )

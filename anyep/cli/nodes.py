@@ -117,7 +117,7 @@ def nodes_of(
                 raise InvalidCall(f"{name} is for several nodes: add --nodes 2, or leave it out")
         return Nodes(1, ranks_per_node)
     if mode != "normal":
-        raise InvalidCall("several nodes are for normal mode so far: leave --nodes and --ranks-per-node out")
+        raise InvalidCall("--nodes and --ranks-per-node are for normal mode: leave them out")
     if device != "cpu":
         raise InvalidCall(f"several nodes work on the CPU so far: leave out --device {device}, or --nodes")
     fewest = -(-topk * num_nodes // experts)
