@@ -206,12 +206,7 @@ def _(x: Tensor, handle: list[Tensor], topk_weights: Tensor | None, buffer: int)
     return x.new_empty((tokens, x.shape[1])), topk_weights.new_empty((tokens, topk_weights.shape[1]))
 
 
-# Their gradients
-
-
-def _nothing(ctx: Any) -> list[None]:
-    """The gradient of a handle."""
-    return [None] * len(ctx.saved_tensors)
+# Their gradients. What was saved is read once in each: activation checkpointing asks for that.
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -235,8 +230,9 @@ def _keep_for_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) 
 
 
 def _gradient_of_dispatch_again(ctx: Any, grad_rows: Tensor) -> Any:
-    grad, _ = torch.ops.anyep.combine(grad_rows, list(ctx.saved_tensors), None, ctx.buffer)
-    return grad, _nothing(ctx), None
+    handle = list(ctx.saved_tensors)
+    grad, _ = torch.ops.anyep.combine(grad_rows, handle, None, ctx.buffer)
+    return grad, [None] * len(handle), None
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -249,11 +245,11 @@ def _gradient_of_combine(ctx: Any, grad: Tensor, grad_weights: Tensor) -> Any:
     handle = list(ctx.saved_tensors)
     grad_rows = torch.ops.anyep.dispatch_again(grad, handle, ctx.buffer)
     if ctx.num_topk is None:
-        return grad_rows, _nothing(ctx), None, None
+        return grad_rows, [None] * len(handle), None, None
     # A dispatch by handle carries no weights of its own, so they go as rows.
     padded = functional.pad(grad_weights, (0, -ctx.num_topk % MULTIPLE_OF_FLOATS))
     grad_row_weights = torch.ops.anyep.dispatch_again(padded, handle, ctx.buffer)
-    return grad_rows, _nothing(ctx), grad_row_weights[:, : ctx.num_topk].contiguous(), None
+    return grad_rows, [None] * len(handle), grad_row_weights[:, : ctx.num_topk].contiguous(), None
 
 
 _dispatch.register_autograd(_gradient_of_dispatch, setup_context=_keep_for_dispatch)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from anyep import InvalidCall
 from anyep.nn import ExpertParallelMoE, FeedForward, TopKGate, make_buffer
@@ -161,6 +162,35 @@ def check_compiled_layer(context: RankContext) -> None:
 
 def test_compiled_layer_gives_the_same_bits() -> None:
     get_world(2).run(check_compiled_layer, timeout=TIMEOUT_S)
+
+
+class Checkpointed(torch.nn.Module):
+    """The layer, run again in the backward pass instead of being remembered."""
+
+    def __init__(self, layer: ExpertParallelMoE) -> None:
+        super().__init__()
+        self.layer, self.gate, self.experts = layer, layer.gate, layer.experts
+        self.num_runs = 0
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self._run, x, use_reentrant=False)
+
+    def _run(self, x: Tensor) -> Tensor:
+        self.num_runs += 1
+        output: Tensor = self.layer(x)
+        return output
+
+
+def check_checkpointed_layer(context: RankContext) -> int:
+    layer, x = make_layer(context), rows_of(context.rank)
+    again = Checkpointed(layer)
+    for ours, plain in zip(run_layer(again, x), run_layer(layer, x), strict=True):
+        assert torch.equal(ours, plain)
+    return again.num_runs
+
+
+def test_checkpointed_layer_gives_the_same_bits() -> None:
+    assert get_world(4).run(check_checkpointed_layer) == [2] * 4
 
 
 # State dicts
