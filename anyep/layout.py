@@ -304,8 +304,9 @@ class ControlRegion:
 
     @property
     def letter_bytes(self) -> int:
-        """Header, the sender's rows of two count matrices, its rows by channel, its counts for experts."""
-        counts = 2 * self.num_ranks + NUM_MAX_CHANNELS + NUM_MAX_LOCAL_EXPERTS
+        """Header, the sender's rows of two count matrices, its rows by channel, its counts for experts; or
+        what its handle says of every rank and node."""
+        counts = max(2 * self.num_ranks + NUM_MAX_CHANNELS + NUM_MAX_LOCAL_EXPERTS, 8 * self.num_ranks)
         return align(LETTER_HEADER_BYTES + 4 * counts, NUM_BUFFER_ALIGNMENT_BYTES)
 
     @property

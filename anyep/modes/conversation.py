@@ -496,7 +496,7 @@ class Conversation:
             if progress() != done:
                 done = progress()
                 deadline = time.monotonic() + self.timeout_s
-            elif time.monotonic() > deadline:
+            elif time.monotonic() > deadline and not gone:
                 if give_up is None:
                     raise self.too_late(call, stall, self._phase())
                 # Whoever waits for another rank himself may be the one that this wait ends for: once more.
