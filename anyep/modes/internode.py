@@ -27,14 +27,14 @@ from anyep.modes.intranode import (
     MIN_RING_ROWS,
     WORTH_STREAMING_BYTES,
     Counts,
+    Decision,
     Intranode,
+    LetterCounts,
     Outputs,
     Payload,
     Received,
-    _Counts,
-    _Decision,
-    _Results,
-    _Staged,
+    Results,
+    Staged,
     slot_offsets,
 )
 from anyep.modes.letters import (
@@ -257,25 +257,17 @@ class Internode(Intranode):
             np.empty((0, self._topology.ranks_per_node), np.int32),
         )
 
-    def _with_rows(self, routing: Any, num_rows: int) -> Any:
+    def _with_rows(self, routing: Any, num_rows: int, is_counted: bool) -> Any:
         """Room for received rows and for relayed ones: as many as came, or as are received at most."""
-        num_relayed = routing.num_relayed if self._knows_counts else num_rows
+        num_relayed = routing.num_relayed if is_counted else num_rows
         return routing._replace(
             recv_src_meta=np.zeros((num_rows, SOURCE_META_BYTES), np.uint8),
             send_nvl_head=np.full((num_relayed, self._topology.ranks_per_node), -1, np.int32),
         )
 
-    def _dispatch_as_counted(self, *arguments: Any) -> Received:
-        self._knows_counts = True
-        return super()._dispatch_as_counted(*arguments)
-
-    def _dispatch_worst_case(self, *arguments: Any) -> Received:
-        self._knows_counts = False
-        return super()._dispatch_worst_case(*arguments)
-
     def _notify(
         self, call: Call, header: Array, places: Any, tokens_per_expert: Array, routing: Any
-    ) -> _Counts:
+    ) -> LetterCounts:
         """Exchange letters, and fill the routing with what they say."""
         topology = self._topology
         ranks, nodes = self._num_ranks, topology.num_nodes
@@ -299,8 +291,7 @@ class Internode(Intranode):
         routing.recv_rdma_rank_prefix_sum[:] = np.cumsum(relayed[:, -1].sum(axis=1))
         routing.recv_gbl_channel_prefix_matrix[:] = np.cumsum(by_channel, axis=1) - by_channel
         routing.recv_gbl_rank_prefix_sum[:] = np.cumsum(matrix[:, self._rank])
-        self._relayed = _Relayed(relayed, np.ascontiguousarray(matrix[:, :ranks]))
-        return _Counts(self._relayed.matrix, by_channel, by_expert)
+        return LetterCounts(np.ascontiguousarray(matrix[:, :ranks]), by_channel, by_expert, relayed)
 
     def _check_room_for_relayed(self, headers: Array, by_node: Array) -> None:
         """Where the caller says how many rows there can be, that is how many a rank can relay, too."""
@@ -343,12 +334,11 @@ class Internode(Intranode):
             ]
         )
 
-    def _next_rows(self, num_channels: int) -> Array:
+    def _next_rows(self, counts: LetterCounts) -> Array:
         """[channel, node, rank of this node]: where the next row that comes from a node goes at a rank."""
-        topology, relayed = self._topology, self._relayed
-        here = list(self._node_ranks)
-        before = np.cumsum(relayed.matrix[:, here], axis=0, dtype=np.int64) - relayed.matrix[:, here]
-        by_channel = relayed.by_channel[:, : topology.ranks_per_node].astype(np.int64)
+        matrix = counts.matrix[:, list(self._node_ranks)]
+        before = np.cumsum(matrix, axis=0, dtype=np.int64) - matrix
+        by_channel = counts.relayed[:, : self._topology.ranks_per_node].astype(np.int64)
         in_earlier_channels = np.cumsum(by_channel, axis=2) - by_channel
         rows = before[self._relays][:, :, None] + in_earlier_channels
         return np.ascontiguousarray(rows.transpose(2, 0, 1))
@@ -358,8 +348,8 @@ class Internode(Intranode):
         call: Call,
         payload: Payload,
         routing: Any,
-        results: _Results,
-        decision: _Decision,
+        results: Results,
+        decision: Decision,
         config: Config,
         experts_per_rank: int,
         is_new: bool = True,
@@ -375,7 +365,7 @@ class Internode(Intranode):
         per_channel = max(1, -(-payload.num_tokens // channels))
         cursor = np.minimum(np.arange(channels, dtype=np.int64) * per_channel, payload.num_tokens)
         result = [results.x.data_ptr(), results.source.ctypes.data, *results.addresses()]
-        next_rows = self._next_rows(channels) if is_new else np.zeros((0, 0, 0), np.int64)
+        next_rows = self._next_rows(decision.counts) if is_new else np.zeros((0, 0, 0), np.int64)
         arguments = (
             np.repeat(cursor[:, None], self._topology.num_nodes, axis=1),
             *rings.counts(),
@@ -397,7 +387,7 @@ class Internode(Intranode):
         sent, to_relay = routing.rdma_channel_prefix_matrix[:, -1], routing.relayed_by_channel().sum(axis=1)
         to_take = counts.sum(axis=(0, 2)) if not mine else np.zeros(len(here), np.int64)
         if is_new:
-            to_push = self._relayed.by_channel[:, : len(here)].sum(axis=(0, 2))
+            to_push = decision.counts.relayed[:, : len(here)].sum(axis=(0, 2))
         else:
             to_push = (routing.send_nvl_head[: routing.num_relayed] >= 0).sum(axis=0)
         self._run_relay(
@@ -419,7 +409,7 @@ class Internode(Intranode):
     # Combine
 
     def _pull_or_push(
-        self, call: Call, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor, staged: _Staged
+        self, call: Call, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor, staged: Staged
     ) -> None:
         x, routing, topk_weights, biases, config = outputs
         conversation, here = self.conversation, list(self._node_ranks)
@@ -724,13 +714,6 @@ def slots_between(first: int, end: int, num_slots: int) -> list[tuple[int, int]]
         runs.append((slot, count))
         first += count
     return runs
-
-
-class _Relayed(NamedTuple):
-    """What letters said: [node, rank of this node, channel] rows to relay, then tokens; rows by ranks."""
-
-    by_channel: Array
-    matrix: Array
 
 
 class _Work(NamedTuple):

@@ -125,7 +125,7 @@ class Combined(NamedTuple):
     event: EventHandle | None
 
 
-class _Results(NamedTuple):
+class Results(NamedTuple):
     """What a dispatch fills. x may lie in a window; what came beside the rows is copied out of it."""
 
     x: torch.Tensor
@@ -182,7 +182,8 @@ class Intranode:
         self._num_rows = np.empty(self._num_ranks, np.int64)
         self._offsets = np.empty(self._num_ranks, np.int64)
         self._places = np.empty((self._num_ranks, 5), np.int64)
-        self._no_counts = np.zeros((self._num_ranks, self._num_ranks), np.int32)
+        no_rows = np.zeros((self._num_ranks, self._num_ranks), np.int32)
+        self._no_counts = LetterCounts(no_rows, no_rows, no_rows)
         arrival, pulled = control.block("window arrival"), control.block("window pulled")
         own_index = topology.nvl_rank_of(self._rank)
         self._arrival_at_peers = conversation.counters_at(self._node_ranks, arrival, own_index)
@@ -365,11 +366,11 @@ class Intranode:
         offer_what_is_free(header, self.windows)
         routing = self._new_routing(places)
         counts = self._notify(call, header, places, tokens_per_expert, routing)
-        decision = self._choose_windows(self.conversation.headers, counts.matrix, payload)
+        decision = self._choose_windows(self.conversation.headers, counts, payload)
         window = int(decision.offsets[self._rank])
         if window >= 0:
             self.windows.allocate_at(window, payload.window(decision.num_rows).num_bytes)
-        routing = self._with_rows(routing, decision.num_rows)
+        routing = self._with_rows(routing, decision.num_rows, is_counted=True)
         results = self._new_results(payload, routing, window)
         experts_per_rank = len(tokens_per_expert) // self._num_ranks
 
@@ -395,13 +396,13 @@ class Intranode:
         """The number of rows is given, so the call can go on by itself without waiting for anything first."""
         header = self._dispatch_header(payload, config, len(tokens_per_expert))
         window = offer_exactly(header, self.windows, payload, num_worst_tokens)
-        routing = self._with_rows(self._new_routing(places), num_worst_tokens)
+        routing = self._with_rows(self._new_routing(places), num_worst_tokens, is_counted=False)
         results = self._new_results(payload, routing, window)
         experts_per_rank = len(tokens_per_expert) // self._num_ranks
 
         def whole_call() -> None:
             counts = self._notify(call, header, places, tokens_per_expert, routing)
-            decision = self._choose_windows(self.conversation.headers, counts.matrix, payload)
+            decision = self._choose_windows(self.conversation.headers, counts, payload)
             self._transfer(call, payload, routing, results, decision, config, experts_per_rank)
 
         return _received(results, [], routing, self._run(call, whole_call, run_async))
@@ -452,15 +453,16 @@ class Intranode:
         """A routing with nothing but the tokens in it."""
         return places.new_routing()
 
-    def _with_rows(self, routing: Any, num_rows: int) -> Any:
-        """A routing with room for what is to be known of each received row."""
+    def _with_rows(self, routing: Any, num_rows: int, is_counted: bool) -> Any:
+        """A routing with room for what is to be known of each row: of as many as the letters counted, or as
+        the caller said."""
         return routing._replace(recv_src_idx=np.empty(num_rows, np.int32))
 
     def _notify(
         self, call: Call, header: Array, places: Places, tokens_per_expert: Array, routing: Routing
-    ) -> _Counts:
+    ) -> LetterCounts:
         """Exchange letters, and fill the routing with what they say."""
-        counts = _Counts(
+        counts = LetterCounts(
             np.empty((self._num_ranks, self._num_ranks), np.int32),
             np.empty(places.by_channel.shape, np.int32),
             np.empty(len(tokens_per_expert) // self._num_ranks, np.int64),
@@ -484,7 +486,8 @@ class Intranode:
         ring_rows = self.ring_area(config, payload.token).num_rows
         return dispatch_header(payload, num_experts, config.num_channels, ring_rows)
 
-    def _choose_windows(self, headers: Array, matrix: Array, payload: Payload) -> _Decision:
+    def _choose_windows(self, headers: Array, counts: LetterCounts, payload: Payload) -> Decision:
+        matrix = counts.matrix
         num_rows, offsets, places = self._num_rows, self._offsets, self._places
         too_small = self._backend.choose_windows(
             headers,
@@ -504,13 +507,13 @@ class Intranode:
                 f"num_worst_tokens is {limit} on rank {too_small}, but {arriving} rows would arrive there:"
                 f" nothing was sent; pass at least the largest number of rows that can arrive"
             )
-        return _Decision(int(num_rows[self._rank]), offsets, places)
+        return Decision(int(num_rows[self._rank]), offsets, places, counts)
 
-    def _new_results(self, payload: Payload, routing: Routing, window: int) -> _Results:
+    def _new_results(self, payload: Payload, routing: Routing, window: int) -> Results:
         """The tensors that a dispatch fills; x lies in the window at `window`, or (-1) in own memory."""
         token, num_rows = payload.token, routing.num_recv_rows
         shape, dtype = (num_rows, payload.x.shape[1]), payload.x.dtype
-        return _Results(
+        return Results(
             self._memory.empty(shape, dtype) if window < 0 else self.windows.lend(window, shape, dtype),
             routing.sources,
             torch.empty((num_rows, token.num_topk), dtype=torch.int64, device="cpu")
@@ -529,8 +532,8 @@ class Intranode:
         call: Call,
         payload: Payload,
         routing: Routing,
-        results: _Results,
-        decision: _Decision,
+        results: Results,
+        decision: Decision,
         config: Config,
         experts_per_rank: int,
         is_new: bool = True,
@@ -558,7 +561,7 @@ class Intranode:
         conversation.end(call)
 
     def _finish_results(
-        self, call: Call, payload: Payload, results: _Results, decision: _Decision, is_new: bool
+        self, call: Call, payload: Payload, results: Results, decision: Decision, is_new: bool
     ) -> None:
         """Wait until all rows are in the window, and take out of it what is beside them; then pad."""
         token, num_result_rows = payload.token, results.x.shape[0]
@@ -586,8 +589,8 @@ class Intranode:
         call: Call,
         payload: Payload,
         routing: Routing,
-        results: _Results,
-        decision: _Decision,
+        results: Results,
+        decision: Decision,
         config: Config,
         row_arguments: tuple[Any, ...],
     ) -> None:
@@ -645,7 +648,7 @@ class Intranode:
         return Combined(out, out_weights if weights is not None else None, event)
 
     def _pull_or_push(
-        self, call: Call, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor, staged: _Staged
+        self, call: Call, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor, staged: Staged
     ) -> None:
         x, routing, topk_weights, biases, config = outputs
         conversation, backend = self.conversation, self._backend
@@ -713,7 +716,7 @@ class Intranode:
         )
         conversation.end(call)
 
-    def _stage(self, call: Call, x: torch.Tensor, topk_weights: torch.Tensor | None) -> _Staged:
+    def _stage(self, call: Call, x: torch.Tensor, topk_weights: torch.Tensor | None) -> Staged:
         """Where peers can read x and the weights: where they are, if that is a window, else in a copy."""
         taken: list[int] = []
         offsets: list[int] = []
@@ -728,11 +731,11 @@ class Intranode:
                 if offset is None:
                     for window in taken:
                         self.windows.free(window)
-                    return _Staged(-1, -1, ())
+                    return Staged(-1, -1, ())
                 taken.append(offset)
                 self._copy_to_window(tensor, offset)
             offsets.append(offset)
-        return _Staged(offsets[0], offsets[1], tuple(taken))
+        return Staged(offsets[0], offsets[1], tuple(taken))
 
     def _copy_to_window(self, tensor: torch.Tensor, offset: int) -> None:
         row_bytes = tensor.shape[1] * tensor.element_size()
@@ -891,23 +894,27 @@ class Places(NamedTuple):
         )
 
 
-class _Counts(NamedTuple):
+class LetterCounts(NamedTuple):
     """What the letters said: rows from rank to rank, from each rank by channel, tokens per local expert."""
 
     matrix: Array
     by_channel: Array
     by_expert: Array
+    relayed: Any = None
+    """Between nodes: rows and tokens that this rank relays, by [node, rank of this node, channel]."""
 
 
-class _Decision(NamedTuple):
-    """This rank's rows, each receiver's window (-1: rings), and the addresses of its results."""
+class Decision(NamedTuple):
+    """This rank's rows, each receiver's window (-1: rings), the addresses of its results, and the counts that
+    it was made by."""
 
     num_rows: int
     offsets: Array
     places: Array
+    counts: LetterCounts
 
 
-class _Staged(NamedTuple):
+class Staged(NamedTuple):
     """Offsets of x and its weights in the window heap (-1: they go through rings), and what to free after."""
 
     x: int
@@ -983,7 +990,7 @@ def slot_offsets(token: TokenLayout) -> Array:
 
 
 def _received(
-    results: _Results, tokens_per_expert: list[int], routing: Routing, event: EventHandle | None
+    results: Results, tokens_per_expert: list[int], routing: Routing, event: EventHandle | None
 ) -> Received:
     return Received(
         results.x,
