@@ -338,7 +338,8 @@ def disagree(context: RankContext, about: str) -> str:
         ("channels", "about the number of channels (num_sms // 2): 10 on ranks 0, 1; 2 on rank 2"),
         (
             "ring",
-            "about the rows of a ring (config, num_nvl_bytes or num_rdma_bytes): 256 on ranks 0, 1; 100 on rank 2",
+            "about the rows of a ring (config, num_nvl_bytes or num_rdma_bytes): 256 on ranks 0, 1;"
+            " 100 on rank 2",
         ),
     ],
 )
