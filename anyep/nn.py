@@ -1,20 +1,22 @@
 """A Mixture-of-Experts layer whose experts live on the ranks of a group: to use, or to copy and change.
 
     gate = TopKGate(hidden, num_experts=64, topk=8)
-    layer = ExpertParallelMoE(gate, lambda index: FeedForward(hidden, inner), group, 64, hidden)
+    experts = [FeedForward(hidden, inner) for _ in range(64 // group.size())]
+    layer = ExpertParallelMoE(gate, experts, group)
     y = layer(x)        # each rank with its own tokens; gradients flow to x, the gate and the experts
 
-With R ranks, rank r makes and holds the experts [r * 64 / R, (r + 1) * 64 / R). Their parameters are named
+With R ranks, rank r holds the experts [r * 64 / R, (r + 1) * 64 / R). Their parameters are named
 by the expert's number in the whole layer, so the state dicts of all ranks together are that of one process,
 and a whole state dict loads into any number of ranks.
 
-Layers of one model share a Buffer: `make_buffer` makes it, and each layer gets it as `buffer`. For decoding,
-set `low_latency` on every rank; then at most `max_decode_tokens` tokens per rank and call.
+Layers of one model share a Buffer: `make_buffer` makes it, and each layer gets it as `buffer`; else each
+makes its own, when it is made (given `hidden`) or first called. For decoding, set `low_latency` on every
+rank; then at most `max_decode_tokens` tokens per rank and call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -125,45 +127,53 @@ def run_experts(rows: Tensor, topk_idx: Tensor, weights: Tensor, experts: Sequen
 
 
 class ExpertParallelMoE(nn.Module):
-    """`gate` chooses, `make_expert(index)` makes the expert of this number; x is [..., hidden].
+    """`gate` chooses, `experts` are this rank's, or a function that makes the one of a number; x is
+    [..., hidden].
 
     A gate returns the experts of each row and their weights in float32. It is the same on all ranks: its
-    gradients, like those of everything but the experts, are to be summed over the ranks.
+    gradients, like those of everything but the experts, are to be summed over the ranks. Without `hidden` the
+    Buffer is made in the first call.
     """
 
     def __init__(
         self,
         gate: nn.Module,
-        make_expert: Callable[[int], nn.Module],
+        experts: Callable[[int], nn.Module] | Iterable[nn.Module],
         group: Any,
-        num_experts: int,
-        hidden: int,
+        num_experts: int | None = None,
+        hidden: int | None = None,
         max_decode_tokens: int = 0,
         *,
         buffer: Buffer | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.buffer = buffer or make_buffer(group, hidden, num_experts, max_decode_tokens, device)
-        self.num_experts, self.max_decode_tokens = num_experts, max_decode_tokens
-        self.low_latency = False
-        num_local = check_num_experts(num_experts, self.buffer.group_size) // self.buffer.group_size
-        first = self.buffer.rank * num_local
-        self.gate = gate
-        self.experts = nn.ModuleDict(
-            {str(index): make_expert(index) for index in range(first, first + num_local)}
-        )
+        self.gate, self._group, self._device = gate, group, device
+        self.num_experts, local = _local_experts(experts, group, num_experts)
+        self.experts = nn.ModuleDict({str(index): expert for index, expert in local.items()})
+        self.max_decode_tokens, self.low_latency = max_decode_tokens, False
+        self.buffer = buffer
+        if hidden is not None:
+            self.ready_buffer(hidden)
         self.register_load_state_dict_pre_hook(_leave_out_other_experts)  # type: ignore[no-untyped-call]
+
+    def ready_buffer(self, hidden: int) -> Buffer:
+        """The layer's Buffer; it is made if there is none yet, on every rank."""
+        if self.buffer is None:
+            self.buffer = make_buffer(
+                self._group, hidden, self.num_experts, self.max_decode_tokens, self._device
+            )
+        return self.buffer
 
     def forward(self, x: Tensor) -> Tensor:
         if self.low_latency:
             return self.decode(x)
-        flat = x.reshape(-1, x.shape[-1])
+        flat, buffer = x.reshape(-1, x.shape[-1]), self.ready_buffer(x.shape[-1])
         topk_idx, weights = self.gate(flat)
-        received = autograd.dispatch(self.buffer, flat, topk_idx, weights, self.num_experts)
+        received = autograd.dispatch(buffer, flat, topk_idx, weights, self.num_experts)
         experts = list(self.experts.values())
         outputs = run_experts(received.x, received.topk_idx, received.topk_weights, experts)
-        combined, _ = autograd.combine(self.buffer, outputs, received.handle)
+        combined, _ = autograd.combine(buffer, outputs, received.handle)
         return combined.view(x.shape)
 
     @torch.no_grad()
@@ -173,17 +183,38 @@ class ExpertParallelMoE(nn.Module):
         An expert's output is rounded to bfloat16; the weighted sum is made in float32, in the order of the
         gate's choice, and rounded once.
         """
-        flat = x.reshape(-1, x.shape[-1])
+        flat, buffer = x.reshape(-1, x.shape[-1]), self.ready_buffer(x.shape[-1])
         topk_idx, weights = self.gate(flat)
-        rows, counts, handle, _, _ = self.buffer.low_latency_dispatch(
+        rows, counts, handle, _, _ = buffer.low_latency_dispatch(
             flat.contiguous(), topk_idx, self.max_decode_tokens, self.num_experts, use_fp8=False
         )
         assert isinstance(rows, Tensor)
         outputs = torch.empty_like(rows)
         for local, (expert, count) in enumerate(zip(self.experts.values(), counts.tolist(), strict=True)):
             outputs[local, :count] = expert(rows[local, :count])
-        combined, _, _ = self.buffer.low_latency_combine(outputs, topk_idx, weights, handle)
+        combined, _, _ = buffer.low_latency_combine(outputs, topk_idx, weights, handle)
         return combined.view(x.shape)
+
+
+def _local_experts(
+    experts: Callable[[int], nn.Module] | Iterable[nn.Module], group: Any, num_experts: int | None
+) -> tuple[int, dict[int, nn.Module]]:
+    """The number of experts of the layer, and this rank's by their numbers."""
+    num_ranks, rank = group.size(), group.rank()
+    if callable(experts) and not isinstance(experts, nn.ModuleList):
+        if num_experts is None:
+            raise InvalidCall("num_experts is missing: it tells how many experts to make")
+        num_local = check_num_experts(num_experts, num_ranks) // num_ranks
+        return num_experts, {
+            index: experts(index) for index in range(rank * num_local, (rank + 1) * num_local)
+        }
+    local = list(experts)
+    if num_experts not in (None, len(local) * num_ranks):
+        raise InvalidCall(
+            f"{len(local)} experts on each of {num_ranks} ranks are not {num_experts}: pass this rank's"
+            f" experts only, or a function that makes them"
+        )
+    return len(local) * num_ranks, dict(enumerate(local, rank * len(local)))
 
 
 def _leave_out_other_experts(layer: ExpertParallelMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -298,3 +298,26 @@ def make_uneven(context: RankContext) -> None:
 
 def test_every_rank_has_as_many_experts() -> None:
     get_world(2).run(make_uneven)
+
+
+def layers_of_both_kinds(context: RankContext) -> tuple[Tensor, Tensor]:
+    """One with this rank's experts and a Buffer of its own, and one that makes its experts."""
+    num_local = NUM_EXPERTS // context.num_ranks
+    mine = [make_expert(context.rank * num_local + index) for index in range(num_local)]
+    layer = ExpertParallelMoE(make_gate(4, 2), torch.nn.ModuleList(mine), context.group, device="cpu")
+    assert layer.buffer is None
+    assert layer.num_experts == NUM_EXPERTS
+    x = rows_of(context.rank)
+    result = layer(x), make_layer(context)(x)
+    assert layer.buffer is not None
+    layer.buffer.destroy()
+    with pytest.raises(InvalidCall, match="2 experts on each of 4 ranks are not 9"):
+        ExpertParallelMoE(make_gate(4, 2), mine, context.group, 9)
+    with pytest.raises(InvalidCall, match="num_experts is missing"):
+        ExpertParallelMoE(make_gate(4, 2), make_expert, context.group)
+    return result
+
+
+def test_experts_that_are_there_or_are_made() -> None:
+    for there, made in get_world(4).run(layers_of_both_kinds, timeout=TIMEOUT_S):
+        assert torch.equal(there, made)
