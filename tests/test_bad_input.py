@@ -421,7 +421,7 @@ def make_wrongly(context: RankContext, changes: dict[str, Any], on_rank: int) ->
             "NotSupported: 4,611,686,018,427,387,904 bytes of shared memory cannot be had",
         ),
         ({"ranks_per_node": 3}, "InvalidCall: 2 ranks do not fill nodes of 3 evenly"),
-        ({"network": "nixl"}, "NotSupported: network is 'nixl'"),
+        ({"network": "foo"}, "InvalidCall: network is 'foo': it must be 'nixl' or 'loopback', or left out"),
         ({"device": "cuda"}, "NotSupported: device is 'cuda'"),
         ({"device": "foo"}, "InvalidCall: device is 'foo': pass device='cpu'"),
     ],

@@ -56,8 +56,12 @@ def write_beside(
     num_scales,
     topk_idx,
     topk_weights,
+    num_experts,
 ):
-    """Write what travels beside a row into its slot: source node and mask, scales, global ids, weights."""
+    """Write what travels beside a row into its slot: source node and mask, scales, global ids, weights.
+
+    Ids have 32 bits there; of 8 experts, id 7 stays 7, and whatever is none of them becomes -1.
+    """
     meta = int32_at(slot + slot_offsets[0], 2)
     meta[0] = own_node
     meta[1] = mask
@@ -68,7 +72,8 @@ def write_beside(
         ids = int32_at(slot + slot_offsets[2], num_topk)
         weights = float32_at(slot + slot_offsets[3], num_topk)
         for index in range(num_topk):
-            ids[index] = topk_idx[token, index]
+            expert = topk_idx[token, index]
+            ids[index] = expert if 0 <= expert < num_experts else -1
             weights[index] = topk_weights[token, index]
 
 
@@ -246,6 +251,7 @@ def dispatch_between_nodes(
     slot_bytes = slot_offsets[4]
     scratch = np.empty(slot_bytes, np.uint8)
     own_slot = scratch.ctypes.data
+    num_experts = num_nodes * ranks_per_node * experts_per_rank
     first_expert = own_node * ranks_per_node * experts_per_rank
     num_polls = 0
     while True:
@@ -287,6 +293,7 @@ def dispatch_between_nodes(
                         num_scales,
                         topk_idx,
                         topk_weights,
+                        num_experts,
                     )
                     number += 1
                     token += 1
@@ -327,6 +334,7 @@ def dispatch_between_nodes(
                             num_scales,
                             topk_idx,
                             topk_weights,
+                            num_experts,
                         )
                         if not relay_row(
                             channel,
