@@ -7,8 +7,8 @@
             assert hosts.gather(another_function) == ...
 
 Ranks 0 and 1 are on the first host, 2 and 3 on the second. Gloo and NIXL (UCX over TCP) find the interface by
-the environment that is set here. Only a network is made twice: the ranks still share memory, file system and
-hostname, so a Buffer must be told `ranks_per_node`.
+the environment that is set here. Only networks and hostnames are made twice: the ranks still share memory
+and the file system. But a Buffer takes ranks with different hostnames for ranks on different hosts.
 
 The namespaces have no name. They are gone when nobody holds them any more, which are this process and the
 ranks: nothing is left behind, however pytest ends.
@@ -20,6 +20,7 @@ import ctypes
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ INTERFACE: Final = "wire"
 """The name of the interface to the other host, on both."""
 CLONE_NEWNS: Final = 0x00020000
 CLONE_NEWNET: Final = 0x40000000
+CLONE_NEWUTS: Final = 0x04000000
 MS_REC: Final = 0x4000
 MS_PRIVATE: Final = 0x40000
 COMMAND_TIMEOUT_S: Final = 20
@@ -127,7 +129,8 @@ class _Move:
         _enter(namespace)
         os.close(namespace)
         # UCX looks for interfaces in /sys, which shows those of the namespace that it was mounted in.
-        _check(_libc.unshare(CLONE_NEWNS), "unshare")
+        _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS), "unshare")
+        socket.sethostname(f"anyep-host-{rank // self.ranks_per_host}")
         _check(_libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None), "mount /")
         _check(_libc.mount(b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None), "mount /sys")
         os.environ |= {
