@@ -110,8 +110,8 @@ def test_bench(tmp_path: Path) -> None:
     for tokens in (32, 1):
         for case, paths in {
             "copy": ("bf16", "fp8"),
-            "layout": ("local",),
-            "dispatch": ("window", "ring"),
+            "layout": ("local", "local, graph"),
+            "dispatch": ("window", "window, worst, graph", "ring"),
             "cached_dispatch": (
                 "window",
                 "window, graph",
@@ -119,7 +119,7 @@ def test_bench(tmp_path: Path) -> None:
                 "window, fp8, graph",
                 "ring",
             ),
-            "combine": ("window", "window, graph", "staged", "ring"),
+            "combine": ("window", "window, graph", "staged", "staged, graph", "ring"),
         }.items():
             assert {(case, path, tokens) for path in paths} <= found
     for case in ("cached_dispatch", "combine"):

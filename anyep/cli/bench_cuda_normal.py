@@ -15,7 +15,7 @@ from anyep.cli.bench_rival import AllToAll
 from anyep.cli.ranks import Rank
 from anyep.sizes import CHANNELS_PER_SCALE, NUM_BUFFER_ALIGNMENT_BYTES, NUM_MAX_SCALES, align
 
-NUM_WINDOWS: Final = 8
+NUM_WINDOWS: Final = 12
 """What is received, what is being received, and what each graph keeps for good. Windows that grow by
 themselves do so in a dispatch without a handle only, and no case is to fall back on rings."""
 
@@ -66,11 +66,16 @@ class Traffic:
         return len(self.rows) * self._setup.row_bytes
 
     @property
+    def most_rows(self) -> int:
+        """The rows of the rank that receives most."""
+        by_rank = torch.cat([self._in_rank_of(source) for source in range(self._num_ranks)]).sum(0)
+        return int(by_rank.max())
+
+    @property
     def num_window_bytes(self) -> int:
         """Windows for all results that are held at once, on the rank that receives most."""
-        by_rank = torch.cat([self._in_rank_of(source) for source in range(self._num_ranks)]).sum(0)
         row_bytes = self._setup.row_bytes + 16 * self._setup.topk
-        return align(NUM_WINDOWS * (int(by_rank.max()) * row_bytes + 4096), NUM_BUFFER_ALIGNMENT_BYTES)
+        return align(NUM_WINDOWS * (self.most_rows * row_bytes + 4096), NUM_BUFFER_ALIGNMENT_BYTES)
 
     def combined(self) -> torch.Tensor:
         """What comes back when every rank sends back the rows that came to it."""
@@ -111,6 +116,7 @@ def cases_of(rank: Rank, setup: Setup, tokens: int, sms: int, with_nccl: bool) -
     traffic = Traffic(rank, setup, tokens)
     x, rows, combined = traffic.x, traffic.rows, traffic.combined()
     is_dispatched, is_combined = equals(rows), equals(combined)
+    most_rows = traffic.most_rows
 
     def case(
         name: str,
@@ -133,13 +139,23 @@ def cases_of(rank: Rank, setup: Setup, tokens: int, sms: int, with_nccl: bool) -
             return buffer.dispatch(x, handle=handle)
 
         yield copy_of(rows, Label("copy", "bf16", tokens, rows.nbytes), send)
-        yield GpuCase(
-            Label("layout", "local", tokens, 0, sms),
-            lambda: buffer.get_dispatch_layout(traffic.topk_idx, setup.experts),
-            lambda result: torch.equal(result[3], traffic.in_rank),
-            meet=send,
-        )
+        for path in ("local", "local, graph"):
+            yield GpuCase(
+                Label("layout", path, tokens, 0, sms),
+                lambda: buffer.get_dispatch_layout(traffic.topk_idx, setup.experts),
+                lambda result: torch.equal(result[3], traffic.in_rank),
+                in_graph="graph" in path,
+                meet=send,
+            )
         yield case("dispatch", "window", lambda: buffer.dispatch(x, **routing), is_dispatched)
+        # Only a dispatch that does not wait for counts on the host can be captured.
+        yield case(
+            "dispatch",
+            "window, worst, graph",
+            lambda: buffer.dispatch(x, num_worst_tokens=most_rows, **routing),
+            lambda result: torch.equal(result[0][: len(rows)], rows),
+            in_graph=True,
+        )
         yield case("cached_dispatch", "window", send, is_dispatched)
         yield case("cached_dispatch", "window, graph", send, is_dispatched, in_graph=True)
         if setup.hidden % CHANNELS_PER_SCALE == 0 and setup.hidden // CHANNELS_PER_SCALE <= NUM_MAX_SCALES:
@@ -148,7 +164,14 @@ def cases_of(rank: Rank, setup: Setup, tokens: int, sms: int, with_nccl: bool) -
         yield case(
             "combine", "window, graph", lambda: buffer.combine(received, handle), is_combined, in_graph=True
         )
-        yield case("combine", "staged", lambda: buffer.combine(outputs, handle), is_combined)
+        for path in ("staged", "staged, graph"):
+            yield case(
+                "combine",
+                path,
+                lambda: buffer.combine(outputs, handle),
+                is_combined,
+                in_graph="graph" in path,
+            )
     with _buffer_for(rank, setup, num_window_bytes=0) as by_ring:
         yield case("dispatch", "ring", lambda: by_ring.dispatch(x, **routing), is_dispatched)
         yield case("cached_dispatch", "ring", lambda: by_ring.dispatch(x, handle=handle), is_dispatched)
