@@ -326,6 +326,8 @@ def time_cases(
                 del result
                 if repeat >= WARM_UP:
                     spans[index].append((start, end))
+    # The Buffers go with the cases: not before everyone has left his last call.
+    barrier.wait()
     return [
         Timing(
             case.name,
