@@ -94,8 +94,12 @@ class Stall(NamedTuple):
     seen: int
     expected: int
     channel: int | None = None
-    also: Sequence[int] = ()
-    """Peers that something is waited for from, too: who is lost among them ends the wait."""
+    also: Sequence[Stall] = ()
+    """What else it waits for at the same time, from other peers."""
+
+    @property
+    def parts(self) -> list[Stall]:
+        return [self, *self.also]
 
 
 class Conversation:
@@ -133,7 +137,9 @@ class Conversation:
             for rank, (heap, pid) in enumerate(zip(heaps, pids, strict=True))
         ]
         self._own = self._statuses[self.rank]
-        self._own.start()
+        for rank in (self.rank, *(wire.ranks if wire is not None else ())):
+            # What a rank on another host says of itself is kept here; it has said nothing yet.
+            self._statuses[rank].start()
         self._own_heap = heaps[self.rank]
         self.sleepers = self._at_peers(control.block("sleepers").start)
         self.doorbells = self._at_peers(control.block("doorbell").start)
@@ -483,8 +489,8 @@ class Conversation:
             if self._stopping:
                 raise BufferBroken(f"the Buffer was destroyed while {call} was under way")
             stall = stalled()
-            self._own.wait_for(stall.peers[0])
-            gone = self.gone().intersection([*stall.peers, *stall.also])
+            self._own.wait_for(self._cause(stall).peers[0])
+            gone = self.gone().intersection(peer for part in stall.parts for peer in part.peers)
             # What a peer sent before it ended may have arrived since the step: look once more.
             if gone & suspects:
                 for peer in sorted(gone & suspects):
@@ -508,7 +514,18 @@ class Conversation:
 
     def _waits(self, peer: int) -> bool:
         """Whether a peer says that it waits for a third rank."""
-        return self._statuses[peer].read(True).waits_for not in (None, self.rank)
+        return self._waited_for_by(peer) not in (None, self.rank)
+
+    def _waited_for_by(self, peer: int) -> int | None:
+        return self._statuses[peer].read(True).waits_for
+
+    def _cause(self, stall: Stall) -> Stall:
+        """The part of a wait to look at: for a peer that waits for nobody, or at least not for this rank."""
+        if not stall.also:
+            return stall
+        waits = [self._waited_for_by(part.peers[0]) for part in stall.parts]
+        ranking = [0 if peer is None else 2 if peer == self.rank else 1 for peer in waits]
+        return stall.parts[ranking.index(min(ranking))]
 
     def gone(self) -> set[int]:
         """Peers that will send nothing more."""
@@ -524,6 +541,7 @@ class Conversation:
     def lost(self, call: Call, peer: int, stall: Stall, phase: str) -> PeerLost:
         """What to raise when a peer that is waited for will not come."""
         status = self._statuses[peer]
+        stall = next((part for part in stall.parts if peer in part.peers), stall)
         whose = "its" if peer in stall.peers else f"rank {stall.peers[0]}'s"
         waiting = f"while rank {self.rank} waited for {whose} {stall.what} in {call}, phase {phase}"
         if status.state is State.FAILED:
@@ -542,16 +560,18 @@ class Conversation:
 
     def too_late(self, call: Call, stall: Stall, phase: str) -> AnyEPError:
         """What to raise when a peer that is waited for does not come in time."""
-        silent = self._silent(stall.peers)
-        if silent:
-            heard = self.wire.seconds_since_heard(silent[0]) if self.wire is not None else 0.0
-            return PeerLost(
-                f"{_ranks(silent)} {'are' if len(silent) > 1 else 'is'} out of reach: rank {self.rank} waited"
-                f" {self.timeout_s:g} s for the {stall.what} of {_ranks(stall.peers)} in {call},"
-                f" phase {phase}, and heard nothing from rank {silent[0]} for {heard:.1f} s."
-                f" What it said last: {self._statuses[silent[0]].read(True)}."
-                f" Is the network between the hosts up, and does rank {silent[0]} make the same calls?"
-            )
+        for part in stall.parts:
+            silent = self._silent(part.peers)
+            if silent:
+                heard = self.wire.seconds_since_heard(silent[0]) if self.wire is not None else 0.0
+                return PeerLost(
+                    f"{_ranks(silent)} {'are' if len(silent) > 1 else 'is'} out of reach: rank {self.rank}"
+                    f" waited {self.timeout_s:g} s for the {part.what} of {_ranks(part.peers)} in {call},"
+                    f" phase {phase}, and heard nothing from rank {silent[0]} for {heard:.1f} s."
+                    f" What it said last: {self._statuses[silent[0]].read(True)}."
+                    f" Is the network between the hosts up, and does rank {silent[0]} make the same calls?"
+                )
+        stall = self._cause(stall)
         peer = stall.peers[0]
         others = f" (and {_ranks(stall.peers[1:])})" if len(stall.peers) > 1 else ""
         channel = f", channel {stall.channel}" if stall.channel is not None else ""
@@ -564,14 +584,15 @@ class Conversation:
         )
 
     def _silent(self, peers: Sequence[int]) -> list[int]:
-        """Those of these peers that are on other hosts and do not even say that they wait."""
+        """Those of these peers, or of whom they wait for, that are on other hosts and say nothing at all."""
         if self.wire is None:
             return []
-        wire = self.wire
+        concerned = dict.fromkeys([*peers, *(self._waited_for_by(peer) for peer in peers)])
+        patience_s = min(SILENT_AFTER_S, self.timeout_s / 2)
         return [
             peer
-            for peer in peers
-            if peer in wire.ranks and wire.seconds_since_heard(peer) > min(SILENT_AFTER_S, self.timeout_s / 2)
+            for peer in concerned
+            if peer in self.wire.ranks and self.wire.seconds_since_heard(peer) > patience_s
         ]
 
     def _phase(self) -> str:
@@ -582,7 +603,10 @@ class Conversation:
     def status(self) -> list[RankStatus]:
         """What every rank is doing, without waiting for any."""
         dead = self._find_dead()
-        return [status.read(status.rank not in dead) for status in self._statuses]
+        out_of_reach = self.wire.lost() if self.wire is not None else set()
+        return [
+            status.read(status.rank not in dead, status.rank not in out_of_reach) for status in self._statuses
+        ]
 
     def close(self) -> None:
         self._own.destroy()

@@ -667,7 +667,7 @@ class Carrier:
             pieces, signals = self._new_rows(node, ring_start)
             signals += self._new_heads(node)
             if signals:
-                self._wire.engine.put(self._relays[node], pieces, signals)
+                self._wire.put(self._relays[node], pieces, signals)
         return unfinished
 
     def _new_rows(
@@ -743,14 +743,14 @@ class _NodeRings:
         return int(sum(count.sum() for count in self.counts()))
 
     def stall(self, backend: Any, work: _Work, relays: Any, node_ranks: Any, own_node: int) -> Stall:
-        """Whose rows are still to come, or else whose rings are full; and who else must not be lost now.
+        """Whose rows are still to come, and whose rings are full; first what it really waits for.
 
-        Of rows that have come and lie in a ring still, their sender is not to blame: something else is full.
+        Whoever has rows in a ring here that cannot be taken yet is not to blame: something else is full.
         """
         to_nodes, from_nodes = work.to_nodes.copy(), work.from_nodes.copy()
         to_nodes[own_node] = from_nodes[own_node] = 0
-        stalls: list[Stall] = []
-        waited_for: dict[int, None] = {}
+        blocking: list[Stall] = []
+        owing: list[Stall] = []
         for what, layers, counts, expected, ranks in (
             ("rows", self.net, self.net_taken, from_nodes, relays),
             ("rows", self.nvl, self.nvl_taken, work.from_ranks, node_ranks),
@@ -762,19 +762,17 @@ class _NodeRings:
             if what == "rows":
                 backend.read_counters(layers[RECV_TAIL], counters)
                 arrived = counters - layers[RECV_BASE]
-                owing = arrived.sum(axis=0) < expected
-                blocking = owing & (arrived <= counts).all(axis=0)
+                is_owing = arrived.sum(axis=0) < expected
+                is_blocking = (arrived <= counts).all(axis=0)
             else:
                 backend.read_counters(layers[SEND_HEAD], counters)
                 num_rows = (self.net_area if layers is self.net else self.nvl_area).num_rows
-                full = counts - (counters - layers[SEND_BASE]) >= num_rows
-                owing = blocking = (done < expected) & full.any(axis=0)
-            waited_for |= dict.fromkeys(int(ranks[index]) for index in np.flatnonzero(owing))
-            if blocking.any():
-                first = int(np.flatnonzero(blocking)[0])
-                peers = [int(ranks[index]) for index in np.flatnonzero(blocking)]
-                channel = int(counts[:, first].argmin())
-                stalls.append(Stall(peers, what, int(done[first]), int(expected[first]), channel))
+                is_full = counts - (counters - layers[SEND_BASE]) >= num_rows
+                is_owing = is_blocking = (done < expected) & is_full.any(axis=0)
+            for index in np.flatnonzero(is_owing).tolist():
+                channel = int(counts[:, index].argmin())
+                stall = Stall([int(ranks[index])], what, int(done[index]), int(expected[index]), channel)
+                (blocking if is_blocking[index] else owing).append(stall)
         other_node = next(rank for rank in relays if rank not in node_ranks)
-        stall = stalls[0] if stalls else Stall([*waited_for] or [other_node], "rows", 0, 0)
-        return stall._replace(also=[rank for rank in waited_for if rank not in stall.peers])
+        stall, *also = [*blocking, *owing] or [Stall([other_node], "rows", 0, 0)]
+        return stall._replace(also=also)

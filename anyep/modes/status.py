@@ -35,6 +35,10 @@ def name_of_call(number: int) -> str:
     return f"call {number} of round {rounds}" if rounds else f"call {number}"
 
 
+OUT_OF_REACH: Final = "out of reach"
+"""The state of a rank on another host that was lost without a word."""
+
+
 class State(IntEnum):
     """Whether a rank goes on."""
 
@@ -96,6 +100,8 @@ class RankStatus:
             return f"rank {self.rank} (pid {self.pid}) is dead"
         if self.state == "failed":
             return f"rank {self.rank} (pid {self.pid}) failed: {self.failure}"
+        if self.state == OUT_OF_REACH:
+            return f"rank {self.rank} (pid {self.pid}) is out of reach: its process or host is gone"
         if self.state == "destroyed":
             return f"rank {self.rank} (pid {self.pid}) has destroyed its Buffer"
         if self.phase == "idle":
@@ -173,19 +179,20 @@ class StatusBlock:
         """Why the rank refused the call of this text, which its letter or note says it did."""
         return self._read_text(REFUSAL_TEXTS_AT[text], Word.REFUSAL_BYTES + text)
 
-    def read(self, alive: bool) -> RankStatus:
+    def read(self, alive: bool, in_reach: bool = True) -> RankStatus:
         waits_for = int(self._words[Word.WAITS_FOR])
+        state = self.state
         return RankStatus(
             rank=self.rank,
             pid=self.pid,
             alive=alive,
-            state=self.state.name.lower(),
+            state=state.name.lower() if in_reach or state is not State.ALIVE else OUT_OF_REACH,
             call=int(self._words[Word.CALL]),
             function=FUNCTIONS[int(self._words[Word.KIND])],
             phase=Phase(int(self._words[Word.PHASE])).name.lower(),
             seconds_in_phase=(time.monotonic_ns() - int(self._words[Word.SINCE_NS])) / 1e9,
             waits_for=waits_for if waits_for >= 0 else None,
-            failure=self.failure if self.state is State.FAILED else "",
+            failure=self.failure if state is State.FAILED else "",
         )
 
     def _write_text(self, offset: int, length_word: int, text: str) -> None:

@@ -12,6 +12,7 @@ gone, or out of reach.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
@@ -54,9 +55,17 @@ class Wire:
     ) -> None:
         """Bring pieces of a rank's outbox there: (offset, bytes); then raise words there: (offset, value)."""
         start = self._outboxes[rank].address
-        self.engine.put(
-            rank, [(start + offset, offset, num_bytes) for offset, num_bytes in pieces], list(signals)
-        )
+        self.put(rank, [(start + offset, offset, num_bytes) for offset, num_bytes in pieces], signals)
+
+    def put(
+        self, rank: int, pieces: Sequence[tuple[int, int, int]], signals: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """The same, with pieces of any memory: (address, offset there, bytes).
+
+        A rank that is lost gets nothing. Whoever waits for it finds out, and what it said last.
+        """
+        with contextlib.suppress(PeerLost):
+            self.engine.put(rank, pieces, list(signals))
 
     def address(self, rank: int) -> int:
         """Where a rank's outbox begins."""
