@@ -104,7 +104,7 @@ class LowLatencyWire:
                 num_bytes = NOTE_HEADER_BYTES + TEXT_BYTES
             here = self._wire.address(rank) + start
             note = (here + COUNTER_BYTES, start + COUNTER_BYTES, num_bytes - COUNTER_BYTES)
-            self._wire.engine.put(rank, [*pieces.get(rank, ()), note], [(start, call.number)])
+            self._wire.put(rank, [*pieces.get(rank, ()), note], [(start, call.number)])
 
     def tell_packed(self, call: Call) -> None:
         """Tell every rank that nothing of what it put for this call is needed any more."""
