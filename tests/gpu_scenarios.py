@@ -294,7 +294,7 @@ SCENARIOS = {
     ),
     "other rings": different(
         {"config": Config(4, 6, 100)},
-        "the rows of a ring (config or num_nvl_bytes): 256 on ranks 0, 1; 100 on rank 2",
+        "the rows of a ring (config, num_nvl_bytes or num_rdma_bytes): 256 on ranks 0, 1; 100 on rank 2",
     ),
     "contradictory ranks": contradictory(
         WRONG_RANKS, "num_tokens_per_rank and is_token_in_rank disagree about rank 2"
