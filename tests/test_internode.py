@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from anyep import Config
 from tests.cases import Case, run_case
 from tests.strategies import node_cases
 from tests.world import get_world
 
 TOPOLOGIES = {(2, 1): 40, (2, 2): 40, (4, 1): 15, (3, 2): 12, (4, 2): 10, (2, 4): 10}
 """Nodes and ranks per node, and how many cases are drawn."""
+REAL_SIZE = Case(
+    tokens=(100,) * 4,
+    hidden=7168,
+    num_topk=8,
+    local_experts=8,
+    config=Config(4, 2, 4, 2, 4),
+    num_biases=2,
+    combine_weights=True,
+    ranks_per_node=2,
+)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), TOPOLOGIES)
@@ -26,3 +39,23 @@ def test_any_case(nodes: int, per_node: int) -> None:
         get_world(nodes * per_node).run(run_case, case, timeout=100)
 
     check()
+
+
+@pytest.mark.parametrize("num_window_bytes", [None, 0])
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+def test_rows_of_a_real_size(num_window_bytes: int | None, dtype: str) -> None:
+    get_world(4).run(run_case, replace(REAL_SIZE, dtype=dtype, num_window_bytes=num_window_bytes))
+
+
+@pytest.mark.parametrize("config", [Config(2, 1, 2, 1, 2), Config(20, 1, 2, 1, 2), Config(2, 9, 10, 1, 2)])
+def test_the_smallest_rings_with_the_most_unequal_loads(config: Config) -> None:
+    case = Case(
+        tokens=(200, 0, 3, 90),
+        routing="one rank",
+        num_topk=2,
+        config=config,
+        num_window_bytes=0,
+        delay_seed=1,
+        ranks_per_node=2,
+    )
+    get_world(4).run(run_case, case)

@@ -21,6 +21,7 @@ from anyep.modes.status import Phase
 from tests.cases import Case, buffer_for, check_case, run_case
 from tests.namespaces import TwoHosts
 from tests.strategies import node_cases
+from tests.test_internode import REAL_SIZE
 from tests.world import RankContext, RankDied
 
 NUM_EXAMPLES = 40
@@ -48,6 +49,11 @@ def test_any_case(hosts: TwoHosts) -> None:
         hosts.run(run_case, replace(case, network="nixl"), timeout=100)
 
     check()
+
+
+@pytest.mark.parametrize("num_window_bytes", [None, 0])
+def test_rows_of_a_real_size(hosts: TwoHosts, num_window_bytes: int | None) -> None:
+    hosts.run(run_case, replace(REAL_SIZE, num_window_bytes=num_window_bytes, network="nixl"))
 
 
 # A wrong call
