@@ -348,8 +348,12 @@ class ControlRegion:
             offset = blocks[-1].end
         return tuple(blocks)
 
+    @cached_property
+    def _by_kind(self) -> dict[str, ControlBlock]:
+        return {block.kind: block for block in self.blocks}
+
     def block(self, kind: str) -> ControlBlock:
-        return next(block for block in self.blocks if block.kind == kind)
+        return self._by_kind[kind]
 
     def regions(self) -> Iterator[Region]:
         for block in self.blocks:

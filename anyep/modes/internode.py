@@ -56,6 +56,7 @@ from anyep.modes.node_routing import (
     tokens_in_nodes,
     what_a_handle_says,
 )
+from anyep.modes.ring_areas import MAX_KNOWN_AREAS
 from anyep.modes.status import Phase
 from anyep.modes.windows import WarmMemory
 from anyep.modes.wire import Wire
@@ -133,6 +134,8 @@ class Internode(Intranode):
         self._relays = [topology.rank_at(node, self._index) for node in range(topology.num_nodes)]
         """The ranks of this rank's index: those that relay its tokens, and whose tokens it relays."""
         self._heaps = heaps
+        self._known_layers: dict[RingArea, Array] = {}
+        self._known_areas: dict[tuple[Config, TokenLayout], RingArea] = {}
         self._rdma_start = rdma_start
         self._num_rdma_bytes = num_rdma_bytes
         self._num_rdma_half = num_rdma_bytes // 2 // NUM_BUFFER_ALIGNMENT_BYTES * NUM_BUFFER_ALIGNMENT_BYTES
@@ -519,14 +522,25 @@ class Internode(Intranode):
         )
 
     def _network_rows(self, config: Config, token: TokenLayout) -> int:
-        """The rows that they have: half of the RDMA bytes is for them, half for rows that an engine takes."""
-        return ring_rows_that_fit(self._network_area(config, token), self._num_rdma_half)
+        """The rows that they have."""
+        return self._fitting_area(config, token).num_rows
+
+    def _fitting_area(self, config: Config, token: TokenLayout) -> RingArea:
+        """The rings that fit: half of the RDMA bytes is for them, half for rows that an engine takes."""
+        known = self._known_areas.get((config, token))
+        if known is None:
+            wanted = self._network_area(config, token)
+            known = replace(wanted, num_rows=ring_rows_that_fit(wanted, self._num_rdma_half))
+            if len(self._known_areas) >= MAX_KNOWN_AREAS:
+                self._known_areas.clear()
+            self._known_areas[config, token] = known
+        return known
 
     def _node_rings(
         self, config: Config, token: TokenLayout, send_to: Array, receive_from: Array
     ) -> _NodeRings:
         """The rings of a call that begins: between nodes, and to and from some ranks of this node."""
-        area = replace(self._network_area(config, token), num_rows=self._network_rows(config, token))
+        area = self._fitting_area(config, token)
         nvl_area = self.ring_area(config, token)
         net = self._ring_layers(area, self._relays, self._node, "network tail", "network head")
         for node, ring_start in self._send_rings(area).items():
@@ -550,20 +564,30 @@ class Internode(Intranode):
 
     def _ring_layers(self, area: RingArea, ranks: Any, own: int, tail_block: str, head_block: str) -> Array:
         """[layer, channel, peer]: addresses of rows, tails and heads, and where the counters stand now."""
+        known = self._known_layers.get(area)
+        if known is None:
+            if len(self._known_layers) >= MAX_KNOWN_AREAS:
+                self._known_layers.clear()
+            known = self._known_layers[area] = self._new_layers(area, ranks, own, tail_block, head_block)
+        layers = known.copy()
+        # This rank alone advances the tail where it sends and the head where it receives.
+        self._backend.read_counters(layers[1], layers[3])
+        self._backend.read_counters(layers[6], layers[7])
+        return layers
+
+    def _new_layers(self, area: RingArea, ranks: Any, own: int, tail_block: str, head_block: str) -> Array:
+        """The same, without counters."""
         tail, head = self._control.block(tail_block), self._control.block(head_block)
         channels = np.arange(area.num_channels, dtype=np.int64)[:, None]
         peers = np.arange(area.num_peers, dtype=np.int64)[None, :]
         heaps, here = self._heap_addresses[list(ranks)][None, :], self._heap_addresses[self._rank]
-        layers = np.empty((NUM_RING_LAYERS, area.num_channels, area.num_peers), np.int64)
+        layers = np.zeros((NUM_RING_LAYERS, area.num_channels, area.num_peers), np.int64)
         layers[0] = heaps + area.start + (channels * area.num_peers + own) * area.ring_bytes
         layers[1] = heaps + tail.start + own * tail.stride + 8 * channels
         layers[2] = here + head.start + peers * head.stride + 8 * channels
         layers[4] = here + area.start + (channels * area.num_peers + peers) * area.ring_bytes
         layers[5] = here + tail.start + peers * tail.stride + 8 * channels
         layers[6] = heaps + head.start + own * head.stride + 8 * channels
-        # This rank alone advances the tail where it sends and the head where it receives.
-        self._backend.read_counters(layers[1], layers[3])
-        self._backend.read_counters(layers[6], layers[7])
         return layers
 
     def _run_relay(

@@ -76,7 +76,7 @@ class NodeRouting(NamedTuple):
     @property
     def received_by_rank(self) -> Array:
         """The rows from every rank."""
-        return np.diff(self.recv_gbl_rank_prefix_sum, prepend=np.int32(0)).astype(np.int32)
+        return counts_of_prefix(self.recv_gbl_rank_prefix_sum)
 
     def first_relayed(self) -> Array:
         """[channel, node]: the number of the first token that came from a node in a channel."""
@@ -87,8 +87,11 @@ class NodeRouting(NamedTuple):
 
     def received_by_channel(self) -> Array:
         """[rank, channel]: the rows that came from a rank."""
-        starts = self.recv_gbl_channel_prefix_matrix
-        return np.ascontiguousarray(np.diff(starts, axis=1, append=self.received_by_rank[:, None]))
+        counts = np.empty_like(self.recv_gbl_channel_prefix_matrix)
+        counts[:, :-1] = self.recv_gbl_channel_prefix_matrix[:, 1:]
+        counts[:, -1] = self.received_by_rank
+        counts -= self.recv_gbl_channel_prefix_matrix
+        return counts
 
     def relayed_rows(self, topology: Topology) -> tuple[Array, Array, bool]:
         """[node, rank of this node]: where at a rank the rows that came from a node begin (-1: nowhere);
@@ -107,8 +110,7 @@ class NodeRouting(NamedTuple):
                 firsts[node] = begins.max(axis=0)
             follow = follow and bool((is_sent <= (begins == firsts[node])).all())
             total = np.concatenate([np.zeros((1, per_node), np.int32), number])
-            by_end = total[self.recv_rdma_channel_prefix_matrix[node]]
-            counts[node] = np.diff(by_end, axis=0, prepend=np.zeros((1, per_node), np.int32)).T
+            counts[node] = counts_of_prefix(total[self.recv_rdma_channel_prefix_matrix[node]].T)
         return firsts, counts, follow
 
     def relayed_by_channel(self) -> Array:
@@ -139,7 +141,9 @@ def counts_of_prefix(prefix: Array) -> Array:
     >>> counts_of_prefix(np.array([[2, 2, 5]], np.int32)).tolist()
     [[2, 0, 3]]
     """
-    return np.ascontiguousarray(np.diff(prefix, axis=-1, prepend=np.int32(0)).astype(np.int32))
+    counts = np.array(prefix, np.int32, order="C")
+    counts[..., 1:] -= prefix[..., :-1]
+    return counts
 
 
 def tokens_in_nodes(in_rank: Array, ranks_per_node: int) -> Array:
@@ -225,13 +229,12 @@ def _what_does_not_fit(routing: NodeRouting, topology: Topology, rank: int) -> s
     for name, marks in (("rdma_channel_prefix_matrix", in_node), ("gbl_channel_prefix_matrix", in_rank)):
         if not np.array_equal(np.cumsum(count_by_channel(marks, channels), axis=1), getattr(routing, name)):
             return f"{name} does not count the tokens of is_token_in_rank"
-    received = np.diff(routing.recv_gbl_rank_prefix_sum, prepend=np.int32(0))
-    if (received < 0).any() or routing.recv_gbl_rank_prefix_sum[-1] > routing.num_recv_rows:
+    if (routing.received_by_rank < 0).any() or routing.recv_gbl_rank_prefix_sum[-1] > routing.num_recv_rows:
         return "recv_gbl_rank_prefix_sum falls, or has more rows than recv_src_meta"
-    starts = routing.recv_gbl_channel_prefix_matrix
-    if (starts[:, 0] != 0).any() or (np.diff(starts, axis=1, append=received[:, None]) < 0).any():
+    starts_wrong = routing.recv_gbl_channel_prefix_matrix[:, 0] != 0
+    if starts_wrong.any() or (routing.received_by_channel() < 0).any():
         return "recv_gbl_channel_prefix_matrix leaves the rows of its sources"
-    relayed = np.diff(routing.recv_rdma_rank_prefix_sum, prepend=np.int32(0))
+    relayed = counts_of_prefix(routing.recv_rdma_rank_prefix_sum)
     by_channel = routing.recv_rdma_channel_prefix_matrix
     if (relayed < 0).any() or (counts_of_prefix(by_channel) < 0).any():
         return "recv_rdma_rank_prefix_sum or recv_rdma_channel_prefix_matrix falls"
