@@ -358,3 +358,24 @@ def test_a_slow_rank(fault: Fault, what: str) -> None:
     # The slow rank hears, even over the wire and long after, that a peer gave up.
     assert outcomes[fault.rank].kind == "PeerLost"
     assert f"waited {TIMEOUT_S} s for" in outcomes[fault.rank].message
+
+
+def finish_and_exit(context: RankContext, path: str) -> float:
+    """Rank 0 leaves for good as soon as its own last call is done; the others are slower."""
+    make_buffer(context, path, 100)
+    buffer = context.keep["buffer"]
+    if context.rank:
+        buffer.runtime.conversation.between_steps = lambda call, phase: time.sleep(0.02)
+    for _ in range(2):
+        check_case(context, case_for(path), buffer)
+    if context.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+@pytest.mark.parametrize("path", ["window", "ring"])
+def test_a_rank_that_is_done_may_die(path: str) -> None:
+    with TwoHosts(ranks_per_host=2) as hosts:
+        outcomes = hosts.gather(finish_and_exit, path)
+    assert isinstance(outcomes[0], RankDied)
+    assert outcomes[1:] == [1.0] * (NUM_RANKS - 1)

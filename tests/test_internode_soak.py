@@ -17,6 +17,7 @@ import torch
 
 from anyep import Config
 from tests.cases import ROUTINGS, ROW_DTYPES, Case, buffer_for, check_case, delays
+from tests.namespaces import TwoHosts
 from tests.world import RankContext, get_world
 
 NUM_PAIRS = int(os.environ.get("ANYEP_SOAK_PAIRS", "150"))
@@ -67,14 +68,16 @@ def hold_a_window(buffer: Any, case: Case) -> torch.Tensor:
     return recv
 
 
-def soak(context: RankContext, nodes: int, per_node: int, num_pairs: int, seed: int) -> float:
+def soak(
+    context: RankContext, nodes: int, per_node: int, num_pairs: int, seed: int, network: str | None = None
+) -> float:
     """All ranks draw the same cases; what they hold, each decides for itself. The seconds it took."""
     chance, own_chance = random.Random(seed), random.Random(seed * 100 + context.rank)
     held: deque[torch.Tensor] = deque(maxlen=3)
     started = time.monotonic()
     for number in range(num_pairs):
         case = random_case(chance, nodes, per_node)
-        buffer = buffer_for(context, case.num_window_bytes, ranks_per_node=per_node)
+        buffer = buffer_for(context, case.num_window_bytes, ranks_per_node=per_node, network=network)
         if number % 10 == 0:
             result = hold_a_window(buffer, case)
             if own_chance.random() < 0.5:
@@ -104,3 +107,10 @@ def test_soak(nodes: int, per_node: int) -> None:
         soak, nodes, per_node, NUM_PAIRS, SEED, timeout=60 + SECONDS_PER_PAIR * NUM_PAIRS
     )
     print(f"{NUM_PAIRS} pairs between {nodes} nodes of {per_node} ranks in {max(seconds):.1f} s")
+
+
+@pytest.mark.timeout(100 + SECONDS_PER_PAIR * NUM_PAIRS)
+def test_soak_between_hosts() -> None:
+    with TwoHosts(ranks_per_host=2) as hosts:
+        seconds = hosts.run(soak, 2, 2, NUM_PAIRS, SEED, "nixl", timeout=60 + SECONDS_PER_PAIR * NUM_PAIRS)
+    print(f"{NUM_PAIRS} pairs between two hosts of 2 ranks in {max(seconds):.1f} s")
