@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from anyep import AnyEPError, BufferBroken, Config, InvalidCall
 from anyep.buffer import Buffer
 from anyep.modes.status import Phase
-from tests.cases import Case, buffer_for, check_case, run_case
+from tests.cases import Case, buffer_for, check_case, delays, run_case
 from tests.namespaces import TwoHosts
 from tests.strategies import node_cases
 from tests.test_internode import REAL_SIZE
@@ -379,3 +381,72 @@ def test_a_rank_that_is_done_may_die(path: str) -> None:
         outcomes = hosts.gather(finish_and_exit, path)
     assert isinstance(outcomes[0], RankDied)
     assert outcomes[1:] == [1.0] * (NUM_RANKS - 1)
+
+
+# Hosts that have names of their own: a Buffer finds out for itself what is a node, and whom it reaches how
+
+
+CLONE_NEWUTS = 0x04000000
+
+
+def name_the_host(context: RankContext) -> None:
+    """From now on this process is on another host than those with another name."""
+    assert ctypes.CDLL(None).unshare(CLONE_NEWUTS) == 0
+    socket.sethostname(f"host-{context.rank // 2}")
+
+
+@pytest.fixture(scope="module")
+def named_hosts() -> Iterator[TwoHosts]:
+    with TwoHosts(ranks_per_host=2) as hosts:
+        hosts.run(name_the_host)
+        yield hosts
+
+
+def call_across(context: RankContext, ranks_per_node: int | None, path: str) -> tuple[int, ...]:
+    """The ranks that are reached over the network, when some calls were right."""
+    with Buffer(
+        context.group,
+        1 << 20,
+        1 << 20,
+        device="cpu",
+        num_window_bytes=0 if path == "ring" else None,
+        ranks_per_node=ranks_per_node,
+    ) as buffer:
+        wire = buffer.runtime.conversation.wire
+        for seed in range(4):
+            case = replace(case_for(path), ranks_per_node=ranks_per_node or 2, seed=seed, delay_seed=seed)
+            buffer.runtime.conversation.between_steps = delays(seed, context.rank)
+            check_case(context, case, buffer)
+        return tuple(wire.ranks)
+
+
+@pytest.mark.parametrize("path", ["window", "ring"])
+@pytest.mark.parametrize("ranks_per_node", [None, 2, 1])
+def test_what_is_on_another_host_is_reached_by_network(
+    named_hosts: TwoHosts, ranks_per_node: int | None, path: str
+) -> None:
+    """With nodes of one rank, there are two on each host: memory joins these, the network the others."""
+    assert named_hosts.run(call_across, ranks_per_node, path) == [(2, 3), (2, 3), (0, 1), (0, 1)]
+
+
+def make_wrongly(context: RankContext, changes: dict[str, Any]) -> str:
+    try:
+        Buffer(context.group, 1 << 20, 1 << 20, device="cpu", **changes).destroy()
+    except AnyEPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"network": "loopback"},
+            "InvalidCall: network is 'loopback', but the ranks are on 2 hosts: leave it",
+        ),
+        ({"ranks_per_node": 4}, "InvalidCall: ranks_per_node is 4, but host 'host-0 "),
+    ],
+)
+def test_a_buffer_that_cannot_be(named_hosts: TwoHosts, changes: dict[str, Any], sentence: str) -> None:
+    for message in named_hosts.run(make_wrongly, changes):
+        assert message.startswith(sentence)
