@@ -1,1 +1,1 @@
-"""An explicit-state model of the normal-mode protocol on one node, and the explorer that checks it."""
+"""Explicit-state models of the protocols, and the explorer that checks them."""
