@@ -435,18 +435,21 @@ class Conversation:
 
         if self.wire is None:
             return look(num_spins, self._backend.PATIENCE)
-        return self.poll_until_done(lambda: look(0, 1))
+        return self.poll_until_done(lambda: (look(0, 1), False))
 
-    def poll_until_done(self, look: Callable[[], int]) -> int:
-        """Look, and poll the wire, for a few milliseconds at most; how many are still missing."""
+    def poll_until_done(self, look: Callable[[], tuple[int, bool]]) -> int:
+        """Look, and poll the wire, for a few milliseconds at most; how many are still missing.
+
+        A look tells how many are missing, and whether there is more to do at once.
+        """
         assert self.wire is not None
         until = time.monotonic() + POLL_S
         while True:
             moved = self.wire.poll()
-            num_missing = look()
+            num_missing, is_busy = look()
             if num_missing == 0 or time.monotonic() > until:
                 return num_missing
-            if not moved and self.num_spins == 0:
+            if not moved and not is_busy and self.num_spins == 0:
                 # Whoever is waited for needs this core.
                 time.sleep(PAUSE_S)
 

@@ -73,6 +73,7 @@ from anyep.topology import Topology
 NUM_RING_LAYERS = 8
 SEND_HEAD, SEND_BASE, RECV_TAIL, RECV_BASE = 2, 3, 5, 7
 """Layers of the stacks of rings that kernels take: the bases are numbers, the others addresses."""
+ROUNDS_AT_ONCE = 32
 NO_ROWS = np.zeros((0, SOURCE_META_BYTES), np.uint8)
 
 
@@ -638,8 +639,14 @@ class Internode(Intranode):
                 int(self._heap_addresses[self._rank]),
             )
 
+            def do_some() -> tuple[int, bool]:
+                """A little at a time, so that the network has something to do meanwhile."""
+                done = rings.progress()
+                unfinished = carrier.carry(all_channels(0, -ROUNDS_AT_ONCE))
+                return unfinished, rings.progress() != done
+
             def step_and_carry(num_spins: int) -> int:
-                return conversation.poll_until_done(lambda: carrier.carry(all_channels(0, 0)))
+                return conversation.poll_until_done(do_some)
 
             step = step_and_carry
 

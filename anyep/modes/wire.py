@@ -29,7 +29,7 @@ HEARTBEAT_S: Final = 0.5
 LAST_PATIENCE_S: Final = 1.0
 SILENT_AFTER_S: Final = 2.0
 """Everyone says twice a second that he lives: of whom nothing is heard for so long, something is wrong."""
-PUMP_S: Final = 0.001
+PUMP_S: Final = 0.002
 IDLE_PUMP_S: Final = 0.005
 IDLE_AFTER_S: Final = 0.1
 _TOLD: Final = struct.Struct("<qq")

@@ -239,6 +239,8 @@ def dispatch_between_nodes(
     same for what comes through this rank's own rings; `result` has the addresses of x, meta, ids, weights and
     scales.
 
+    It returns after `patience` polls in vain; if that is below 0, after so many rounds, whatever is left.
+
     With 2 nodes of 1 rank, one channel, and a token at rank 0 that goes to both: rank 0 writes it to its own
     window as row 0, and to slot 0 of its ring at rank 1, whose tail becomes base + 1; rank 1 writes it to row
     0 of its window, and the head becomes base + 1.
@@ -253,7 +255,7 @@ def dispatch_between_nodes(
     own_slot = scratch.ctypes.data
     num_experts = num_nodes * ranks_per_node * experts_per_rank
     first_expert = own_node * ranks_per_node * experts_per_rank
-    num_polls = 0
+    num_polls = num_rounds = 0
     while True:
         # Whatever comes after this look at the bell is seen below, or ends the sleep at once.
         bell = load_acquire(doorbells[own_node * ranks_per_node + own_index])
@@ -279,7 +281,7 @@ def dispatch_between_nodes(
                     if number >= limit:
                         break
                     slot = net[SEND_ROWS, channel, node] + number % net_rows * slot_bytes
-                    copy_row(slot, x + token * row_bytes, row_bytes, streaming)
+                    copy_row(slot, x + token * row_bytes, row_bytes, 0)
                     mask = wanted_by(in_rank, token, node, ranks_per_node)
                     write_beside(
                         slot,
@@ -442,9 +444,10 @@ def dispatch_between_nodes(
                     progress = True
                 if number < expected:
                     unfinished += 1
+        num_rounds += 1
         if unfinished == 0:
             return 0
-        if progress:
+        if progress and (patience >= 0 or num_rounds < -patience):
             num_polls = 0
         elif num_polls >= num_spins + patience:
             return unfinished
@@ -577,7 +580,7 @@ def combine_between_nodes(
     in_order = False
     for index in range(ranks_per_node):
         in_order = in_order or x_of[index] == 0
-    num_polls = 0
+    num_polls = num_rounds = 0
     while True:
         # Whatever comes after this look at the bell is seen below, or ends the sleep at once.
         bell = load_acquire(doorbells[first_rank + own_index])
@@ -766,9 +769,10 @@ def combine_between_nodes(
                     unfinished += 1
                     if in_order:
                         break
+        num_rounds += 1
         if unfinished == 0:
             return 0
-        if progress:
+        if progress and (patience >= 0 or num_rounds < -patience):
             num_polls = 0
         elif num_polls >= num_spins + patience:
             return unfinished
