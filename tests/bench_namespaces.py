@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from anyep.buffer import Buffer
 from anyep.cli.bench_measure import (
     Barrier,
     Case,
@@ -43,6 +44,7 @@ from tests.namespaces import INTERFACE, NUM_HOSTS, TwoHosts
 from tests.world import RankContext
 
 TCP: Final = "tcp"
+CROSSING: Final = "crossing"
 ONE_WAY, BOTH_WAYS = "one rank, one way", "all ranks, both ways"
 SIOCGIFADDR: Final = 0x8915
 TIMEOUT_S: Final = 500.0
@@ -101,6 +103,17 @@ def _own_address() -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
+def crossing(rank: Rank, setup: Setup) -> Case:
+    """A dispatch that only crosses: every token goes to the rank of its index on the other host."""
+    buffer = Buffer(rank.group, device="cpu", **setup.nodes.of_buffer(setup.row_bytes))
+    x = torch.randn(setup.tokens, setup.hidden).bfloat16()
+    other = (rank.rank + setup.nodes.ranks_per_node) % rank.num_ranks
+    topk_idx = torch.full((setup.tokens, 1), other * (setup.experts // rank.num_ranks))
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, setup.experts)
+    _, _, _, _, handle, _ = buffer.dispatch(x, None, per_rank, per_node, in_rank, per_expert)
+    return Case(CROSSING, "window", setup.tokens, x.nbytes, lambda: buffer.dispatch(x, handle=handle))
+
+
 def measure_between_hosts(context: RankContext, setup: Setup, socket_bytes: int) -> list[Timing]:
     """What each rank does: the cases of `anyep bench`, and the sockets'."""
     rank = Rank(context.rank, context.num_ranks, context.group, lambda _: None)
@@ -110,7 +123,7 @@ def measure_between_hosts(context: RankContext, setup: Setup, socket_bytes: int)
         return Case(TCP, path, setup.tokens, socket_bytes, work)
 
     cases = [tcp(ONE_WAY, sockets.one_way), tcp(BOTH_WAYS, sockets.both_ways)]
-    cases += cases_of(rank, setup, setup.tokens)
+    cases += [crossing(rank, setup), *cases_of(rank, setup, setup.tokens)]
     return time_cases(rank, setup, Barrier(rank), cases, 1)
 
 
@@ -137,13 +150,23 @@ def report(setup: Setup, by_rank: list[list[Timing]], socket_bytes: int) -> tupl
         f"plain TCP sockets, {format_bytes(socket_bytes)} per send: {format_rate(rates.one_way)} GB/s"
         f" {ONE_WAY}; {format_rate(rates.both_ways)} GB/s each way, {BOTH_WAYS}\n"
     )
+    crossing_s = medians[CROSSING, "window", setup.tokens]
+    crossing_rate = per_host * setup.tokens * setup.row_bytes / crossing_s / 1e9
+    print(
+        f"a dispatch of which every row crosses, to one rank: {format_seconds(crossing_s)},"
+        f" {format_rate(crossing_rate)} GB/s each way, {crossing_rate / rates.both_ways:.0%} of TCP\n"
+    )
     line = "{:16} {:8} {:>10} {:>14} {:>8} {:>14} {:>8} {:>14} {:>12}"
     print(
         line.format(
             "", "", "", "GB/s per rank", "vs Gloo", "between hosts", "of TCP", "Gloo between", "of TCP"
         )
     )
-    records = [record for record in records_of(setup, by_rank) if isinstance(record, NodesRecord)]
+    records = [
+        record
+        for record in records_of(setup, by_rank)
+        if isinstance(record, NodesRecord) and record.case != CROSSING
+    ]
     for record in records:
         cells = ["", "", "", "", ""]
         if record.bytes_between_nodes and record.all_to_all_bytes_between_nodes:
