@@ -485,7 +485,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
         """`dispatch`, with a config that must be given."""
-        _check_config_is_given(config)
+        self._check_config_is_given(Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH, config)
         return self.dispatch(
             x,
             handle,
@@ -515,7 +515,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """`combine`, with a config that must be given."""
-        _check_config_is_given(config)
+        self._check_config_is_given(Kind.COMBINE, config)
         return self.combine(
             x,
             handle,
@@ -827,6 +827,17 @@ class Buffer:
             self._conversation.fail(call, error)
             raise
 
+    def _check_config_is_given(self, kind: Kind, config: Config | None) -> None:
+        """Refuse a call without a config; like every refused call it has a number, and peers hear of it."""
+        self._check_usable()
+        if config is None:
+
+            def refuse() -> None:
+                name = "get_combine_config" if kind is Kind.COMBINE else "get_dispatch_config"
+                raise InvalidCall(f"config is missing: pass one, such as Buffer.{name}({self.group_size})")
+
+            self._refusing(self._conversation.begin(kind), refuse)
+
     def _check_rings(self, runtime: Any, config: Config, token: TokenLayout) -> None:
         runtime.check_config(config)
         runtime.check_network_rings(config, token)
@@ -896,11 +907,6 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
             f" call torch.cuda.set_device({wanted.index}) first"
         )
     return torch.device("cuda", current)
-
-
-def _check_config_is_given(config: Config | None) -> None:
-    if config is None:
-        raise InvalidCall("config is missing: pass Buffer.get_dispatch_config or get_combine_config's")
 
 
 def _timeout_seconds() -> float:

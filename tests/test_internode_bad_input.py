@@ -110,6 +110,28 @@ def test_wrong_dispatch(name: str) -> None:
     assert_refused(get_world(RANKS).run(dispatch_wrongly, name), "dispatch", WRONG_DISPATCHES[name][1])
 
 
+def leave_out_the_config(context: RankContext, function: str) -> str:
+    """On one rank; the others call the same with a config."""
+    buffer = buffer_of(context)
+    config = None if context.rank == WRONG_RANK else GOOD.config
+    if function == "dispatch":
+        arguments = good_arguments(buffer)
+        return what_happens(context, buffer, lambda: buffer.internode_dispatch(**arguments, config=config))
+    arguments = good_arguments(buffer)
+    rows, *_, handle, _ = buffer.internode_dispatch(**arguments, config=GOOD.config)
+    if function == "combine":
+        return what_happens(context, buffer, lambda: buffer.internode_combine(rows, handle, config=config))
+    x = arguments["x"]
+    return what_happens(context, buffer, lambda: buffer.internode_dispatch(x, handle=handle, config=config))
+
+
+@pytest.mark.parametrize("function", ["dispatch", "cached dispatch", "combine"])
+def test_the_config_is_missing(function: str) -> None:
+    name = "get_combine_config" if function == "combine" else "get_dispatch_config"
+    sentence = f"config is missing: pass one, such as Buffer.{name}(4)"
+    assert_refused(get_world(RANKS).run(leave_out_the_config, function), function, sentence)
+
+
 def without_node_counts(context: RankContext) -> str:
     buffer = buffer_of(context)
     arguments = good_arguments(buffer) | {"num_tokens_per_rdma_rank": None}

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from anyep.errors import AnyEPError, Disagreement, InvalidCall, NotSupported
 from anyep.layout import ControlRegion
 from anyep.machine import free_memory_bytes
-from anyep.modes.wire import Wire, outbox_bytes
+from anyep.modes.wire import Wire
 from anyep.network.nixl import NixlEngine
 from anyep.rendezvous import Rendezvous, host_identity
 from anyep.topology import Topology, topology_of_hosts
@@ -132,7 +132,7 @@ def _connect_wire(
         engine = NixlEngine(rendezvous.rank, own_heap)
         engines.append(engine)
         for rank in beyond:
-            heaps[rank] = backend.PrivateBlock(outbox_bytes(control))
+            heaps[rank] = backend.PrivateBlock(control.num_bytes)
             engine.register(heaps[rank].address, heaps[rank].num_bytes)
         return engine.describe()
 

@@ -506,9 +506,6 @@ class Internode(Intranode):
             raise Disagreement(f"the ranks' handles are not of one dispatch: {difference}")
         return headers
 
-    def _exchange_cached(self, call: Call, header: Array, routing: Any) -> Array:
-        return self._exchange_by_handle(call, header, routing)
-
     # Rings
 
     def _network_area(self, config: Config, token: TokenLayout) -> RingArea:

@@ -436,7 +436,7 @@ class Intranode:
 
         def whole_call() -> None:
             self._wait_for(call, previous)
-            headers = self._exchange_cached(call, header, routing)
+            headers = self._exchange_by_handle(call, header, routing)
             # Every letter says how many rows its sender takes, so no counts are needed.
             decision = self._choose_windows(headers, self._no_counts, payload)
             decision = decision._replace(num_rows=routing.num_rows_for(self._rank))
@@ -444,7 +444,7 @@ class Intranode:
 
         return _received(results, [], routing, self._run(call, whole_call, run_async))
 
-    def _exchange_cached(self, call: Call, header: Array, routing: Any) -> Array:
+    def _exchange_by_handle(self, call: Call, header: Array, routing: Any) -> Array:
         """Exchange short letters; the handles of all ranks must be of one dispatch."""
         header[ROUTING] = routing.checksum
         return self.conversation.exchange(call, header)

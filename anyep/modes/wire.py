@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from anyep.errors import PeerLost
-from anyep.layout import STATUS_BYTES, ControlRegion
+from anyep.layout import STATUS_BYTES
 from anyep.modes.status import Word
 
 HEARTBEAT_S: Final = 0.5
@@ -112,11 +112,6 @@ class Wire:
     def seconds_since_heard(self, rank: int) -> float:
         return time.monotonic() - float(self.engine.last_heard(rank))
 
-    def check(self, rank: int) -> None:
-        """Raise if the engine has lost a rank."""
-        if rank in self.engine.lost:
-            raise PeerLost(f"rank {rank} is out of reach: {self.engine.lost[rank]}")
-
     def drain(self, patience_s: float) -> None:
         """Poll until all that was sent has left, but no longer than this."""
         until = time.monotonic() + patience_s
@@ -144,8 +139,3 @@ class Wire:
         status[offset : offset + len(text)] = text[: STATUS_BYTES - offset]
         since = self._outboxes[rank].array(8 * Word.SINCE_NS, 1)
         since += time.monotonic_ns() - clock
-
-
-def outbox_bytes(control: ControlRegion) -> int:
-    """The memory that an outbox takes, where it is touched."""
-    return control.num_bytes
