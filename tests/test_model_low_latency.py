@@ -157,6 +157,10 @@ AHEAD = LowLatency(
     ("s1 r1 w2 u2 s3 r3", "s1 r1 w2 u2 s3 r3", "s1 s2 r1 u2 r2 s3 r3"), slow=SLOW_2, may_die=BY_2
 )
 """The last rank has sent a call that the others do not make any more, and calls its hook when it is over."""
+EARLY = LowLatency(
+    ("s1 r1 w2 b0 u012 s3 r3", "s1 r1 w2 b0 u012 s3 r3", "s1 r1 w2 a2 b0 u012 s3 r3"), slow=SLOW_2
+)
+"""The last rank wants to come back before the others want it, and gives up before they take all back."""
 TWO_ROUNDS = LowLatency(("s1 r1 u1 u2 s3 r3", "u1 u2 s3 r3", "u1 u2 s3 r3"), slow=frozenset({(0, 1), (0, 2)}))
 ROUNDS = {
     "nobody is masked": LowLatency(("s1 s2 r1 r2 u012 s3 s4 r4 r3",) * 3),
@@ -168,6 +172,10 @@ ROUNDS = {
     "who was ahead": replace(AHEAD, may_die=frozenset()),
     "who was ahead and may die": AHEAD,
     "who missed a clean": LowLatency(("s1 r1 s2 r2 u2 s3 r3",) * 3, {2: CLEAN}, slow=SLOW_2),
+    "who asked too early": EARLY,
+    "who asks and asks again": LowLatency(
+        ("s1 r1 u2 s3 r3", "s1 r1 u2 s3 r3", "a2 a2 u2 s3 r3"), slow=SLOW_2, num_slow=2
+    ),
     "two, one after the other": TWO_ROUNDS,
     "two at once": LowLatency(
         ("s1 r1 u12 s3 r3", "u12 s3 r3", "u12 s3 r3"), slow=frozenset({(0, 1), (0, 2)})
@@ -267,7 +275,9 @@ HOLES = {
         LowLatency(("s1 s2 r1 r2 u2 s3", "s1 s2 r1 r2 u2 s3", "s1 s2 u2"), may_die=BY_2),
     ),
     "one offer at a time": Hole(Rules(num_offers=1), DEADLOCK, TWO_ROUNDS),
-    "a masked rank joins the round of another": Hole(Rules(named_round=False), DEADLOCK, TWO_ROUNDS),
+    "a masked rank joins the round of another": Hole(Rules(named_round=False), "verdict", TWO_ROUNDS),
+    "the offer of who gave up lies there": Hole(Rules(withdraw=False), "verdict", EARLY),
+    "no look after all offers are there": Hole(Rules(look_in_round=False), "verdict", TWO_ROUNDS),
     "masks of before": Hole(Rules(take_masks=False), DEADLOCK, TWO_ROUNDS),
     "places of before": Hole(
         Rules(take_places=False),

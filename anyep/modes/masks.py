@@ -9,6 +9,7 @@ Taking ranks back is a round of these ranks and all that are not masked. Each ma
 number of the round, whom to take back, the generations that it knows, and the layout of its slots. When all
 have, they go on, with call numbers of the new round. A masked rank does not know how many rounds it has
 missed, nor who was masked and what was cleaned without it: it takes all this from the offers that name it.
+If they do not come in time it takes its own offer away, and may make it anew later.
 """
 
 from __future__ import annotations
@@ -116,7 +117,11 @@ class Masks:
         self.adopt()
         self.conversation.enter(call, Phase.NOTIFY)
         rejoining = _Round(self, list(ranks), layout)
-        self.conversation.wait_until(call, rejoining.step, rejoining.stalled, give_up=rejoining.give_up)
+        try:
+            self.conversation.wait_until(call, rejoining.step, rejoining.stalled, give_up=rejoining.give_up)
+        except BaseException:
+            rejoining.withdraw()
+            raise
         result = rejoining.finish()
         self.conversation.end(call)
         return result
@@ -153,19 +158,31 @@ class _Round:
         header[SEQUENCE] = 2 * self._number
         header[VERSION] = self._layout.version
         header[SIZES] = self._layout.sizes
-        words = np.concatenate([header, masks.generations << 1 | self._returning])
+        self._post(np.concatenate([header, masks.generations << 1 | self._returning]))
+
+    def withdraw(self) -> None:
+        """A masked rank that stops waiting takes its offer away: a later round must not find it.
+
+        The round of the others may come at any time, and with other ranks to take back; to them an offer
+        that lies there is one of a rank that waits.
+        """
+        if self._was_masked:
+            self._post(np.zeros(self._words.shape[1], np.int64))
+
+    def _post(self, words: Array) -> None:
         turn = self._number % NUM_SLOT_SETS
         self._backend.post_offers(
-            masks.offers_at_peers[turn], self._conversation.alarms, Topic.OFFER + turn, words
+            self._masks.offers_at_peers[turn], self._conversation.alarms, Topic.OFFER + turn, words
         )
 
     def step(self, num_spins: int) -> int:
         """Look for offers, wait a little for those that are missing; 0 when all are there."""
         masks = self._masks
+        self._read(self._number)
+        # In this order: who makes an offer has told everyone before whom he knows to be masked.
         masks.adopt()
         if masks.generations[self._rank] > 2 * self._number:
             raise masks.masked_out()
-        self._read(self._number)
         # Waited for is who takes part and was not masked since the round began.
         view = self._view()
         taking_part = ((view % 2 == 0) | self._returning) & (view <= 2 * self._number) & ~self._ignored

@@ -14,6 +14,9 @@ switches single rules off, to see that each is needed. What a rank's program is 
     w2    wait until rank 2 is masked
     u2    unmask rank 2 (u12: ranks 1 and 2) in a round of these and all that are not masked: an offer to
           every rank; once all of them have made theirs, go on
+    a2    ask too early: a masked rank 2 makes its offer for such a round, and takes it away when it has
+          waited for long enough
+    b0    a barrier of the user's: go on once all that live have come here, or further
 
 A rank waits for, sends to and reads from those alone that it has not masked. While it waits it may
     look      take over the masks that it finds in its memory, and pass them on
@@ -67,7 +70,7 @@ from tests.model.explorer import Violation
 from tests.model.protocol import put
 
 # What a rank is at: a send, a receive, a wait for a mask, a round. Here it waits, and may look:
-START, ROWS, POST, FLAG, NOTE, PULL, ACK, END, AWAIT, OFFER, JOIN = range(11)
+START, ROWS, POST, FLAG, NOTE, PULL, ACK, END, AWAIT, OFFER, JOIN, BARRIER = range(12)
 WAITS = (ROWS, NOTE, AWAIT, OFFER, JOIN)
 BY_PEER = {POST: "post", FLAG: "arrived", NOTE: "read note", PULL: "pull", ACK: "ack", OFFER: "offer"}
 ROUND = 100
@@ -108,6 +111,10 @@ class Rules:
     """A round ends when all are there; else also when those to be unmasked are given up."""
     num_offers: int = 2
     """The offers of a rank take turns: in round n + 1 it may be that somebody still has to see those of n."""
+    look_in_round: bool = True
+    """Who finds that all are there looks for masks before he goes on: they were told before the offers."""
+    withdraw: bool = True
+    """A masked rank that waits no longer takes its offer away."""
     named_round: bool = True
     """A masked rank joins a round that names it; else any."""
     align: Literal["round", "highest", "nobody"] = "round"
@@ -347,8 +354,16 @@ class LowLatency:
         elif rank.phase == AWAIT:
             if rank.generations[op.ranks[0]] % 2:
                 yield Step(me, "see masked", op.ranks[0]), (put(ranks, me, self._next_op(me, rank)), heaps)
+        elif rank.phase == BARRIER:
+            if all(self._has_come(op, peer, ranks[peer]) for peer in self._peers[me]):
+                yield Step(me, "pass barrier", op.call), (put(ranks, me, self._next_op(me, rank)), heaps)
         else:
+            if op.action == "a":
+                yield Step(me, "withdraw", rank.offered), self._withdraw(me, state)
             yield from self._join(me, op, state)
+
+    def _has_come(self, barrier: Op, peer: int, rank: Rank) -> bool:
+        return not rank.is_alive or rank.position >= self._ops[peer].index(barrier)
 
     def _waits_for(self, me: int, op: Op, rank: Rank, mine: Heap) -> tuple[int, ...]:
         if rank.phase == ROWS:
@@ -572,6 +587,8 @@ class LowLatency:
     def _join(self, me: int, op: Op, state: State) -> Iterator[tuple[Step, State]]:
         ranks, heaps = state
         rank, mine, rules = ranks[me], heaps[me], self.rules
+        if rules.look_in_round and self._look(me, rank, mine) != rank:
+            return
         is_masked = rank.generations[me] % 2 == 1
         newer = [offer.round for offer in mine.offers if offer is not None and me in offer.ranks]
         offers, view = self._offers(me, rank, mine), self._view(me, rank, mine)
@@ -585,6 +602,8 @@ class LowLatency:
             return
         elif rules.whole_round or not all_given_up:
             return
+        if any(offer.ranks != op.ranks for offer in offers.values()):
+            raise Violation("verdict", f"{Step(me, 'join', rank.offered)}: disagrees about whom to unmask")
         number = rank.offered * ROUND if rules.align == "round" else rank.number
         if rules.align == "highest":
             number = max([number, *(offer.number for offer in offers.values())])
@@ -607,10 +626,19 @@ class LowLatency:
         )
         yield Step(me, "join", rank.offered), (put(ranks, me, self._next_op(me, joined)), heaps)
 
+    def _withdraw(self, me: int, state: State) -> State:
+        ranks, heaps = state
+        rank = ranks[me]
+        if self.rules.withdraw:
+            slot = self._offer_slot(rank.offered, me)
+            for peer in self._peers[me]:
+                heaps = put(heaps, peer, heaps[peer]._replace(offers=put(heaps[peer].offers, slot, None)))
+        return put(ranks, me, self._next_op(me, rank)), heaps
+
     def _to_round(self, me: int, rank: Rank) -> Rank:
         """A rank that finds itself masked goes to the next round that can unmask it, or stays in it."""
         op, generation = self._op(me, rank), rank.generations[me]
-        if op is not None and op.action == "u" and me in op.ranks and generation < 2 * rank.offered:
+        if op is not None and op.action in "au" and me in op.ranks and generation < 2 * rank.offered:
             return rank
         position = next(
             (
@@ -620,6 +648,8 @@ class LowLatency:
             ),
             len(self._ops[me]),
         )
+        before = range(rank.position, position)
+        position = next((at for at in before if self._ops[me][at].action in "ab"), position)
         return self._settle(me, rank._replace(position=position, is_refused=False, wrong=None))
 
     # Through the program and the phases.
@@ -633,10 +663,14 @@ class LowLatency:
                     return self._advance(me, rank._replace(phase=NOTE, todo=self._peers[me]))
             elif op.action == "w":
                 return rank._replace(phase=AWAIT, todo=())
-            elif op.action == "u":
+            elif op.action == "b":
+                return rank._replace(phase=BARRIER, todo=())
+            elif op.action == "u" or (op.action == "a" and rank.generations[me] % 2):
                 generation = rank.generations[me]
                 offered = max(rank.round, generation // 2 if generation % 2 else 0) + 1
                 return self._advance(me, rank._replace(phase=OFFER, todo=self._peers[me], offered=offered))
+            elif op.action == "a":
+                pass
             elif self._call(op).is_clean and not rules.clean_takes_number:
                 rank = rank._replace(places=rank.places + 1)
             elif rules.refuse_third and any(sent.number == rank.number - 1 for sent in rank.sent):
@@ -687,7 +721,7 @@ class LowLatency:
         return [
             [
                 Op(word[0], 0, tuple(map(int, word[1:])))
-                if word[0] in "uw"
+                if word[0] in "auw"
                 else Op(word[0], int(word[1:]), ())
                 for word in program.split()
             ]
