@@ -46,6 +46,40 @@ def test_demo_for_people() -> None:
     assert 0.5 < ours / theirs < 0.9
 
 
+@pytest.mark.parametrize("network", ["loopback", "nixl"])
+def test_decoding(network: str) -> None:
+    sizes = ("--tokens", "5", "--hidden", "128", "--experts", "8", "--topk", "3", "--steps", "3")
+    finished = anyep("demo", "--mode", "low-latency", *TWO_BY_TWO, *sizes, "--network", network, "--json")
+    assert finished.returncode == 0, finished.stderr
+    record = json.loads(finished.stdout)
+    assert record["ok"]
+    assert (record["ranks"], record["nodes"], record["ranks_per_node"], record["topk_nodes"]) == (4, 2, 2, 1)
+    assert record["network"] == network
+
+
+def test_decoding_for_people() -> None:
+    sizes = ("--tokens", "4", "--hidden", "128", "--experts", "8", "--topk", "2", "--steps", "1")
+    printed = " ".join(anyep("demo", "--mode", "low-latency", *TWO_BY_TWO, *sizes).stdout.split())
+    assert "4 ranks on 2 nodes of 2, on" in printed
+    assert "top-2 of 8 experts on 1 of the nodes, 1 steps" in printed
+    assert "matches the single-process reference" in printed
+
+
+def test_bench_of_low_latency(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    options = ("--mode", "low-latency", "--repeats", "2", "--hidden", "128", "--json", str(file))
+    finished = anyep("bench", *TWO_BY_TWO, *SIZES, *options)
+    assert finished.returncode == 0, finished.stderr
+    assert "low-latency mode, 4 ranks on 2 nodes of 2," in finished.stdout
+    assert "between nodes" not in finished.stdout
+    records = json.loads(file.read_text())
+    assert len(records) == 14
+    for record in records:
+        assert (record["ranks"], record["nodes"], record["ranks_per_node"]) == (4, 2, 2)
+        assert record["of_copy"] > 0
+        assert record["bytes_between_nodes"] is None
+
+
 def test_bench(tmp_path: Path) -> None:
     file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     options = ("--repeats", "2", "--json", str(file), "--plot", str(plot))
@@ -146,10 +180,6 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("demo", "--nodes", "2", "--ranks-per-node", "-1"), "ranks-per-node is -1"),
         (("demo", "--nodes", "2", "--device", "cuda"), "several nodes work on the CPU so far"),
         (
-            ("demo", "--nodes", "2", "--mode", "low-latency"),
-            "--nodes and --ranks-per-node are for normal mode",
-        ),
-        (
             ("demo", "--nodes", "4", "--topk-nodes", "5"),
             "topk-nodes is 5: top-4 of 16 experts on 4 nodes come from 1 to 4 of them",
         ),
@@ -162,10 +192,6 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("demo", "--network", "nixl"), "network is for several nodes"),
         (("bench", "--nodes", "2", "--ranks", "7"), "7 ranks do not fill 2 nodes evenly"),
         (("bench", "--nodes", "2", "--device", "cuda"), "several nodes work on the CPU so far"),
-        (
-            ("bench", "--nodes", "2", "--mode", "low-latency"),
-            "--nodes and --ranks-per-node are for normal mode",
-        ),
         (("bench", "--nodes", "2", "--network", "string"), "network is 'string': choose one of auto"),
     ],
 )

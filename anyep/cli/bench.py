@@ -102,7 +102,7 @@ def bench(
     if mode == "low-latency" and hidden % CHANNELS_PER_SCALE:
         raise InvalidCall(f"hidden is {hidden}: for FP8 it must be a multiple of {CHANNELS_PER_SCALE}")
     check_experts(experts, ranks, topk)
-    by_node = nodes_of(counts, mode, device, topk, experts, topk_nodes, network)
+    by_node = nodes_of(counts, device, topk, experts, topk_nodes, network)
     if (sms is not None or sweep_sms) and (device, mode) != ("cuda", "normal"):
         raise InvalidCall("sms are for --device cuda in normal mode: leave --sms and --sweep-sms out")
     if sms is not None:

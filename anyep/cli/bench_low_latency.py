@@ -11,6 +11,7 @@ import torch.distributed as dist
 from anyep.backends import cpu
 from anyep.buffer import Buffer
 from anyep.cli.bench_measure import Case, Setup
+from anyep.cli.gate import choose
 from anyep.cli.ranks import Rank
 from anyep.sizes import CHANNELS_PER_SCALE
 
@@ -20,9 +21,10 @@ def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
     generator = torch.Generator().manual_seed(setup.seed + rank.rank)
     x = torch.randn(tokens, setup.hidden, generator=generator).bfloat16()
     scores = torch.rand(tokens, setup.experts, generator=generator)
-    topk_weights, topk_idx = scores.topk(setup.topk, dim=-1)
+    topk_idx = choose(scores, setup.topk, setup.nodes)
+    topk_weights = scores.gather(1, topk_idx)
     num_bytes = Buffer.get_low_latency_rdma_size_hint(tokens, setup.hidden, rank.num_ranks, setup.experts)
-    buffer = Buffer(rank.group, 0, num_bytes, low_latency_mode=True, device="cpu")
+    buffer = Buffer(rank.group, 0, num_bytes, low_latency_mode=True, device="cpu", **setup.nodes.place)
 
     def dispatch(use_fp8: bool) -> Any:
         return buffer.low_latency_dispatch(x, topk_idx, tokens, setup.experts, use_fp8=use_fp8)

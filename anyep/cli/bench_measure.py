@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from anyep.cli.nodes import ONE_NODE, Nodes
+from anyep.cli.nodes import ONE_NODE, Nodes, limit_in_words, nodes_in_words
 from anyep.cli.ranks import Rank, run_ranks
 from anyep.machine import num_cores
 
@@ -45,12 +45,12 @@ class Setup:
 
     def description(self) -> str:
         nodes = self.nodes
-        place = f" on {nodes.num_nodes} nodes of {nodes.ranks_per_node}," if nodes.are_several else ""
-        limit = f" on {nodes.topk_nodes} of the nodes" if nodes.are_several else ""
+        place = nodes_in_words(nodes.num_nodes, nodes.ranks_per_node) + "," * nodes.are_several
+        limit = limit_in_words(nodes.num_nodes, nodes.topk_nodes)
         return (
-            f"{self.mode} mode, {self.ranks} ranks{place} on {num_cores()} cores, {self.tokens} tokens per"
-            f" rank, hidden {self.hidden} bf16, top-{self.topk} of {self.experts} experts{limit};"
-            f" medians of {self.repeats} interleaved repeats"
+            f"{self.mode} mode, {self.ranks} ranks{place} on {num_cores()} cores,"
+            f" {self.tokens} tokens per rank, hidden {self.hidden} bf16, top-{self.topk} of {self.experts}"
+            f" experts{limit}; medians of {self.repeats} interleaved repeats"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from anyep.cli.bench_measure import GpuRecord, NodesRecord, Record, Report
 from anyep.cli.bench_table import RIVALS
+from anyep.cli.nodes import nodes_in_words
 from anyep.cli.units import format_rate
 from anyep.errors import NotSupported
 
@@ -42,7 +43,7 @@ def draw(report: Report, path: Path) -> None:
     figure = Figure(figsize=(11, 3.5 * num_rows))
     place = f" on {first.gpu}" if isinstance(first, GpuRecord) else ""
     if isinstance(first, NodesRecord):
-        place = f" on {first.nodes} nodes of {first.ranks_per_node}"
+        place = nodes_in_words(first.nodes, first.ranks_per_node)
     figure.suptitle(
         f"{first.ranks} ranks{place}, {first.tokens} tokens per rank, hidden {first.hidden} bf16",
         fontweight="bold",

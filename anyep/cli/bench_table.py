@@ -32,7 +32,8 @@ def _table_of(records: Sequence[Record]) -> Table:
     headings = ["case", "path", "tokens", "p50" if any(p99) else "median"]
     headings += ["p99"] if any(p99) else []
     headings += ["GB/s per rank", "of copy", *(f"vs {RIVALS[rival]}" for rival in rivals)]
-    if any(isinstance(record, NodesRecord) for record in records):
+    crosses = any(isinstance(record, NodesRecord) and record.bytes_between_nodes for record in records)
+    if crosses:
         headings += ["between nodes", "all-to-all's"]
     table = _empty_table(headings)
     for record, slowest in zip(records, p99, strict=True):
@@ -41,7 +42,7 @@ def _table_of(records: Sequence[Record]) -> Table:
         cells.append(format_rate(record.gbps) if record.gbps else "")
         cells.append(f"{record.of_copy:.2f}" if record.of_copy else "")
         cells += [f"{record.vs[rival]:.1f}x" if rival in record.vs else "" for rival in rivals]
-        if isinstance(record, NodesRecord):
+        if crosses and isinstance(record, NodesRecord):
             crossed = (record.bytes_between_nodes, record.all_to_all_bytes_between_nodes)
             cells += ["" if num_bytes is None else format_bytes(num_bytes) for num_bytes in crossed]
         table.add_row(*cells)

@@ -98,14 +98,14 @@ def demo(
     counts = count_ranks(ranks, nodes, ranks_per_node, USUAL_RANKS)
     ranks = math.prod(counts)
     check_experts(experts, ranks, topk)
-    by_node = nodes_of(counts, mode, device, topk, experts, topk_nodes, network)
+    by_node = nodes_of(counts, device, topk, experts, topk_nodes, network)
     if mode == "normal":
         path = "auto" if path is None else path
         ok = _train(Job(ranks, tokens, hidden, experts, topk, steps, seed, path, device, by_node), as_json)
     elif path is not None:
         raise InvalidCall("path is for normal mode: low-latency calls have one way only; leave it out")
     else:
-        ok = _decode(DecodeJob(ranks, tokens, hidden, experts, topk, steps, seed, device), as_json)
+        ok = _decode(DecodeJob(ranks, tokens, hidden, experts, topk, steps, seed, device, by_node), as_json)
     if not ok:
         raise typer.Exit(1)
 

@@ -21,6 +21,7 @@ from anyep.buffer import Buffer
 from anyep.cli.demo_decode_reference import Experts, compare, gate_of, layer_in_one_process
 from anyep.cli.demo_job import DecodeJob, DecodeProgress, DecodeReport, Difference, now
 from anyep.cli.demo_layer import weights_of
+from anyep.cli.gate import choose
 from anyep.cli.ranks import Rank
 from anyep.sizes import CHANNELS_PER_SCALE
 
@@ -44,7 +45,7 @@ class MicroBatch:
         """Choose experts, and send each token to its own."""
         with self._report.timed("gate"):
             scores = self._x.float() @ gate
-            self.choices = scores.topk(self._job.topk, dim=-1).indices
+            self.choices = choose(scores, self._job.topk, self._job.nodes)
             self._weights = weights_of(scores, self.choices)
         with self._report.timed("dispatch send"):
             rows, self._counts, self._handle, _, self._hook = self._buffer.low_latency_dispatch(
@@ -129,7 +130,8 @@ def decode(rank: Rank, job: DecodeJob) -> DecodeReport:
     experts = Experts(job, range(rank.rank * local, (rank.rank + 1) * local), job.device)
     all_experts = Experts(job, range(job.experts)) if rank.rank == 0 else None
     report = DecodeReport(job.device)
-    with Buffer(rank.group, 0, num_bytes, low_latency_mode=True, device=job.device) as buffer:
+    place = {"device": job.device, **job.nodes.place}
+    with Buffer(rank.group, 0, num_bytes, low_latency_mode=True, **place) as buffer:
         for begin in range(0, job.steps, ROUND_STEPS):
             steps = range(begin, min(begin + ROUND_STEPS, job.steps))
             x = [tokens_of(job, rank.rank, step).to(job.device) for step in steps]
@@ -163,7 +165,7 @@ def _check(
         x = torch.cat([tokens_of(job, other, step) for other in range(job.ranks)])
         combined = torch.cat([theirs[index][0] for theirs in by_rank])
         choices = torch.cat([theirs[index][1] for theirs in by_rank])
-        right, misrouted = layer_in_one_process(x, choices, gate, all_experts)
+        right, misrouted = layer_in_one_process(x, choices, gate, all_experts, job.nodes)
         # A wrong choice of experts is as bad as a wrong result.
         difference += compare(combined, right) + Difference(misrouted)
     return difference

@@ -12,7 +12,7 @@ from torch.nn import functional
 from anyep.cli.demo_job import DecodeJob, Difference
 from anyep.cli.demo_layer import weights_of
 from anyep.cli.gate import misrouting
-from anyep.cli.nodes import ONE_NODE
+from anyep.cli.nodes import ONE_NODE, Nodes
 
 FP8_MAX = 448.0
 FP8_CHANNELS = 128
@@ -52,7 +52,7 @@ def through_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def layer_in_one_process(
-    x: torch.Tensor, choices: torch.Tensor, gate: torch.Tensor, experts: Experts
+    x: torch.Tensor, choices: torch.Tensor, gate: torch.Tensor, experts: Experts, nodes: Nodes = ONE_NODE
 ) -> tuple[torch.Tensor, float]:
     """The reference: every token through each of its experts; also how wrong the choice of experts is."""
     scores = x.float() @ gate
@@ -65,7 +65,7 @@ def layer_in_one_process(
     combined = torch.zeros(x.shape)
     for place in range(choices.shape[1]):
         combined = combined + weights[:, place, None] * outputs[:, place]
-    return combined.bfloat16(), misrouting(scores, choices, ONE_NODE)
+    return combined.bfloat16(), misrouting(scores, choices, nodes)
 
 
 def compare(ours: torch.Tensor, right: torch.Tensor) -> Difference:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from anyep.cli.demo_job import COMMUNICATION, PHASES, DecodeJob, DecodeReport, Difference
 from anyep.cli.gpus import in_words
 from anyep.cli.histogram import Latency, bar, latency_of, marks_of, percentile
+from anyep.cli.nodes import limit_in_words, nodes_in_words
 from anyep.cli.units import format_seconds
 from anyep.machine import num_cores
 
@@ -42,6 +43,10 @@ class DecodeRecord:
     device: str
     gpus: int
     ranks: int
+    nodes: int
+    ranks_per_node: int
+    topk_nodes: int
+    network: str | None
     cores: int
     tokens: int
     hidden: int
@@ -77,6 +82,10 @@ def record_of(job: DecodeJob, num_gpus: int, by_rank: list[DecodeReport]) -> Dec
         job.device,
         num_gpus,
         job.ranks,
+        job.nodes.num_nodes,
+        job.ranks // job.nodes.num_nodes,
+        job.nodes.topk_nodes,
+        job.nodes.network if job.nodes.are_several else None,
         num_cores(),
         job.tokens,
         job.hidden,
@@ -107,9 +116,11 @@ def print_record(record: DecodeRecord) -> None:
 
     console = console_for_results()
     place = in_words(record.gpus) if record.gpus else f"{record.cores} cores"
+    nodes = nodes_in_words(record.nodes, record.ranks_per_node) + "," * (record.nodes > 1)
+    limit = limit_in_words(record.nodes, record.topk_nodes)
     console.print(
-        f"[bold]{record.ranks} ranks[/bold] on {place}, {record.tokens} tokens per rank"
-        f" and step, hidden {record.hidden}, top-{record.topk} of {record.experts} experts,"
+        f"[bold]{record.ranks} ranks[/bold]{nodes} on {place}, {record.tokens} tokens"
+        f" per rank and step, hidden {record.hidden}, top-{record.topk} of {record.experts} experts{limit},"
         f" {record.steps} steps"
     )
     table = Table(box=box.SIMPLE_HEAD, title="a micro-batch (half of a rank's tokens)", title_justify="left")

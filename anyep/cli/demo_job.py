@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from anyep.cli.nodes import Nodes
+from anyep.cli.nodes import ONE_NODE, Nodes
 from anyep.sizes import align
 
 
@@ -105,6 +105,7 @@ class DecodeJob:
     steps: int
     seed: int
     device: str = "cpu"
+    nodes: Nodes = ONE_NODE
 
     @property
     def num_max_tokens(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from anyep.cli.demo_job import Job
 from anyep.cli.gpus import in_words
+from anyep.cli.nodes import limit_in_words, nodes_in_words
 from anyep.cli.units import format_bytes
 
 TOLERANCE: Final = 1e-4
@@ -84,12 +85,10 @@ def print_record(record: dict[str, Any]) -> None:
     from anyep.cli.console import console_for_results
 
     console = console_for_results()
-    place, limit = "", ""
+    place = nodes_in_words(record["nodes"], record["ranks_per_node"])
     if record["gpus"]:
         place = f" on {in_words(record['gpus'])}"
-    elif record["nodes"] > 1:
-        place = f" on {record['nodes']} nodes of {record['ranks_per_node']}"
-        limit = f" on {record['topk_nodes']} of the nodes"
+    limit = limit_in_words(record["nodes"], record["topk_nodes"])
     console.print(
         f"[bold]{record['ranks']} ranks[/bold]{place}, {record['tokens']} tokens per rank,"
         f" hidden {record['hidden']}, top-{record['topk']} of {record['experts']} experts{limit},"

@@ -59,12 +59,37 @@ class Nodes:
                 config.get_rdma_buffer_size_hint(row_bytes, ranks, ranks_per_node=per_node)
                 for config in configs
             ),
-            "ranks_per_node": per_node,
-            "network": None if self.network == "auto" else self.network,
+            **self.place,
         }
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The arguments of a Buffer that say where its ranks are."""
+        if not self.are_several:
+            return {}
+        network = None if self.network == "auto" else self.network
+        return {"ranks_per_node": self.ranks_per_node, "network": network}
 
 
 ONE_NODE: Final = Nodes()
+
+
+def nodes_in_words(num_nodes: int, ranks_per_node: int) -> str:
+    """What to add to a number of ranks.
+
+    >>> nodes_in_words(2, 4), nodes_in_words(1, 8)
+    (' on 2 nodes of 4', '')
+    """
+    return f" on {num_nodes} nodes of {ranks_per_node}" if num_nodes > 1 else ""
+
+
+def limit_in_words(num_nodes: int, topk_nodes: int) -> str:
+    """What to add to a number of experts.
+
+    >>> limit_in_words(2, 1), limit_in_words(1, 1)
+    (' on 1 of the nodes', '')
+    """
+    return f" on {topk_nodes} of the nodes" if num_nodes > 1 else ""
 
 
 def count_ranks(
@@ -100,7 +125,6 @@ def count_ranks(
 
 def nodes_of(
     counts: tuple[int, int],
-    mode: str,
     device: str,
     topk: int,
     experts: int,
@@ -116,8 +140,6 @@ def nodes_of(
             if value is not None:
                 raise InvalidCall(f"{name} is for several nodes: add --nodes 2, or leave it out")
         return Nodes(1, ranks_per_node)
-    if mode != "normal":
-        raise InvalidCall("--nodes and --ranks-per-node are for normal mode: leave them out")
     if device != "cpu":
         raise InvalidCall(f"several nodes work on the CPU so far: leave out --device {device}, or --nodes")
     fewest = -(-topk * num_nodes // experts)
