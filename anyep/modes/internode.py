@@ -48,13 +48,9 @@ from anyep.modes.letters import (
 )
 from anyep.modes.node_routing import (
     NodeRouting,
-    check_contents,
-    checked_node_routing,
-    count_by_channel,
-    first_difference,
-    number_tokens,
-    tokens_in_nodes,
-    what_a_handle_says,
+    checked,
+    difference_between,
+    node_routing_of,
 )
 from anyep.modes.ring_areas import MAX_KNOWN_AREAS
 from anyep.modes.status import Phase
@@ -148,8 +144,8 @@ class Internode(Intranode):
         return torch.empty(self._topology.num_nodes, dtype=torch.int32, device="cpu")
 
     def _count_nodes(self, in_rank: torch.Tensor, counts: torch.Tensor) -> None:
-        marks = tokens_in_nodes(in_rank.numpy(), self._topology.ranks_per_node)
-        marks.sum(axis=0, dtype=np.int32, out=counts.numpy())
+        by_channel, _ = self._place_in_nodes(in_rank.numpy(), 1)
+        counts.numpy()[:] = by_channel[:, 0]
 
     def check_nodes(self, per_node: Any, in_rank: torch.Tensor) -> None:
         """Refuse a caller's counts per node that his mask contradicts; he may leave them out."""
@@ -186,10 +182,9 @@ class Internode(Intranode):
 
     def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> Any:
         """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
-        if last is not None and handle is last[0]:
-            check_contents(last[1], self._topology, self._rank)
-            return last[1]
-        return checked_node_routing(handle, self._topology, self._rank)
+        is_last = last is not None and handle is last[0]
+        routing = last[1] if last is not None and is_last else node_routing_of(handle, self._topology)
+        return checked(self._backend, routing, self._topology, self._rank)
 
     def counts_of(
         self,
@@ -201,11 +196,17 @@ class Internode(Intranode):
     ) -> Counts:
         """Where each token's rows go; a caller's counts that contradict each other are refused."""
         counts = super().counts_of(payload, in_rank, per_rank, per_expert, num_channels)
-        in_node = tokens_in_nodes(counts.places.in_rank, self._topology.ranks_per_node)
-        places: Any = NodePlaces(
-            *counts.places, count_by_channel(in_node, num_channels), number_tokens(in_node)
-        )
+        by_node = self._place_in_nodes(counts.places.in_rank, num_channels)
+        places: Any = NodePlaces(*counts.places, *by_node)
         return Counts(places, counts.by_expert)
+
+    def _place_in_nodes(self, in_rank: Array, num_channels: int) -> tuple[Array, Array]:
+        """[node, channel]: the tokens that go to a node; [token, node]: their numbers among them, or -1."""
+        num_nodes = self._topology.num_nodes
+        by_channel = np.empty((num_nodes, num_channels), np.int32)
+        numbers = np.empty((len(in_rank), num_nodes), np.int32)
+        self._backend.place_in_nodes(in_rank, self._topology.ranks_per_node, by_channel, numbers)
+        return by_channel, numbers
 
     # Dispatch
 
@@ -299,6 +300,8 @@ class Internode(Intranode):
 
     def _check_room_for_relayed(self, headers: Array, by_node: Array) -> None:
         """Where the caller says how many rows there can be, that is how many a rank can relay, too."""
+        if (headers[:, RESULT_ROWS] < 0).all():
+            return
         topology = self._topology
         by_index = by_node.reshape(topology.num_nodes, topology.ranks_per_node, topology.num_nodes).sum(
             axis=0
@@ -364,8 +367,7 @@ class Internode(Intranode):
         mine = bool(in_window[self._index])
         token, channels = payload.token, config.num_channels
         rings = self._node_rings(config, token, ~in_window, np.full(len(here), not mine))
-        first, counts = routing.rows_by_lane(self._topology)
-        relayed = routing.relayed_by_channel()
+        lanes = routing.lanes(self._backend, self._topology)
         per_channel = max(1, -(-payload.num_tokens // channels))
         cursor = np.minimum(np.arange(channels, dtype=np.int64) * per_channel, payload.num_tokens)
         result = [results.x.data_ptr(), results.source.ctypes.data, *results.addresses()]
@@ -373,11 +375,11 @@ class Internode(Intranode):
         arguments = (
             np.repeat(cursor[:, None], self._topology.num_nodes, axis=1),
             *rings.counts(),
-            relayed,
-            np.ascontiguousarray(counts.sum(axis=2).T.astype(np.int32)),
-            routing.first_relayed(),
+            lanes.relayed,
+            np.ascontiguousarray(lanes.num_rows.sum(axis=2).T.astype(np.int32)),
+            lanes.first_relayed,
             next_rows,
-            first.copy(),
+            lanes.first_row,
             routing.is_token_in_rank,
             routing.send_rdma_head,
             routing.send_nvl_head,
@@ -388,12 +390,10 @@ class Internode(Intranode):
             *payload.arguments(experts_per_rank),
         )
         streaming = int(decision.num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
-        sent, to_relay = routing.rdma_channel_prefix_matrix[:, -1], routing.relayed_by_channel().sum(axis=1)
-        to_take = counts.sum(axis=(0, 2)) if not mine else np.zeros(len(here), np.int64)
-        if is_new:
-            to_push = decision.counts.relayed[:, : len(here)].sum(axis=(0, 2))
-        else:
-            to_push = (routing.send_nvl_head[: routing.num_relayed] >= 0).sum(axis=0)
+        sent, to_relay = routing.rdma_channel_prefix_matrix[:, -1], lanes.relayed.sum(axis=1)
+        to_take = lanes.num_rows.sum(axis=(0, 2)) if not mine else np.zeros(len(here), np.int64)
+        # In a new handle the kernel is about to say which rows go where; the letters say how many.
+        relayed_to = decision.counts.relayed[:, : len(here)].sum(axis=(0, 2)) if is_new else lanes.relayed_to
         self._run_relay(
             call,
             self._backend.dispatch_between_nodes,
@@ -401,12 +401,11 @@ class Internode(Intranode):
             config,
             arguments,
             streaming,
-            _Work(sent, to_relay, to_push * ~in_window, to_take),
+            _Work(sent, to_relay, relayed_to * ~in_window, to_take),
         )
         if in_window.any():
             self.conversation.announce(self._arrival_at_peers, Topic.ROWS, call.number, self._alarms_here)
-        relayed_rows = int((routing.send_nvl_head[: routing.num_relayed] >= 0).sum())
-        self._count_traffic(rings, token, relayed_rows)
+        self._count_traffic(rings, token, int(relayed_to.sum()))
         self._finish_results(call, payload, results, decision, is_new)
         self.conversation.end(call)
 
@@ -437,9 +436,9 @@ class Internode(Intranode):
         weights_of = np.where(in_window, bases + headers[here, WEIGHTS_OFFSET], 0)
         mine = bool(in_window[self._index])
         rings = self._node_rings(config, token, np.full(len(here), not mine), ~in_window)
-        first, counts = routing.rows_by_lane(self._topology)
-        before = np.zeros((*counts.shape[:2], counts.shape[2] + 1), np.int64)
-        before[:, :, 1:] = np.cumsum(counts, axis=2)
+        lanes = routing.lanes(self._backend, self._topology)
+        before = np.zeros((*lanes.num_rows.shape[:2], self._topology.num_nodes + 1), np.int64)
+        np.cumsum(lanes.num_rows, axis=2, out=before[:, :, 1:])
         channels = config.num_channels
         per_channel = max(1, -(-routing.num_tokens // channels))
         own_relayed = np.concatenate([np.zeros(1, np.int64), routing.recv_rdma_rank_prefix_sum])[self._node]
@@ -448,10 +447,10 @@ class Internode(Intranode):
         arguments = (
             cursor,
             *rings.counts(),
-            routing.relayed_by_channel(),
-            first,
+            lanes.relayed,
+            lanes.first_row,
             before,
-            routing.first_relayed(),
+            lanes.first_relayed,
             np.array([own_relayed], np.int64),
             routing.send_rdma_head,
             routing.send_nvl_head,
@@ -468,9 +467,9 @@ class Internode(Intranode):
             out_weights.numpy(),
         )
         streaming = int(x.shape[0] * row_bytes >= WORTH_STREAMING_BYTES)
-        relayed = routing.relayed_by_channel().sum(axis=1)
+        relayed = lanes.relayed.sum(axis=1)
         to_push = before[:, :, -1].sum(axis=0) if not mine else np.zeros(len(here), np.int64)
-        to_take = (routing.send_nvl_head[: routing.num_relayed] >= 0).sum(axis=0) * ~in_window
+        to_take = lanes.relayed_to * ~in_window
         self._run_relay(
             call,
             self._backend.combine_between_nodes,
@@ -480,7 +479,7 @@ class Internode(Intranode):
             streaming,
             _Work(relayed, routing.rdma_channel_prefix_matrix[:, -1], to_push, to_take),
         )
-        self._count_traffic(rings, token, int((routing.send_nvl_head[: routing.num_relayed] >= 0).sum()))
+        self._count_traffic(rings, token, int(lanes.relayed_to.sum()))
         conversation.announce(self._pulled_at_peers, Topic.PULLED, call.number, self._alarms_here)
         # Until every reader is done, x must stay as it is.
         conversation.wait_for_counters(
@@ -496,12 +495,11 @@ class Internode(Intranode):
         Every rank hears what all handles say, so that every rank finds the same.
         """
         ranks = self._num_ranks
-        mine = what_a_handle_says(routing, self._topology)
         nothing = np.zeros((ranks, 0), np.int32), np.zeros(0, np.int32)
-        headers = self.conversation.exchange(call, header, (mine, *nothing))
-        said = np.empty((ranks, len(mine)), np.int32)
+        headers = self.conversation.exchange(call, header, (routing.said, *nothing))
+        said = np.empty((ranks, len(routing.said)), np.int32)
         self.conversation.read_counts(call, said, np.empty((ranks, 0), np.int32), np.empty(0, np.int64))
-        difference = first_difference(said, self._topology)
+        difference = difference_between(self._backend, said, self._topology)
         if difference:
             raise Disagreement(f"the ranks' handles are not of one dispatch: {difference}")
         return headers

@@ -20,6 +20,12 @@ from anyep.backends.cpu.kernels.letters import (
     read_headers,
 )
 from anyep.backends.cpu.kernels.masks import adopt_masks, post_offers, read_offers
+from anyep.backends.cpu.kernels.node_handles import (
+    first_difference,
+    place_in_nodes,
+    plan_lanes,
+    read_node_handle,
+)
 from anyep.backends.cpu.kernels.relay import combine_between_nodes, dispatch_between_nodes
 from anyep.backends.cpu.kernels.rings import combine_through_rings, dispatch_through_rings, read_counters
 from anyep.backends.cpu.kernels.slots import (
@@ -69,12 +75,15 @@ __all__ = [
     "dispatch_through_rings",
     "fill_handle",
     "first_contradiction",
+    "first_difference",
     "list_returns",
     "list_tokens",
     "open_block",
     "pack_tokens",
     "pad_ids",
+    "place_in_nodes",
     "place_tokens",
+    "plan_lanes",
     "post_letters",
     "post_notes",
     "post_offers",
@@ -82,6 +91,7 @@ __all__ = [
     "read_counters",
     "read_counts",
     "read_headers",
+    "read_node_handle",
     "read_notes",
     "read_offers",
     "send_to_windows",

@@ -1,0 +1,286 @@
+"""What a handle between nodes says: its counts, whether they fit together, and whether all ranks' agree.
+
+A rank relays the tokens of the ranks with its own index, one on every node, to the ranks of its node. They
+are numbered by source node, then by token; `send_nvl_head` has a line for each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anyep.backends.cpu.kernels.compiler import inlined, kernel
+
+HASH_START, HASH_FACTOR = 0x4BF29CE484222325, 0x100000001B3
+
+
+@inlined
+def hashed(so_far, number):
+    """A number more in a hash of numbers."""
+    return (so_far ^ number) * HASH_FACTOR
+
+
+@inlined
+def folded(so_far):
+    """A hash in the 31 bits that a letter has for it."""
+    return np.int32((so_far ^ (so_far >> 31)) & 0x7FFFFFFF)
+
+
+@kernel("void(boolean[:,::1], int64, int32[:,::1], int32[:,::1])")
+def place_in_nodes(in_rank, ranks_per_node, by_channel, numbers):
+    """Number the tokens that go to each node, and count them by channel.
+
+    With in_rank [[1, 0, 0, 0], [0, 1, 1, 1]], 2 nodes and 2 channels: by_channel [[1, 1], [0, 1]] (node,
+    channel) and numbers [[0, -1], [1, 0]] (token, node).
+    """
+    num_tokens = in_rank.shape[0]
+    num_nodes, num_channels = by_channel.shape
+    per_channel = max(1, (num_tokens + num_channels - 1) // num_channels)
+    by_channel[:] = 0
+    for node in range(num_nodes):
+        count = np.int32(0)
+        for token in range(num_tokens):
+            is_wanted = False
+            for rank in range(node * ranks_per_node, (node + 1) * ranks_per_node):
+                is_wanted |= in_rank[token, rank]
+            if is_wanted:
+                numbers[token, node] = count
+                by_channel[node, token // per_channel] += 1
+                count += np.int32(1)
+            else:
+                numbers[token, node] = -1
+
+
+@inlined
+def counts_marks(marks, column, num_columns, prefix):
+    """Whether a row of `prefix` counts, channel by channel, the tokens with a mark in some columns."""
+    num_tokens, num_channels = marks.shape[0], prefix.shape[0]
+    per_channel = max(1, (num_tokens + num_channels - 1) // num_channels)
+    count = 0
+    for channel in range(num_channels):
+        for token in range(channel * per_channel, min((channel + 1) * per_channel, num_tokens)):
+            is_marked = False
+            for place in range(column, column + num_columns):
+                is_marked |= marks[token, place]
+            count += is_marked
+        if prefix[channel] != count:
+            return False
+    return True
+
+
+@inlined
+def falls(prefix):
+    """Whether a prefix sum does, somewhere."""
+    before = 0
+    for index in range(prefix.shape[0]):
+        if prefix[index] < before:
+            return True
+        before = prefix[index]
+    return False
+
+
+@kernel(
+    "int64(int64, int64, boolean[:,::1], int32[:,::1], int32[:,::1], int32[:,::1], int32[::1], int32[:,::1],"
+    " int32[::1], int64, int32[:,::1], int32[:,::1], int32[::1])"
+)
+def read_node_handle(
+    rank,
+    ranks_per_node,
+    in_rank,
+    rdma_prefix,
+    gbl_prefix,
+    recv_rdma_prefix,
+    recv_rdma_sum,
+    recv_gbl_prefix,
+    recv_gbl_sum,
+    num_recv_rows,
+    send_rdma_head,
+    send_nvl_head,
+    said,
+):
+    """0 if the parts of a handle fit together, so that no kernel can reach outside; else what does not.
+
+    1: send_rdma_head does not number the tokens of in_rank; 2: rdma_prefix or 3: gbl_prefix does not count
+    them; 4: recv_gbl_sum falls, or has more rows than there are; 5: recv_gbl_prefix leaves the rows of its
+    source; 6: recv_rdma_sum or recv_rdma_prefix falls; 7: recv_rdma_sum does not count what send_nvl_head
+    has; 8: what this rank sends to its own node is not what it relays there; 9: send_nvl_head does not number
+    the rows of its sources one after the other.
+
+    Then `said` is what a rank tells everyone of its handle: rows to everyone and from everyone, the same by
+    channel (as hashes), for each source node and rank of this node the rows that it relays (as hashes) and
+    where they begin (-1: nowhere), and by node the tokens that it sent and relays (as hashes).
+
+    For rank 0 of 2 nodes of 1, with 1 token that goes to rank 1 and nothing that comes, in 1 channel: in_rank
+    [[0, 1]], rdma_prefix and gbl_prefix [[0], [1]], send_rdma_head [[-1, 0]] and nothing else give 0 and
+    said [0, 1, 0, 0, n, e, n, n, n, n, -1, -1, n, e, n, n], where n is the hash of [0] and e that of [1].
+    """
+    num_tokens, num_ranks = in_rank.shape
+    num_nodes, num_channels = recv_rdma_prefix.shape
+    for node in range(num_nodes):
+        count = 0
+        for token in range(num_tokens):
+            is_wanted = False
+            for peer in range(node * ranks_per_node, (node + 1) * ranks_per_node):
+                is_wanted |= in_rank[token, peer]
+            if send_rdma_head[token, node] != (count if is_wanted else -1):
+                return 1
+            count += is_wanted
+    for node in range(num_nodes):
+        if not counts_marks(in_rank, node * ranks_per_node, ranks_per_node, rdma_prefix[node]):
+            return 2
+    for peer in range(num_ranks):
+        if not counts_marks(in_rank, peer, 1, gbl_prefix[peer]):
+            return 3
+    if falls(recv_gbl_sum) or recv_gbl_sum[-1] > num_recv_rows:
+        return 4
+    for source in range(num_ranks):
+        received = recv_gbl_sum[source] - (recv_gbl_sum[source - 1] if source > 0 else 0)
+        prefix = recv_gbl_prefix[source]
+        if prefix[0] != 0 or falls(prefix) or prefix[-1] > received:
+            return 5
+    if falls(recv_rdma_sum):
+        return 6
+    for node in range(num_nodes):
+        if falls(recv_rdma_prefix[node]):
+            return 6
+    if recv_rdma_sum[-1] > send_nvl_head.shape[0]:
+        return 7
+    for node in range(num_nodes):
+        if recv_rdma_prefix[node, -1] != recv_rdma_sum[node] - (recv_rdma_sum[node - 1] if node > 0 else 0):
+            return 7
+    own_node = rank // ranks_per_node
+    for channel in range(num_channels):
+        if recv_rdma_prefix[own_node, channel] != rdma_prefix[own_node, channel]:
+            return 8
+
+    for peer in range(num_ranks):
+        sent, received = np.int64(HASH_START), np.int64(HASH_START)
+        rows = recv_gbl_sum[peer] - (recv_gbl_sum[peer - 1] if peer > 0 else 0)
+        for channel in range(num_channels):
+            before = gbl_prefix[peer, channel - 1] if channel > 0 else 0
+            sent = hashed(sent, gbl_prefix[peer, channel] - before)
+            end = recv_gbl_prefix[peer, channel + 1] if channel + 1 < num_channels else rows
+            received = hashed(received, end - recv_gbl_prefix[peer, channel])
+        said[peer] = gbl_prefix[peer, -1]
+        said[num_ranks + peer] = rows
+        said[2 * num_ranks + peer] = folded(sent)
+        said[3 * num_ranks + peer] = folded(received)
+    for node in range(num_nodes):
+        begin = recv_rdma_sum[node - 1] if node > 0 else 0
+        for index in range(ranks_per_node):
+            first, count = -1, 0
+            relayed = np.int64(HASH_START)
+            for channel in range(num_channels):
+                until_here = count
+                start = begin + (recv_rdma_prefix[node, channel - 1] if channel > 0 else 0)
+                for token in range(start, begin + recv_rdma_prefix[node, channel]):
+                    head = send_nvl_head[token, index]
+                    if head >= 0:
+                        if count == 0:
+                            first = head
+                        if head != first + count:
+                            return 9
+                        count += 1
+                relayed = hashed(relayed, count - until_here)
+            said[4 * num_ranks + node * ranks_per_node + index] = folded(relayed)
+            said[5 * num_ranks + node * ranks_per_node + index] = first
+        tokens, relayed = np.int64(HASH_START), np.int64(HASH_START)
+        for channel in range(num_channels):
+            before = rdma_prefix[node, channel - 1] if channel > 0 else 0
+            tokens = hashed(tokens, rdma_prefix[node, channel] - before)
+            before = recv_rdma_prefix[node, channel - 1] if channel > 0 else 0
+            relayed = hashed(relayed, recv_rdma_prefix[node, channel] - before)
+        said[6 * num_ranks + node] = folded(tokens)
+        said[6 * num_ranks + num_nodes + node] = folded(relayed)
+    return 0
+
+
+@kernel("int64(int32[:,::1], int64)")
+def first_difference(said, ranks_per_node):
+    """-1 if all ranks' handles are of one dispatch; else where they differ first.
+
+    Row r of `said` is what rank r's handle says. For the ranks a and b and n of them it gives a * n + b if
+    rank a sent other numbers of rows to b than b got; n * n more if they did not go by the same channels; 2
+    n * n more if rank b relays other rows from rank a than a sent.
+
+    With 2 nodes of 1 and rows that say [1, 2, 1, 2, ...] and [2, 3, 7, 3, ...]: 1, since rank 0 sent 2 rows
+    to rank 1, which got 7.
+    """
+    num_ranks = said.shape[0]
+    num_nodes = num_ranks // ranks_per_node
+    for sender in range(num_ranks):
+        for receiver in range(num_ranks):
+            if said[sender, receiver] != said[receiver, num_ranks + sender]:
+                return sender * num_ranks + receiver
+    for sender in range(num_ranks):
+        for receiver in range(num_ranks):
+            if said[sender, 2 * num_ranks + receiver] != said[receiver, 3 * num_ranks + sender]:
+                return (num_ranks + sender) * num_ranks + receiver
+    for relay in range(num_ranks):
+        node, index = relay // ranks_per_node, relay % ranks_per_node
+        for source_node in range(num_nodes):
+            source = source_node * ranks_per_node + index
+            where = 6 * num_ranks
+            differs = said[source, where + node] != said[relay, where + num_nodes + source_node]
+            for other in range(ranks_per_node):
+                receiver = node * ranks_per_node + other
+                place = source_node * ranks_per_node + other
+                first = -1
+                if said[source, receiver] > 0:
+                    first = 0
+                    for earlier in range(source):
+                        first += said[receiver, num_ranks + earlier]
+                differs |= said[relay, 5 * num_ranks + place] != first
+                differs |= said[source, 2 * num_ranks + receiver] != said[relay, 4 * num_ranks + place]
+            if differs:
+                return (2 * num_ranks + source) * num_ranks + relay
+    return -1
+
+
+@kernel(
+    "void(int64, int32[:,::1], int32[::1], int32[:,::1], int32[::1], int32[:,::1],"
+    " int64[:,:,::1], int64[:,:,::1], int32[:,::1], int64[:,::1], int64[::1])"
+)
+def plan_lanes(
+    ranks_per_node,
+    recv_rdma_prefix,
+    recv_rdma_sum,
+    recv_gbl_prefix,
+    recv_gbl_sum,
+    send_nvl_head,
+    first_row,
+    num_rows,
+    relayed,
+    first_relayed,
+    relayed_to,
+):
+    """Where the rows and tokens of a handle begin, channel by channel, and how many there are.
+
+    `first_row` and `num_rows` [channel, rank of this node, node]: what is received by way of a rank from a
+    node. `relayed` [node, channel] and `first_relayed` [channel, node]: the tokens that this rank relays.
+    `relayed_to` [rank of this node]: the rows that it gives to a rank.
+
+    With 2 nodes of 1 rank and 1 channel, and 3 rows from rank 0 and 2 from rank 1, which this rank relays to
+    itself: first_row [[[0, 3]]], num_rows [[[3, 2]]], relayed [[3], [2]], first_relayed [[0, 3]], relayed_to
+    [5].
+    """
+    num_nodes, num_channels = recv_rdma_prefix.shape
+    for node in range(num_nodes):
+        begin = recv_rdma_sum[node - 1] if node > 0 else 0
+        for channel in range(num_channels):
+            before = recv_rdma_prefix[node, channel - 1] if channel > 0 else 0
+            relayed[node, channel] = recv_rdma_prefix[node, channel] - before
+            first_relayed[channel, node] = begin + before
+        for index in range(ranks_per_node):
+            source = node * ranks_per_node + index
+            start = recv_gbl_sum[source - 1] if source > 0 else 0
+            for channel in range(num_channels):
+                first = start + recv_gbl_prefix[source, channel]
+                end = recv_gbl_sum[source]
+                if channel + 1 < num_channels:
+                    end = start + recv_gbl_prefix[source, channel + 1]
+                first_row[channel, index, node] = first
+                num_rows[channel, index, node] = end - first
+    relayed_to[:] = 0
+    for token in range(recv_rdma_sum[-1]):
+        for index in range(ranks_per_node):
+            relayed_to[index] += send_nvl_head[token, index] >= 0

@@ -1,0 +1,263 @@
+"""The kernels that read handles between nodes: their examples, and all ranks' handles of any routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyep.backends import cpu
+from anyep.backends.cpu.kernels import node_handles
+from anyep.errors import InvalidCall
+from anyep.modes.node_routing import (
+    NOTHING,
+    WHAT_DOES_NOT_FIT,
+    NodeRouting,
+    checked,
+    difference_between,
+    node_routing_of,
+)
+from anyep.sizes import SOURCE_META_BYTES
+from anyep.topology import Topology
+
+Array = np.ndarray[Any, Any]
+
+
+def int32(values: Any) -> Array:
+    return np.array(values, np.int32)
+
+
+def flags(values: Any) -> Array:
+    return np.array(values, np.bool_)
+
+
+def test_place_in_nodes() -> None:
+    by_channel, numbers = np.empty((2, 2), np.int32), np.empty((2, 2), np.int32)
+    node_handles.place_in_nodes(flags([[1, 0, 0, 0], [0, 1, 1, 1]]), 2, by_channel, numbers)
+    assert by_channel.tolist() == [[1, 1], [0, 1]]
+    assert numbers.tolist() == [[0, -1], [1, 0]]
+
+
+ONE_TOKEN = NodeRouting(
+    is_token_in_rank=flags([[0, 1]]),
+    rdma_channel_prefix_matrix=int32([[0], [1]]),
+    gbl_channel_prefix_matrix=int32([[0], [1]]),
+    recv_rdma_channel_prefix_matrix=int32([[0], [0]]),
+    recv_rdma_rank_prefix_sum=int32([0, 0]),
+    recv_gbl_channel_prefix_matrix=int32([[0], [0]]),
+    recv_gbl_rank_prefix_sum=int32([0, 0]),
+    recv_src_meta=np.zeros((0, SOURCE_META_BYTES), np.uint8),
+    send_rdma_head=int32([[-1, 0]]),
+    send_nvl_head=np.zeros((0, 1), np.int32),
+)
+
+
+def test_read_node_handle() -> None:
+    said = checked(cpu, ONE_TOKEN, Topology(2, 1), 0).said.tolist()
+    none, one = said[4:6]
+    assert none != one
+    assert said == [0, 1, 0, 0, none, one, *[none] * 4, -1, -1, none, one, none, none]
+
+
+def test_first_difference() -> None:
+    said = int32([[1, 2, 1, 2, *[0] * 12], [2, 3, 7, 3, *[0] * 12]])
+    assert node_handles.first_difference(said, 1) == 1
+    assert (
+        difference_between(cpu, said, Topology(2, 1))
+        == "in that of rank 0 it sent 2 rows to rank 1, which got 7 according to its own"
+    )
+
+
+def test_plan_lanes() -> None:
+    lanes = ONE_TOKEN._replace(
+        recv_rdma_channel_prefix_matrix=int32([[3], [2]]),
+        recv_rdma_rank_prefix_sum=int32([3, 5]),
+        recv_gbl_rank_prefix_sum=int32([3, 5]),
+        send_nvl_head=int32([[0], [1], [2], [3], [4]]),
+    ).lanes(cpu, Topology(2, 1))
+    assert [part.tolist() for part in lanes] == [[[[0, 3]]], [[[3, 2]]], [[3], [2]], [[0, 3]], [5]]
+
+
+# Every rank's handle of a routing, made as plainly as possible.
+
+
+def channel_of(token: int, num_tokens: int, num_channels: int) -> int:
+    return token // max(1, -(-num_tokens // num_channels))
+
+
+def handles_of(masks: list[Array], topology: Topology, num_channels: int) -> list[NodeRouting]:
+    ranks, nodes, per_node = topology.num_ranks, topology.num_nodes, topology.ranks_per_node
+    sent = np.zeros((ranks, ranks, num_channels), np.int32)
+    tokens = np.zeros((ranks, nodes, num_channels), np.int32)
+    for source, mask in enumerate(masks):
+        for token, wanted in enumerate(mask):
+            channel = channel_of(token, len(mask), num_channels)
+            sent[source, wanted, channel] += 1
+            tokens[source, wanted.reshape(nodes, per_node).any(axis=1), channel] += 1
+    return [_handle_of(rank, masks, topology, sent, tokens) for rank in range(ranks)]
+
+
+def _handle_of(rank: int, masks: list[Array], topology: Topology, sent: Array, tokens: Array) -> NodeRouting:
+    nodes, per_node = topology.num_nodes, topology.ranks_per_node
+    node, index = divmod(rank, per_node)
+    here = range(node * per_node, (node + 1) * per_node)
+    heads: list[list[int]] = []
+    for source in range(index, topology.num_ranks, per_node):
+        next_row = {receiver: int(sent[:source, receiver].sum()) for receiver in here}
+        for wanted in masks[source]:
+            if wanted[list(here)].any():
+                heads.append([next_row[peer] if wanted[peer] else -1 for peer in here])
+                for peer in here:
+                    next_row[peer] += int(wanted[peer])
+    in_node = masks[rank].reshape(-1, nodes, per_node).any(axis=2)
+    relayed = tokens[index::per_node, node]
+    received = sent[:, rank]
+    return NodeRouting(
+        is_token_in_rank=masks[rank],
+        rdma_channel_prefix_matrix=int32(np.cumsum(tokens[rank], axis=1)),
+        gbl_channel_prefix_matrix=int32(np.cumsum(sent[rank], axis=1)),
+        recv_rdma_channel_prefix_matrix=int32(np.cumsum(relayed, axis=1)),
+        recv_rdma_rank_prefix_sum=int32(np.cumsum(relayed.sum(axis=1))),
+        recv_gbl_channel_prefix_matrix=int32(np.cumsum(received, axis=1) - received),
+        recv_gbl_rank_prefix_sum=int32(np.cumsum(received.sum(axis=1))),
+        recv_src_meta=np.zeros((int(received.sum()), SOURCE_META_BYTES), np.uint8),
+        send_rdma_head=int32(np.where(in_node, np.cumsum(in_node, axis=0) - 1, -1)),
+        send_nvl_head=int32(heads).reshape(-1, per_node),
+    )
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[list[Array], Topology, int]:
+    nodes, per_node = draw(st.sampled_from([(2, 1), (2, 2), (3, 2), (2, 3)]))
+    ranks, seed = nodes * per_node, draw(st.integers(0, 2**32 - 1))
+    random = np.random.default_rng(seed)
+    density = draw(st.sampled_from([0.0, 0.2, 0.6, 1.0]))
+    counts = draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
+    masks = [random.random((count, ranks)) < density for count in counts]
+    return masks, Topology(ranks, per_node), draw(st.integers(1, 4))
+
+
+def same(one: NodeRouting, other: NodeRouting) -> bool:
+    return all(np.array_equal(*parts) for parts in zip(one[:10], other[:10], strict=True))
+
+
+def said_by(handles: list[NodeRouting], topology: Topology) -> Array:
+    return np.stack([checked(cpu, handle, topology, rank).said for rank, handle in enumerate(handles)])
+
+
+@given(routings())
+def test_handles_of_one_dispatch_fit_and_agree(routing: tuple[list[Array], Topology, int]) -> None:
+    masks, topology, num_channels = routing
+    handles = handles_of(masks, topology, num_channels)
+    assert difference_between(cpu, said_by(handles, topology), topology) == ""
+    for rank, handle in enumerate(handles):
+        by_channel = np.empty((topology.num_nodes, num_channels), np.int32)
+        numbers = np.empty((len(masks[rank]), topology.num_nodes), np.int32)
+        cpu.place_in_nodes(masks[rank], topology.ranks_per_node, by_channel, numbers)
+        assert np.array_equal(np.cumsum(by_channel, axis=1), handle.rdma_channel_prefix_matrix)
+        assert np.array_equal(numbers, handle.send_rdma_head)
+        lanes = handle.lanes(cpu, topology)
+        relayed = [handle.recv_rdma_channel_prefix_matrix[:, channel] for channel in range(num_channels)]
+        assert np.array_equal(np.cumsum(lanes.relayed, axis=1).T, relayed)
+        assert lanes.relayed_to.tolist() == (handle.send_nvl_head >= 0).sum(axis=0).tolist()
+        # Rows follow each other by source (node, then rank of the node), then by channel.
+        firsts, counts = (part.transpose(2, 1, 0).ravel() for part in (lanes.first_row, lanes.num_rows))
+        ends = np.cumsum(counts)
+        assert np.array_equal(firsts, ends - counts)
+        assert ends[-1] == handle.num_recv_rows
+        tokens = lanes.relayed.ravel()
+        assert np.array_equal(lanes.first_relayed.T.ravel(), np.cumsum(tokens) - tokens)
+
+
+@given(routings(), st.randoms(use_true_random=False))
+def test_a_handle_of_another_dispatch_is_found(
+    routing: tuple[list[Array], Topology, int], random: Any
+) -> None:
+    """One handle after a token less or more for some rank, the others' before: they do not agree."""
+    masks, topology, num_channels = routing
+    handles = handles_of(masks, topology, num_channels)
+    sources = [rank for rank, mask in enumerate(masks) if len(mask)]
+    if not sources:
+        return
+    source = random.choice(sources)
+    token, wanted = random.randrange(len(masks[source])), random.randrange(topology.num_ranks)
+    changed = [mask.copy() for mask in masks]
+    changed[source][token, wanted] ^= True
+    other = handles_of(changed, topology, num_channels)
+    concerned = [rank for rank, pair in enumerate(zip(handles, other, strict=True)) if not same(*pair)]
+    assert {source, wanted} <= {*concerned}
+    for rank in concerned:
+        mixed = [*handles]
+        mixed[rank] = other[rank]
+        agree = difference_between(cpu, said_by(mixed, topology), topology) == ""
+        assert agree == (len(concerned) == 1)
+
+
+PARTS = NodeRouting._fields[: len(ONE_TOKEN) - 1]
+
+
+@given(routings(), st.sampled_from([part for part in PARTS if part != "recv_src_meta"]), st.data())
+def test_a_changed_part_is_refused_or_stays_inside(
+    routing: tuple[list[Array], Topology, int], name: str, data: st.DataObject
+) -> None:
+    """Whatever is changed, what passes keeps kernels within the rows and the lines that there are."""
+    masks, topology, num_channels = routing
+    rank = data.draw(st.integers(0, topology.num_ranks - 1))
+    handle = handles_of(masks, topology, num_channels)[rank]
+    part = getattr(handle, name).copy()
+    if not part.size:
+        return
+    place = data.draw(st.integers(0, part.size - 1))
+    if part.dtype == np.bool_:
+        part.flat[place] ^= True
+    else:
+        part.flat[place] += data.draw(st.sampled_from([-(2**20), -2, -1, 1, 2, 2**20]))
+    changed = handle._replace(**{name: part})
+    try:
+        checked(cpu, changed, topology, rank)
+    except InvalidCall:
+        return
+    assert np.array_equal(changed.send_rdma_head, handle.send_rdma_head)
+    lanes = changed.lanes(cpu, topology)
+    assert lanes.num_rows.min() >= 0
+    assert lanes.first_row.min() >= 0
+    assert (lanes.first_row + lanes.num_rows).max() <= changed.num_recv_rows
+    assert lanes.relayed.min() >= 0
+    assert (lanes.first_relayed.T + lanes.relayed).max() <= len(changed.send_nvl_head)
+
+
+@pytest.mark.parametrize("code", WHAT_DOES_NOT_FIT)
+def test_each_thing_that_does_not_fit(code: int) -> None:
+    """Rank 1 of 2 nodes of 2, in 2 channels: one part changed at a time."""
+    topology = Topology(4, 2)
+    masks = [flags([[1, 1, 1, 1]] * 3)] * 4
+    handle = handles_of(masks, topology, 2)[1]
+    name, place, value = {
+        1: ("send_rdma_head", (1, 0), 2),
+        2: ("rdma_channel_prefix_matrix", (0, 0), 1),
+        3: ("gbl_channel_prefix_matrix", (3, 1), 2),
+        4: ("recv_gbl_rank_prefix_sum", (3,), 13),
+        5: ("recv_gbl_channel_prefix_matrix", (2, 1), 4),
+        6: ("recv_rdma_channel_prefix_matrix", (1, 0), -1),
+        7: ("recv_rdma_rank_prefix_sum", (0,), 2),
+        8: ("recv_rdma_channel_prefix_matrix", (0, 0), 1),
+        9: ("send_nvl_head", (1, 1), -1),
+    }[code]
+    part = getattr(handle, name).copy()
+    part[place] = value
+    with pytest.raises(InvalidCall) as caught:
+        checked(cpu, handle._replace(**{name: part}), topology, 1)
+    assert str(caught.value).endswith(WHAT_DOES_NOT_FIT[code])
+
+
+def test_a_handle_goes_through_its_tensors() -> None:
+    topology = Topology(4, 2)
+    handle = handles_of([flags([[1, 0, 1, 1]] * 3)] * 4, topology, 2)[2]
+    tensors = handle.tensors()
+    assert len(tensors) == 10
+    again = node_routing_of(tensors, topology)
+    assert again.said is NOTHING
+    assert same(handle, again)
