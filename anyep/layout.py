@@ -63,6 +63,15 @@ class Region:
         return self.offset + self.num_bytes
 
 
+SEND_ROWS, SEND_TAIL, SEND_HEAD, SEND_BASE, RECV_ROWS, RECV_TAIL, RECV_HEAD, RECV_BASE = range(8)
+"""The layers of a stack of rings, [layer, channel, peer], as kernels between nodes take it.
+
+Of the rings to a peer, then of those from it: the addresses of the rows, of the tail and of the head, and
+what the counter that this rank advances (tail, then head) stood at when the call began.
+"""
+NUM_RING_LAYERS: Final = 8
+
+
 @dataclass(frozen=True)
 class RingArea:
     """A ring per (channel, peer): first all rows, channel by channel, then the reserved control fields.

@@ -12,6 +12,7 @@ import torch
 
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels import relay
+from anyep.layout import NUM_RING_LAYERS
 from anyep.modes.intranode import slot_offsets
 from anyep.sizes import token_layout
 
@@ -46,7 +47,7 @@ class Nodes:
         self.counts = [[np.zeros((1, size), np.int64) for size in (NODES, NODES, 1, 1)] for _ in range(NODES)]
 
     def net(self, node: int) -> Array:
-        layers = np.zeros((relay.NUM_RING_LAYERS, 1, NODES), np.int64)
+        layers = np.zeros((NUM_RING_LAYERS, 1, NODES), np.int64)
         for other in range(NODES):
             layers[:, 0, other] = (
                 self.rows[other, node].ctypes.data,

@@ -21,7 +21,22 @@ import torch
 
 from anyep.errors import Disagreement, InvalidCall
 from anyep.events import EventOverlap
-from anyep.layout import COUNTER_BYTES, ControlRegion, RingArea, rdma_rings, ring_rows_that_fit
+from anyep.layout import (
+    COUNTER_BYTES,
+    NUM_RING_LAYERS,
+    RECV_BASE,
+    RECV_HEAD,
+    RECV_ROWS,
+    RECV_TAIL,
+    SEND_BASE,
+    SEND_HEAD,
+    SEND_ROWS,
+    SEND_TAIL,
+    ControlRegion,
+    RingArea,
+    rdma_rings,
+    ring_rows_that_fit,
+)
 from anyep.modes.conversation import Array, Call, Pieces, Stall, Topic
 from anyep.modes.intranode import (
     MIN_RING_ROWS,
@@ -66,9 +81,6 @@ from anyep.sizes import (
 )
 from anyep.topology import Topology
 
-NUM_RING_LAYERS = 8
-SEND_HEAD, SEND_BASE, RECV_TAIL, RECV_BASE = 2, 3, 5, 7
-"""Layers of the stacks of rings that kernels take: the bases are numbers, the others addresses."""
 ROUNDS_AT_ONCE = 32
 NO_ROWS = np.zeros((0, SOURCE_META_BYTES), np.uint8)
 
@@ -541,10 +553,10 @@ class Internode(Intranode):
         net = self._ring_layers(area, self._relays, self._node, "network tail", "network head")
         for node, ring_start in self._send_rings(area).items():
             # What goes over the wire is put together here.
-            net[0, :, node] = self._heap_addresses[self._rank] + ring_start
+            net[SEND_ROWS, :, node] = self._heap_addresses[self._rank] + ring_start
         nvl = self._ring_layers(nvl_area, self._node_ranks, self._index, "ring tail", "ring head")
-        nvl[0] *= send_to
-        nvl[4] *= receive_from
+        nvl[SEND_ROWS] *= send_to
+        nvl[RECV_ROWS] *= receive_from
         return _NodeRings(area, nvl_area, net, nvl)
 
     def _send_rings(self, area: RingArea) -> dict[int, Array]:
@@ -567,8 +579,8 @@ class Internode(Intranode):
             known = self._known_layers[area] = self._new_layers(area, ranks, own, tail_block, head_block)
         layers = known.copy()
         # This rank alone advances the tail where it sends and the head where it receives.
-        self._backend.read_counters(layers[1], layers[3])
-        self._backend.read_counters(layers[6], layers[7])
+        self._backend.read_counters(layers[SEND_TAIL], layers[SEND_BASE])
+        self._backend.read_counters(layers[RECV_HEAD], layers[RECV_BASE])
         return layers
 
     def _new_layers(self, area: RingArea, ranks: Any, own: int, tail_block: str, head_block: str) -> Array:
@@ -578,12 +590,12 @@ class Internode(Intranode):
         peers = np.arange(area.num_peers, dtype=np.int64)[None, :]
         heaps, here = self._heap_addresses[list(ranks)][None, :], self._heap_addresses[self._rank]
         layers = np.zeros((NUM_RING_LAYERS, area.num_channels, area.num_peers), np.int64)
-        layers[0] = heaps + area.start + (channels * area.num_peers + own) * area.ring_bytes
-        layers[1] = heaps + tail.start + own * tail.stride + 8 * channels
-        layers[2] = here + head.start + peers * head.stride + 8 * channels
-        layers[4] = here + area.start + (channels * area.num_peers + peers) * area.ring_bytes
-        layers[5] = here + tail.start + peers * tail.stride + 8 * channels
-        layers[6] = heaps + head.start + own * head.stride + 8 * channels
+        layers[SEND_ROWS] = heaps + area.start + (channels * area.num_peers + own) * area.ring_bytes
+        layers[SEND_TAIL] = heaps + tail.start + own * tail.stride + 8 * channels
+        layers[SEND_HEAD] = here + head.start + peers * head.stride + 8 * channels
+        layers[RECV_ROWS] = here + area.start + (channels * area.num_peers + peers) * area.ring_bytes
+        layers[RECV_TAIL] = here + tail.start + peers * tail.stride + 8 * channels
+        layers[RECV_HEAD] = heaps + head.start + own * head.stride + 8 * channels
         return layers
 
     def _run_relay(

@@ -26,10 +26,17 @@ from anyep.backends.cpu.kernels.memory import (
 )
 from anyep.backends.cpu.kernels.sums import BLOCK, sum_rows, sum_weights
 from anyep.backends.cpu.kernels.windows import copy_scales
+from anyep.layout import (
+    RECV_BASE,
+    RECV_HEAD,
+    RECV_ROWS,
+    RECV_TAIL,
+    SEND_BASE,
+    SEND_HEAD,
+    SEND_ROWS,
+    SEND_TAIL,
+)
 
-SEND_ROWS, SEND_TAIL, SEND_HEAD, SEND_BASE, RECV_ROWS, RECV_TAIL, RECV_HEAD, RECV_BASE = range(8)
-"""The layers of `net` and `nvl`."""
-NUM_RING_LAYERS = 8
 META_BYTES = 8
 
 
@@ -41,6 +48,13 @@ def wanted_by(in_rank, token, node, ranks_per_node):
         if in_rank[token, node * ranks_per_node + index]:
             mask |= 1 << index
     return mask
+
+
+@inlined
+def publish(counter, number, peer, doorbells, sleepers):
+    """Let a peer see how far a tail or a head has come, and wake it if it sleeps."""
+    store_release(counter, number)
+    ring_bell(doorbells[peer], sleepers[peer])
 
 
 @inlined
@@ -253,12 +267,13 @@ def dispatch_between_nodes(
     slot_bytes = slot_offsets[4]
     scratch = np.empty(slot_bytes, np.uint8)
     own_slot = scratch.ctypes.data
+    first_rank = own_node * ranks_per_node
     num_experts = num_nodes * ranks_per_node * experts_per_rank
-    first_expert = own_node * ranks_per_node * experts_per_rank
+    first_expert = first_rank * experts_per_rank
     num_polls = num_rounds = 0
     while True:
         # Whatever comes after this look at the bell is seen below, or ends the sleep at once.
-        bell = load_acquire(doorbells[own_node * ranks_per_node + own_index])
+        bell = load_acquire(doorbells[first_rank + own_index])
         unfinished = 0
         progress = False
         # An array that is not used any more would be freed, whoever knows its address.
@@ -303,9 +318,9 @@ def dispatch_between_nodes(
                 if number > first_number:
                     net_sent[channel, node] = number
                     drain_stores()
-                    store_release(net[SEND_TAIL, channel, node], net[SEND_BASE, channel, node] + number)
-                    peer = node * ranks_per_node + own_index
-                    ring_bell(doorbells[peer], sleepers[peer])
+                    tail = net[SEND_BASE, channel, node] + number
+                    relay = node * ranks_per_node + own_index
+                    publish(net[SEND_TAIL, channel, node], tail, relay, doorbells, sleepers)
                     progress = True
                 if token < end_token:
                     unfinished += 1
@@ -316,16 +331,19 @@ def dispatch_between_nodes(
                 if number >= expected:
                     continue
                 first_number = number
-                if node == own_node:
-                    token = cursor[channel, node]
-                    last_number = number + nvl_chunk
-                    while number < expected and number < last_number:
-                        if send_rdma_head[token, node] < 0:
+                is_own = node == own_node
+                token = cursor[channel, node]
+                limit = number + nvl_chunk
+                if not is_own:
+                    limit = load_acquire(net[RECV_TAIL, channel, node]) - net[RECV_BASE, channel, node]
+                while number < min(limit, expected):
+                    if is_own:
+                        while send_rdma_head[token, node] < 0:
                             token += 1
-                            continue
+                        row, slot = x + token * row_bytes, own_slot
                         mask = wanted_by(in_rank, token, node, ranks_per_node)
                         write_beside(
-                            own_slot,
+                            slot,
                             slot_offsets,
                             own_node,
                             mask,
@@ -338,61 +356,36 @@ def dispatch_between_nodes(
                             topk_weights,
                             num_experts,
                         )
-                        if not relay_row(
-                            channel,
-                            node,
-                            x + token * row_bytes,
-                            own_slot,
-                            mask,
-                            nvl,
-                            nvl_sent,
-                            nvl_rows,
-                            places,
-                            next_row,
-                            send_nvl_head,
-                            first_virtual[channel, node] + number,
-                            is_new,
-                            row_bytes,
-                            streaming,
-                            slot_offsets,
-                            num_scales,
-                            num_topk,
-                            first_expert,
-                            experts_per_rank,
-                        ):
-                            break
-                        number += 1
-                        token += 1
-                    cursor[channel, node] = token
-                else:
-                    tail = load_acquire(net[RECV_TAIL, channel, node]) - net[RECV_BASE, channel, node]
-                    tail = min(tail, expected)
-                    while number < tail:
+                    else:
                         slot = net[RECV_ROWS, channel, node] + number % net_rows * slot_bytes
-                        if not relay_row(
-                            channel,
-                            node,
-                            slot,
-                            slot,
-                            int32_at(slot + slot_offsets[0], 2)[1],
-                            nvl,
-                            nvl_sent,
-                            nvl_rows,
-                            places,
-                            next_row,
-                            send_nvl_head,
-                            first_virtual[channel, node] + number,
-                            is_new,
-                            row_bytes,
-                            streaming,
-                            slot_offsets,
-                            num_scales,
-                            num_topk,
-                            first_expert,
-                            experts_per_rank,
-                        ):
-                            break
-                        number += 1
+                        row, mask = slot, np.int64(int32_at(slot + slot_offsets[0], 2)[1])
+                    if not relay_row(
+                        channel,
+                        node,
+                        row,
+                        slot,
+                        mask,
+                        nvl,
+                        nvl_sent,
+                        nvl_rows,
+                        places,
+                        next_row,
+                        send_nvl_head,
+                        first_virtual[channel, node] + number,
+                        is_new,
+                        row_bytes,
+                        streaming,
+                        slot_offsets,
+                        num_scales,
+                        num_topk,
+                        first_expert,
+                        experts_per_rank,
+                    ):
+                        break
+                    number += 1
+                    token += 1
+                if is_own:
+                    cursor[channel, node] = token
                 if number > first_number:
                     net_taken[channel, node] = number
                     progress = True
@@ -400,13 +393,13 @@ def dispatch_between_nodes(
                     for index in range(ranks_per_node):
                         if nvl[SEND_ROWS, channel, index]:
                             tail = nvl[SEND_BASE, channel, index] + nvl_sent[channel, index]
-                            store_release(nvl[SEND_TAIL, channel, index], tail)
-                            peer = own_node * ranks_per_node + index
-                            ring_bell(doorbells[peer], sleepers[peer])
-                    if node != own_node:
-                        store_release(net[RECV_HEAD, channel, node], net[RECV_BASE, channel, node] + number)
-                        peer = node * ranks_per_node + own_index
-                        ring_bell(doorbells[peer], sleepers[peer])
+                            publish(
+                                nvl[SEND_TAIL, channel, index], tail, first_rank + index, doorbells, sleepers
+                            )
+                    if not is_own:
+                        head = net[RECV_BASE, channel, node] + number
+                        sender = node * ranks_per_node + own_index
+                        publish(net[RECV_HEAD, channel, node], head, sender, doorbells, sleepers)
                 if number < expected:
                     unfinished += 1
             # Take what has come through the rings of this node.
@@ -438,9 +431,8 @@ def dispatch_between_nodes(
                         )
                         number += 1
                     nvl_taken[channel, index] = number
-                    store_release(nvl[RECV_HEAD, channel, index], nvl[RECV_BASE, channel, index] + number)
-                    peer = own_node * ranks_per_node + index
-                    ring_bell(doorbells[peer], sleepers[peer])
+                    head = nvl[RECV_BASE, channel, index] + number
+                    publish(nvl[RECV_HEAD, channel, index], head, first_rank + index, doorbells, sleepers)
                     progress = True
                 if number < expected:
                     unfinished += 1
@@ -452,19 +444,22 @@ def dispatch_between_nodes(
         elif num_polls >= num_spins + patience:
             return unfinished
         else:
-            peer = own_node * ranks_per_node + own_index
-            back_off(num_polls, num_spins, doorbells[peer], bell, sleepers[peer])
+            rank = first_rank + own_index
+            back_off(num_polls, num_spins, doorbells[rank], bell, sleepers[rank])
             num_polls += 1
 
 
 @inlined
-def find_rows(
+def sum_of_node(
+    to,
     channel,
     virtual,
     send_nvl_head,
     x_of,
     weights_of,
+    hidden,
     row_bytes,
+    dtype,
     num_topk,
     nvl,
     nvl_taken,
@@ -472,8 +467,13 @@ def find_rows(
     slot_offsets,
     rows,
     weight_rows,
+    sums,
+    first_rank,
+    doorbells,
+    sleepers,
 ):
-    """The addresses of a token's rows on this node, in the order of its ranks; -1 if some have not come."""
+    """Add up a token's rows on this node, in the order of its ranks, into a slot; False, and nothing done, if
+    some have not come yet. Slots of rings that they came through may be used again then."""
     count = 0
     for index in range(x_of.shape[0]):
         row = send_nvl_head[virtual, index]
@@ -485,23 +485,20 @@ def find_rows(
         else:
             number = nvl_taken[channel, index]
             if load_acquire(nvl[RECV_TAIL, channel, index]) - nvl[RECV_BASE, channel, index] <= number:
-                return -1
+                return False
             slot = nvl[RECV_ROWS, channel, index] + number % nvl_rows * slot_offsets[4]
             rows[count] = slot
             weight_rows[count] = slot + slot_offsets[3]
         count += 1
-    return count
-
-
-@inlined
-def give_back_rows(channel, virtual, send_nvl_head, x_of, nvl, nvl_taken, first_rank, doorbells, sleepers):
-    """Let the slots of a token's rows that came through rings be used again."""
+    sum_rows(to, rows, count, 0, 0, hidden, dtype, sums)
+    if num_topk:
+        sum_weights(float32_at(to + slot_offsets[3], num_topk), weight_rows, count, num_topk)
     for index in range(x_of.shape[0]):
         if send_nvl_head[virtual, index] >= 0 and x_of[index] == 0:
             nvl_taken[channel, index] += 1
             head = nvl[RECV_BASE, channel, index] + nvl_taken[channel, index]
-            store_release(nvl[RECV_HEAD, channel, index], head)
-            ring_bell(doorbells[first_rank + index], sleepers[first_rank + index])
+            publish(nvl[RECV_HEAD, channel, index], head, first_rank + index, doorbells, sleepers)
+    return True
 
 
 @kernel(
@@ -615,8 +612,7 @@ def combine_between_nodes(
                     nvl_sent[channel, index] = number
                     drain_stores()
                     tail = nvl[SEND_BASE, channel, index] + number
-                    store_release(nvl[SEND_TAIL, channel, index], tail)
-                    ring_bell(doorbells[first_rank + index], sleepers[first_rank + index])
+                    publish(nvl[SEND_TAIL, channel, index], tail, first_rank + index, doorbells, sleepers)
                     progress = True
                 if number < num_rows:
                     unfinished += 1
@@ -632,14 +628,16 @@ def combine_between_nodes(
                         head = load_acquire(net[SEND_HEAD, channel, node]) - net[SEND_BASE, channel, node]
                         limit = min(number + net_chunk, head + net_rows, expected)
                         while number < limit:
-                            virtual = first_virtual[channel, node] + number
-                            count = find_rows(
+                            if not sum_of_node(
+                                net[SEND_ROWS, channel, node] + number % net_rows * slot_bytes,
                                 channel,
-                                virtual,
+                                first_virtual[channel, node] + number,
                                 send_nvl_head,
                                 x_of,
                                 weights_of,
+                                hidden,
                                 row_bytes,
+                                dtype,
                                 num_topk,
                                 nvl,
                                 nvl_taken,
@@ -647,34 +645,18 @@ def combine_between_nodes(
                                 slot_offsets,
                                 rows,
                                 weight_rows,
-                            )
-                            if count < 0:
-                                break
-                            slot = net[SEND_ROWS, channel, node] + number % net_rows * slot_bytes
-                            sum_rows(slot, rows, count, 0, 0, hidden, dtype, sums)
-                            if num_topk:
-                                sum_weights(
-                                    float32_at(slot + slot_offsets[3], num_topk), weight_rows, count, num_topk
-                                )
-                            give_back_rows(
-                                channel,
-                                virtual,
-                                send_nvl_head,
-                                x_of,
-                                nvl,
-                                nvl_taken,
+                                sums,
                                 first_rank,
                                 doorbells,
                                 sleepers,
-                            )
+                            ):
+                                break
                             number += 1
                         if number > first_number:
                             net_sent[channel, node] = number
-                            store_release(
-                                net[SEND_TAIL, channel, node], net[SEND_BASE, channel, node] + number
-                            )
-                            peer = node * ranks_per_node + own_index
-                            ring_bell(doorbells[peer], sleepers[peer])
+                            tail = net[SEND_BASE, channel, node] + number
+                            sender = node * ranks_per_node + own_index
+                            publish(net[SEND_TAIL, channel, node], tail, sender, doorbells, sleepers)
                             progress = True
                         is_done = number >= expected
                 else:
@@ -691,44 +673,29 @@ def combine_between_nodes(
                             is_there = is_there and tail - net[RECV_BASE, channel, other] > number
                         if not is_there:
                             break
-                        virtual = own_virtual[0] + send_rdma_head[token, own_node]
-                        if send_rdma_head[token, own_node] >= 0:
-                            count = find_rows(
-                                channel,
-                                virtual,
-                                send_nvl_head,
-                                x_of,
-                                weights_of,
-                                row_bytes,
-                                num_topk,
-                                nvl,
-                                nvl_taken,
-                                nvl_rows,
-                                slot_offsets,
-                                rows,
-                                weight_rows,
-                            )
-                            if count < 0:
-                                break
-                            sum_rows(own_slot, rows, count, 0, 0, hidden, dtype, sums)
-                            if num_topk:
-                                sum_weights(
-                                    float32_at(own_slot + slot_offsets[3], num_topk),
-                                    weight_rows,
-                                    count,
-                                    num_topk,
-                                )
-                            give_back_rows(
-                                channel,
-                                virtual,
-                                send_nvl_head,
-                                x_of,
-                                nvl,
-                                nvl_taken,
-                                first_rank,
-                                doorbells,
-                                sleepers,
-                            )
+                        if send_rdma_head[token, own_node] >= 0 and not sum_of_node(
+                            own_slot,
+                            channel,
+                            own_virtual[0] + send_rdma_head[token, own_node],
+                            send_nvl_head,
+                            x_of,
+                            weights_of,
+                            hidden,
+                            row_bytes,
+                            dtype,
+                            num_topk,
+                            nvl,
+                            nvl_taken,
+                            nvl_rows,
+                            slot_offsets,
+                            rows,
+                            weight_rows,
+                            sums,
+                            first_rank,
+                            doorbells,
+                            sleepers,
+                        ):
+                            break
                         count = 0
                         for other in range(num_nodes):
                             if send_rdma_head[token, other] < 0:
@@ -758,9 +725,8 @@ def combine_between_nodes(
                             if send_rdma_head[token, other] >= 0 and other != own_node:
                                 net_taken[channel, other] += 1
                                 head = net[RECV_BASE, channel, other] + net_taken[channel, other]
-                                store_release(net[RECV_HEAD, channel, other], head)
-                                peer = other * ranks_per_node + own_index
-                                ring_bell(doorbells[peer], sleepers[peer])
+                                relay = other * ranks_per_node + own_index
+                                publish(net[RECV_HEAD, channel, other], head, relay, doorbells, sleepers)
                         token += 1
                     cursor[channel] = token
                     progress = progress or token > first_token
@@ -777,6 +743,6 @@ def combine_between_nodes(
         elif num_polls >= num_spins + patience:
             return unfinished
         else:
-            peer = first_rank + own_index
-            back_off(num_polls, num_spins, doorbells[peer], bell, sleepers[peer])
+            rank = first_rank + own_index
+            back_off(num_polls, num_spins, doorbells[rank], bell, sleepers[rank])
             num_polls += 1
