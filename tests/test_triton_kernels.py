@@ -98,7 +98,7 @@ def kernels() -> dict[str, Parts]:
         "count_layout": (
             counting.count_layout,
             TYPES,
-            {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 512, "TILE_TOKENS": 64},
+            {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 64, "TILE_TOKENS": 512},
             {"num_warps": 8},
         ),
         "place_tokens": (

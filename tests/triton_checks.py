@@ -120,23 +120,23 @@ def check_layout(device: str) -> None:
     assert EXAMPLE.in_rank.tolist() == [[True, False], [False, True]]
     for right in layouts():
         num_tokens, num_topk = right.ids.shape
-        counts = torch.zeros(right.num_ranks + right.num_experts, dtype=torch.int32, device=device)
+        counts = guarded((right.num_ranks + right.num_experts,), torch.int32, device)
+        local_experts = right.num_experts // right.num_ranks
         mask = guarded((num_tokens, right.num_ranks), torch.int8, device)
         launch(
             counting.count_layout,
             device,
-            triton.cdiv(num_tokens, 16),
+            right.num_ranks,
             right.ids.to(device),
             counts,
             counts[right.num_ranks :],
             mask,
             num_tokens,
             num_topk,
-            right.num_experts,
-            right.num_experts // right.num_ranks,
+            local_experts,
             NUM_RANKS=right.num_ranks,
             TOPK_BLOCK=power_of_two(num_topk),
-            EXPERT_BLOCK=power_of_two(right.num_experts + 1),
+            EXPERT_BLOCK=power_of_two(local_experts + 1),
             TILE_TOKENS=16,
         )
         assert counts.tolist() == [*right.per_rank.tolist(), *right.per_expert.tolist()]

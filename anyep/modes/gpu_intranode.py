@@ -56,7 +56,6 @@ RING_COMBINE_TILES: Final = {
 COPY_WARPS: Final = 32
 COPY_WORDS: Final = 16384
 CHUNK_TOKENS: Final = 128
-LAYOUT_TOKENS: Final = 64
 PLACE_TOKENS: Final = 512
 HEAD_TOKENS: Final = 128
 UNPACK_BLOCK: Final = 1024
@@ -267,35 +266,36 @@ class GpuIntranode:
         """Count tokens per rank and per expert, not per node, and mark which token goes to which rank."""
         num_tokens, num_topk = topk_idx.shape
         num_ranks = self._num_ranks
-        first_expert = align(num_ranks, 4)
+        first_expert, local_experts = align(num_ranks, 4), num_experts // num_ranks
         counts = self._new(previous, (first_expert + num_experts,), torch.int32)
         in_rank = self._new(previous, (num_tokens, num_ranks), torch.bool)
-        self._gpu.stream.begin(previous)
-        with self._gpu.on_communication_stream():
-            counts.zero_()
+        # No peer takes part: where nothing is to overlap, it is one more kernel of the caller's.
+        is_apart = run_async or previous is not None
+        if is_apart:
+            self._gpu.stream.begin(previous)
         launch = self.talk.launcher(
             counting.count_layout,
             8,
             NUM_RANKS=num_ranks,
             TOPK_BLOCK=_power_of_two(num_topk),
-            EXPERT_BLOCK=_power_of_two(num_experts + 1),
-            TILE_TOKENS=LAYOUT_TOKENS,
+            EXPERT_BLOCK=_power_of_two(local_experts + 1),
+            TILE_TOKENS=PLACE_TOKENS,
         )
         per_rank, per_expert = counts[:num_ranks], counts[first_expert:]
         launch(
-            self.communication_stream,
-            (-(-num_tokens // LAYOUT_TOKENS),),
+            self.communication_stream if is_apart else self._gpu.stream.current(),
+            (num_ranks,),
             topk_idx,
             per_rank,
             per_expert,
             Seen(in_rank, torch.int8),
             num_tokens,
             num_topk,
-            num_experts,
-            num_experts // num_ranks,
+            local_experts,
         )
         self._keep(run_async, previous, topk_idx, counts, in_rank)
-        return per_rank, None, per_expert, in_rank, self._gpu.stream.end(run_async)
+        event = self._gpu.stream.end(run_async) if is_apart else None
+        return per_rank, None, per_expert, in_rank, event
 
     # Dispatch
 

@@ -14,7 +14,32 @@ WRONG_TOKEN = tl.constexpr(words_of.WRONG_TOKEN)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_topk", "num_experts", "experts_per_rank"])
+@triton.jit
+def local_choices(
+    topk_idx,
+    tokens,
+    is_token,
+    num_topk,
+    rank,
+    local_experts,
+    TOPK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Which of a rank's experts some tokens chose, slot by slot; and for each token whether it chose any.
+
+    What is not here counts as one expert more: of experts 2 and 3 at rank 1, a token's slots [3, 0] are
+    [1, 2].
+    """
+    slots = tl.arange(0, TOPK_BLOCK)
+    is_slot = is_token[:, None] & (slots < num_topk)[None, :]
+    ids = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
+    local = ids - rank * local_experts
+    is_here = is_slot & (local >= 0) & (local < local_experts)
+    numbers = tl.where(is_here, local, local_experts).to(tl.int32)
+    return tl.reshape(numbers, (TILE_TOKENS * TOPK_BLOCK,)), tl.max(is_here.to(tl.int32), axis=1)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_topk", "local_experts"])
 def count_layout(
     topk_idx,
     tokens_per_rank,
@@ -22,8 +47,7 @@ def count_layout(
     in_rank,
     num_tokens,
     num_topk,
-    num_experts,
-    experts_per_rank,
+    local_experts,
     NUM_RANKS: tl.constexpr,
     TOPK_BLOCK: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
@@ -32,25 +56,27 @@ def count_layout(
     """Count tokens per rank (a token once per rank) and per expert (every slot), and mark token-in-rank.
 
     With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks: tokens_per_rank [1, 1],
-    tokens_per_expert [1, 1, 0, 1], in_rank [[1, 0], [0, 1]]. The counts are added to what is there: zeros.
-    One program takes `TILE_TOKENS` tokens; the blocks are powers of two that hold a token's slots and, with
-    one more for "no expert", all experts.
+    tokens_per_expert [1, 1, 0, 1], in_rank [[1, 0], [0, 1]].
+
+    One program per rank looks at all tokens: so nothing has to be cleared before, which would take longer.
+    The blocks are powers of two that hold a token's slots and, with one more for "not here", the experts of a
+    rank.
     """
-    tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-    slots = tl.arange(0, TOPK_BLOCK)
-    is_slot = (tokens < num_tokens)[:, None] & (slots < num_topk)[None, :]
-    experts = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
-    is_expert = (experts >= 0) & (experts < num_experts)
-    ranks = tl.where(is_expert, experts // experts_per_rank, -1)
-    for rank in tl.static_range(NUM_RANKS):
-        here = tl.max((ranks == rank).to(tl.int32), axis=1)
-        tl.store(in_rank + tokens * NUM_RANKS + rank, here.to(tl.int8), mask=tokens < num_tokens)
-        tl.atomic_add(tokens_per_rank + rank, tl.sum(here, axis=0), sem="relaxed")
-    # What is no expert is counted behind all experts, and left there.
-    numbers = tl.where(is_expert, experts, num_experts).to(tl.int32)
-    counts = tl.histogram(tl.reshape(numbers, (TILE_TOKENS * TOPK_BLOCK,)), EXPERT_BLOCK)
-    bins = tl.arange(0, EXPERT_BLOCK)
-    tl.atomic_add(tokens_per_expert + bins, counts, mask=(bins < num_experts) & (counts > 0), sem="relaxed")
+    rank = tl.program_id(0)
+    num_here = 0
+    by_expert = tl.zeros((EXPERT_BLOCK,), tl.int32)
+    for start in range(0, num_tokens, TILE_TOKENS):
+        tokens = start + tl.arange(0, TILE_TOKENS)
+        is_token = tokens < num_tokens
+        numbers, here = local_choices(
+            topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK, TILE_TOKENS
+        )
+        tl.store(in_rank + tokens * NUM_RANKS + rank, here.to(tl.int8), mask=is_token)
+        num_here += tl.sum(here, axis=0)
+        by_expert += tl.histogram(numbers, EXPERT_BLOCK)
+    tl.store(tokens_per_rank + rank, num_here)
+    experts = tl.arange(0, EXPERT_BLOCK)
+    tl.store(tokens_per_expert + rank * local_experts + experts, by_expert, mask=experts < local_experts)
 
 
 # What varies from call to call is not to be compiled in.
@@ -101,18 +127,14 @@ def place_tokens(
             tl.store(position + tokens * NUM_RANKS + rank, tl.where(here > 0, place, -1), mask=is_token)
             counted += tl.sum(here, axis=0)
             if TOPK_BLOCK:
-                slots = tl.arange(0, TOPK_BLOCK)
-                is_slot = is_token[:, None] & (slots < num_topk)[None, :]
-                ids = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
-                local = ids - rank * local_experts
-                is_here = is_slot & (local >= 0) & (local < local_experts)
-                chosen = tl.max(is_here.to(tl.int32), axis=1)
+                numbers, chosen = local_choices(
+                    topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK, TILE_TOKENS
+                )
                 is_wrong = is_token & (chosen != (here > 0).to(tl.int32))
                 wrong_token = tl.minimum(
                     wrong_token, tl.min(tl.where(is_wrong, tokens, NO_TOKEN), axis=0).to(tl.int64)
                 )
-                numbers = tl.where(is_here, local, local_experts).to(tl.int32)
-                by_expert += tl.histogram(tl.reshape(numbers, (TILE_TOKENS * TOPK_BLOCK,)), EXPERT_BLOCK)
+                by_expert += tl.histogram(numbers, EXPERT_BLOCK)
         tl.store(channel_counts + rank * num_channels + channel, counted)
         before += counted
     problem = tl.full((), 0, tl.int64)
