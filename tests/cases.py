@@ -131,7 +131,7 @@ def buffer_for(
     network: str | None = None,
 ) -> Buffer:
     """A Buffer that lives as long as the pool."""
-    key = ("buffer", num_window_bytes, num_nvl_bytes, ranks_per_node, network)
+    key = ("buffer", num_window_bytes, num_nvl_bytes, device, ranks_per_node, network)
     if key not in context.keep:
         context.keep[key] = Buffer(
             context.group,

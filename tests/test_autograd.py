@@ -60,7 +60,7 @@ def on_ranks(buffer: Buffer, x: Tensor, ids: Tensor, weights: Tensor, num_worst:
     is_row = (received.topk_idx >= 0).any(dim=1, keepdim=True)
     rows = torch.where(is_row, received.x, 0.0)
     row_weights = torch.where(is_row, received.topk_weights, 0.0)
-    outputs = (rows @ matrix_of(buffer.rank).to(rows.dtype)).tanh() * row_weights.sum(1, keepdim=True)
+    outputs = (rows @ matrix_of(buffer.rank).to(rows)).tanh() * row_weights.sum(1, keepdim=True)
     return combine(buffer, outputs.to(x.dtype), received.handle, row_weights.square())
 
 
@@ -68,15 +68,15 @@ def dense(x: Tensor, ids: Tensor, weights: Tensor, num_ranks: int) -> tuple[Tens
     combined, combined_weights = torch.zeros_like(x), torch.zeros_like(weights)
     for rank in range(num_ranks):
         there = torch.where((ids >= rank * LOCAL_EXPERTS) & (ids < (rank + 1) * LOCAL_EXPERTS), weights, 0.0)
-        combined = combined + (x @ matrix_of(rank).double()).tanh() * there.sum(1, keepdim=True)
+        combined = combined + (x @ matrix_of(rank).to(x)).tanh() * there.sum(1, keepdim=True)
         combined_weights = combined_weights + there.square()
     return combined, combined_weights
 
 
-def check_against_dense(context: RankContext, ranks_per_node: int | None) -> None:
-    buffer = buffer_for(context, None, ranks_per_node=ranks_per_node)
-    ids, weights = routing_of(context.rank, context.num_ranks)
-    x = rows_of(context.rank).requires_grad_()
+def check_against_dense(context: RankContext, ranks_per_node: int | None, device: str = "cpu") -> None:
+    buffer = buffer_for(context, None, device=device, ranks_per_node=ranks_per_node)
+    ids, weights = (part.to(device) for part in routing_of(context.rank, context.num_ranks))
+    x = rows_of(context.rank).to(device).requires_grad_()
     weights.requires_grad_()
     results = on_ranks(buffer, x, ids, weights)
     grads = torch.autograd.grad(squares(*results), (x, weights), create_graph=True)

@@ -201,17 +201,19 @@ def functions_of(buffer: Any, num_experts: int) -> tuple[Callable[..., Any], Cal
     return Dispatch.apply, Combine.apply
 
 
-def train(context: RankContext, move_saved: bool) -> tuple[torch.Tensor, ...]:
+def train(context: RankContext, move_saved: bool, device: str = "cpu") -> tuple[torch.Tensor, ...]:
     deep_ep = import_deep_ep()
     given = inputs_of(CASE)[context.rank]
     assert given.topk_weights is not None
-    x, weights = given.x.requires_grad_(), given.topk_weights.requires_grad_()
-    with deep_ep.Buffer(context.group, NVL_BYTES, device="cpu") as buffer:
+    assert given.topk_idx is not None
+    ids = given.topk_idx.to(device)
+    x, weights = (part.to(device).requires_grad_() for part in (given.x, given.topk_weights))
+    with deep_ep.Buffer(context.group, NVL_BYTES, device=device) as buffer:
         dispatch, combine = functions_of(buffer, CASE.num_experts)
 
         def step() -> torch.Tensor:
-            rows, ids, row_weights, _, *handle = dispatch(x, given.topk_idx, weights)
-            here = row_weights.masked_fill(ids < 0, 0.0).sum(1, keepdim=True)
+            rows, local_ids, row_weights, _, *handle = dispatch(x, ids, weights)
+            here = row_weights.masked_fill(local_ids < 0, 0.0).sum(1, keepdim=True)
             result: torch.Tensor = combine(rows * rows * here * (context.rank + 1), *handle)
             return result
 
@@ -223,12 +225,16 @@ def train(context: RankContext, move_saved: bool) -> tuple[torch.Tensor, ...]:
         combined.backward(torch.ones_like(combined))
     assert x.grad is not None
     assert weights.grad is not None
-    return combined.detach(), x.grad, weights.grad
+    return combined.detach().cpu(), x.grad.cpu(), weights.grad.cpu()
 
 
 @pytest.mark.parametrize("move_saved", [False, True])
 def test_handles_survive_autograd(move_saved: bool) -> None:
-    for rank, (combined, x_grad, weights_grad) in enumerate(get_world(3).run(train, move_saved)):
+    check_trained(get_world(3).run(train, move_saved))
+
+
+def check_trained(by_rank: list[Any]) -> None:
+    for rank, (combined, x_grad, weights_grad) in enumerate(by_rank):
         given = inputs_of(CASE)[rank]
         assert given.topk_weights is not None
         assert given.topk_idx is not None

@@ -39,19 +39,22 @@ def make_layer(
     make_one: Callable[[int], torch.nn.Module] = make_expert,
     num_groups: int = 4,
     topk_groups: int = 2,
+    device: str = "cpu",
 ) -> ExpertParallelMoE:
     """A layer with the Buffer that all layers of these tests share."""
-    if "nn buffer" not in context.keep:
-        context.keep["nn buffer"] = make_buffer(context.group, HIDDEN, NUM_EXPERTS, MAX_DECODE_TOKENS, "cpu")
-    return ExpertParallelMoE(
+    key = ("nn buffer", device)
+    if key not in context.keep:
+        context.keep[key] = make_buffer(context.group, HIDDEN, NUM_EXPERTS, MAX_DECODE_TOKENS, device)
+    layer = ExpertParallelMoE(
         make_gate(num_groups, topk_groups),
         make_one,
         context.group,
         NUM_EXPERTS,
         HIDDEN,
         MAX_DECODE_TOKENS,
-        buffer=context.keep["nn buffer"],
+        buffer=context.keep[key],
     )
+    return layer.to(device)
 
 
 def rows_of(rank: int) -> Tensor:
@@ -123,10 +126,11 @@ def run_layer(layer: Any, x: Tensor) -> list[Tensor]:
     return [output.detach(), *(torch.zeros(()) if grad is None else grad.clone() for grad in gradients)]
 
 
-def check_layer(context: RankContext, num_groups: int, topk_groups: int) -> None:
-    layer = make_layer(context, num_groups=num_groups, topk_groups=topk_groups)
-    x = rows_of(context.rank)
-    output, grad_x, grad_gate, *grads = run_layer(layer, x.view(2, -1, HIDDEN))
+def check_layer(context: RankContext, num_groups: int, topk_groups: int, device: str = "cpu") -> None:
+    layer = make_layer(context, num_groups=num_groups, topk_groups=topk_groups, device=device)
+    x = rows_of(context.rank).to(device)
+    results = run_layer(layer, x.view(2, -1, HIDDEN))
+    output, grad_x, grad_gate, *grads = (result.cpu() for result in results)
     dist.all_reduce(grad_gate, group=context.group)
 
     gate, experts = make_gate(num_groups, topk_groups), [make_expert(index) for index in range(NUM_EXPERTS)]
@@ -257,16 +261,17 @@ def make_exact_expert(index: int) -> torch.nn.Linear:
     return expert
 
 
-def check_decode(context: RankContext) -> int:
+def check_decode(context: RankContext, device: str = "cpu") -> int:
     """Bit for bit: the experts' outputs are summed in float32 in the order of the choice, rounded once."""
-    layer = make_layer(context, make_exact_expert).bfloat16()
+    layer = make_layer(context, make_exact_expert, device=device).bfloat16()
     layer.low_latency = True
     generator = torch.Generator().manual_seed(context.rank)
-    x = torch.randint(-3, 4, (TOKENS[context.rank], HIDDEN), generator=generator).bfloat16()
+    x = torch.randint(-3, 4, (TOKENS[context.rank], HIDDEN), generator=generator).bfloat16().to(device)
     output = layer(x.unsqueeze(1)).squeeze(1)
     assert not output.requires_grad
     topk_idx, weights = layer.gate(x)
-    for row, chosen, shares, ours in zip(x, topk_idx.tolist(), weights.detach(), output, strict=True):
+    rows, shares_of, outputs = x.cpu(), weights.detach().cpu(), output.cpu()
+    for row, chosen, shares, ours in zip(rows, topk_idx.tolist(), shares_of, outputs, strict=True):
         total = torch.zeros(HIDDEN)
         for index, share in zip(chosen, shares, strict=True):
             total = total + share * (make_exact_expert(index).weight.data @ row.float())
