@@ -161,7 +161,7 @@ def _handle_like(buffer: Buffer, x: Tensor, num_rows: Any, num_worst_tokens: int
     """Tensors of the shapes of a handle, with nothing in them."""
     ranks, tokens = buffer.group_size, x.shape[0]
     channels = buffer.runtime.default_config(buffer.get_dispatch_config(ranks)).num_channels
-    topology = buffer._connection.topology
+    topology = buffer.topology
     nodes = topology.num_nodes
 
     def empty(*shape: Any, dtype: torch.dtype = torch.int32) -> Tensor:

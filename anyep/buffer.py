@@ -121,6 +121,8 @@ class Buffer:
             )
 
         self._connection = connect(cpu, rendezvous, checked_wishes)
+        self.topology = self._connection.topology
+        """Which ranks are on which node."""
         self._conversation = Conversation(
             cpu,
             rendezvous,

@@ -27,6 +27,8 @@ from anyep import autograd
 from anyep.arguments import check_num_experts
 from anyep.buffer import Buffer
 from anyep.errors import InvalidCall
+from anyep.rendezvous import host_identity, rendezvous_of
+from anyep.topology import topology_of_hosts
 
 Expert = Callable[[Tensor], Tensor]
 
@@ -37,18 +39,34 @@ def make_buffer(
     num_experts: int,
     max_decode_tokens: int = 0,
     device: str | torch.device | None = None,
+    ranks_per_node: int | None = None,
 ) -> Buffer:
-    """A Buffer for layers of this size, with float32 rows or smaller ones; every rank makes it."""
+    """A Buffer for layers of this size, with float32 rows or smaller ones; every rank makes it.
+
+    A node is a host, unless `ranks_per_node` says that a host is several.
+    """
     num_ranks = group.size()
+    hosts = rendezvous_of(group, None).all_gather(host_identity())
+    per_node = topology_of_hosts(hosts, ranks_per_node).ranks_per_node
     configs = Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks)
-    num_nvl_bytes = max(config.get_nvl_buffer_size_hint(hidden * 4, num_ranks) for config in configs)
-    num_rdma_bytes = max(config.get_rdma_buffer_size_hint(hidden * 4, num_ranks) for config in configs)
+    size = hidden * 4, num_ranks
+    num_nvl_bytes = max(config.get_nvl_buffer_size_hint(*size, ranks_per_node=per_node) for config in configs)
+    num_rdma_bytes = max(
+        config.get_rdma_buffer_size_hint(*size, ranks_per_node=per_node) for config in configs
+    )
     if max_decode_tokens:
         num_decode_bytes = Buffer.get_low_latency_rdma_size_hint(
             max_decode_tokens, hidden, num_ranks, num_experts
         )
         num_rdma_bytes = max(num_rdma_bytes, num_decode_bytes)
-    return Buffer(group, num_nvl_bytes, num_rdma_bytes, low_latency_mode=max_decode_tokens > 0, device=device)
+    return Buffer(
+        group,
+        num_nvl_bytes,
+        num_rdma_bytes,
+        low_latency_mode=max_decode_tokens > 0,
+        device=device,
+        ranks_per_node=ranks_per_node,
+    )
 
 
 class TopKGate(nn.Module):

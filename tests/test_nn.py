@@ -40,11 +40,14 @@ def make_layer(
     num_groups: int = 4,
     topk_groups: int = 2,
     device: str = "cpu",
+    ranks_per_node: int | None = None,
 ) -> ExpertParallelMoE:
     """A layer with the Buffer that all layers of these tests share."""
-    key = ("nn buffer", device)
+    key = ("nn buffer", device, ranks_per_node)
     if key not in context.keep:
-        context.keep[key] = make_buffer(context.group, HIDDEN, NUM_EXPERTS, MAX_DECODE_TOKENS, device)
+        context.keep[key] = make_buffer(
+            context.group, HIDDEN, NUM_EXPERTS, MAX_DECODE_TOKENS, device, ranks_per_node
+        )
     layer = ExpertParallelMoE(
         make_gate(num_groups, topk_groups),
         make_one,
@@ -126,8 +129,14 @@ def run_layer(layer: Any, x: Tensor) -> list[Tensor]:
     return [output.detach(), *(torch.zeros(()) if grad is None else grad.clone() for grad in gradients)]
 
 
-def check_layer(context: RankContext, num_groups: int, topk_groups: int, device: str = "cpu") -> None:
-    layer = make_layer(context, num_groups=num_groups, topk_groups=topk_groups, device=device)
+def check_layer(
+    context: RankContext,
+    num_groups: int,
+    topk_groups: int,
+    device: str = "cpu",
+    ranks_per_node: int | None = None,
+) -> None:
+    layer = make_layer(context, make_expert, num_groups, topk_groups, device, ranks_per_node)
     x = rows_of(context.rank).to(device)
     results = run_layer(layer, x.view(2, -1, HIDDEN))
     output, grad_x, grad_gate, *grads = (result.cpu() for result in results)
@@ -153,6 +162,10 @@ def check_layer(context: RankContext, num_groups: int, topk_groups: int, device:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_layer_is_that_of_one_process(num_ranks: int, groups: tuple[int, int]) -> None:
     get_world(num_ranks).run(check_layer, *groups)
+
+
+def test_layer_between_nodes() -> None:
+    get_world(4).run(check_layer, 2, 1, "cpu", 2)
 
 
 def check_compiled_layer(context: RankContext) -> None:
@@ -261,9 +274,9 @@ def make_exact_expert(index: int) -> torch.nn.Linear:
     return expert
 
 
-def check_decode(context: RankContext, device: str = "cpu") -> int:
+def check_decode(context: RankContext, device: str = "cpu", ranks_per_node: int | None = None) -> int:
     """Bit for bit: the experts' outputs are summed in float32 in the order of the choice, rounded once."""
-    layer = make_layer(context, make_exact_expert, device=device).bfloat16()
+    layer = make_layer(context, make_exact_expert, device=device, ranks_per_node=ranks_per_node).bfloat16()
     layer.low_latency = True
     generator = torch.Generator().manual_seed(context.rank)
     x = torch.randint(-3, 4, (TOKENS[context.rank], HIDDEN), generator=generator).bfloat16().to(device)
@@ -282,6 +295,10 @@ def check_decode(context: RankContext, device: str = "cpu") -> int:
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_decode(num_ranks: int) -> None:
     assert get_world(num_ranks).run(check_decode) == list(TOKENS[:num_ranks])
+
+
+def test_decode_between_nodes() -> None:
+    assert get_world(4).run(check_decode, "cpu", 2) == list(TOKENS)
 
 
 def decode_without_room(context: RankContext) -> None:
