@@ -1,10 +1,10 @@
-"""Repeats dispatch and combine, in both modes, for as long as asked; all that may vary varies: `make soak`.
+"""Repeats dispatch and combine, in both modes and between virtual nodes, for as long as asked: `make soak`.
 
     python tools/soak.py --minutes 10 [--seed 1] [--ranks 2,3,4,8]
 
-Every case is drawn from a seed that is printed when it fails: shapes, routings, dtypes, rings down to two
-rows, windows that are held or dropped, calls in line and beside the caller, random sleeps between the
-protocol's steps.
+All that may vary varies. Every case is drawn from a seed that is printed when it fails: shapes, routings,
+dtypes, rings down to two rows, windows that are held or dropped, calls in line and beside the caller, random
+sleeps between the protocol's steps.
 All results are compared with the dense reference, bit for bit.
 """
 
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from anyep import Config
 from tests import low_latency_cases
 from tests.cases import ROUTINGS, ROW_DTYPES, Case, buffer_for, check_case, delays, inputs_of
+from tests.test_internode_soak import soak as soak_between_nodes
 from tests.world import RankContext, get_world
 
 CASES_PER_ROUND = 20
@@ -134,6 +135,11 @@ def main() -> None:
         try:
             get_world(num_ranks).run(run_round, cases, round_seed, timeout=300)
             get_world(num_ranks).run(run_low_latency_round, others, timeout=300)
+            if num_ranks > 1:
+                per_node = chance.choice([size for size in range(1, num_ranks) if num_ranks % size == 0])
+                nodes = (num_ranks // per_node, per_node)
+                get_world(num_ranks).run(soak_between_nodes, *nodes, CASES_PER_ROUND, round_seed, timeout=300)
+                num_cases += CASES_PER_ROUND
         except BaseException:
             print(f"soak: FAILED in round {num_rounds}, seed {round_seed}, {num_ranks} ranks", flush=True)
             raise
