@@ -596,6 +596,61 @@ def test_a_masked_rank_that_asks_too_early_masks_nobody(world: World) -> None:
     assert outcomes == ["", "", ""]
 
 
+def want_a_round_alone(context: RankContext, whom: tuple[int, ...]) -> str:
+    """Rank 3 waits for a round, unmasked, while the others make calls, and mask it for its silence."""
+    buffer = new_buffer(context, True, 0.6)
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    message = ""
+    if context.rank == 3:
+        try:
+            if len(whom) == context.num_ranks:
+                buffer.low_latency_clean_mask_buffer()
+            else:
+                buffer.low_latency_update_mask_buffer(*whom)
+        except PeerLost as error:
+            message = str(error)
+    else:
+        for seed in range(60):
+            check_case(context.rank, replace(case, seed=seed), buffer, frozenset([3]))
+            time.sleep(0.03)
+        assert masked_by(buffer) == [0, 0, 0, 1]
+    torch.distributed.barrier(context.group)
+    buffer.low_latency_clean_mask_buffer()
+    for seed in range(3):
+        check_case(context.rank, replace(case, seed=seed), buffer)
+    return message
+
+
+@pytest.mark.parametrize("whom", [(2,), (3,), (0, 1, 2, 3)], ids=["another", "itself", "all"])
+def test_a_round_that_only_one_rank_wants(world: World, whom: tuple[int, ...]) -> None:
+    outcomes = world.run(want_a_round_alone, whom)
+    assert "go on without rank 3" in outcomes.pop(3)
+    assert outcomes == ["", "", ""]
+
+
+def come_back_with_other_words(context: RankContext) -> None:
+    """Rank 2 asks for itself, the others for all: they mean the same."""
+    buffer = new_buffer(context, True)
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    for turn in range(4):
+        mask_for_all(context, buffer, 2)
+        # Sometimes it asks first, sometimes they do.
+        if (context.rank == 2) == bool(turn % 2):
+            time.sleep(0.1)
+        if context.rank == 2:
+            buffer.low_latency_update_mask_buffer(2)
+        else:
+            buffer.low_latency_clean_mask_buffer()
+        check_case(context.rank, replace(case, seed=turn), buffer)
+        assert masked_by(buffer) == [0] * context.num_ranks
+
+
+def test_a_masked_rank_follows_the_others(world: World) -> None:
+    world.run(come_back_with_other_words)
+
+
 def refuse_to_take_back(context: RankContext, how: str) -> str:
     """One rank's call to take rank 3 back is wrong: the others hear of it at once, and all go on."""
     buffer = new_buffer(context, True, 20)

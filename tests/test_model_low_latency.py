@@ -161,6 +161,8 @@ EARLY = LowLatency(
     ("s1 r1 w2 b0 u012 s3 r3", "s1 r1 w2 b0 u012 s3 r3", "s1 r1 w2 a2 b0 u012 s3 r3"), slow=SLOW_2
 )
 """The last rank wants to come back before the others want it, and gives up before they take all back."""
+ASKING = LowLatency(("s1 r1 w2 u012 s3 r3", "s1 r1 w2 u012 s3 r3", "s1 r1 w2 a2 u012 s3 r3"), slow=SLOW_2)
+"""The same, but nobody waits until it has given up."""
 TWO_ROUNDS = LowLatency(("s1 r1 u1 u2 s3 r3", "u1 u2 s3 r3", "u1 u2 s3 r3"), slow=frozenset({(0, 1), (0, 2)}))
 ROUNDS = {
     "nobody is masked": LowLatency(("s1 s2 r1 r2 u012 s3 s4 r4 r3",) * 3),
@@ -173,6 +175,7 @@ ROUNDS = {
     "who was ahead and may die": AHEAD,
     "who missed a clean": LowLatency(("s1 r1 s2 r2 u2 s3 r3",) * 3, {2: CLEAN}, slow=SLOW_2),
     "who asked too early": EARLY,
+    "who asks alone": ASKING,
     "who asks and asks again": LowLatency(
         ("s1 r1 u2 s3 r3", "s1 r1 u2 s3 r3", "a2 a2 u2 s3 r3"), slow=SLOW_2, num_slow=2
     ),
@@ -276,8 +279,8 @@ HOLES = {
     ),
     "one offer at a time": Hole(Rules(num_offers=1), DEADLOCK, TWO_ROUNDS),
     "a masked rank joins the round of another": Hole(Rules(named_round=False), "verdict", TWO_ROUNDS),
-    "the offer of who gave up lies there": Hole(Rules(withdraw=False), "verdict", EARLY),
-    "no look after all offers are there": Hole(Rules(look_in_round=False), "verdict", TWO_ROUNDS),
+    "the offer of who gave up lies there": Hole(Rules(ignore_other_offers=False), "verdict", EARLY),
+    "a masked rank knows better whom to unmask": Hole(Rules(follow=False), "verdict", ASKING),
     "masks of before": Hole(Rules(take_masks=False), DEADLOCK, TWO_ROUNDS),
     "places of before": Hole(
         Rules(take_places=False),

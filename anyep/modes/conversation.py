@@ -517,16 +517,17 @@ class Conversation:
 
     def _waits(self, peer: int) -> bool:
         """Whether a peer says that it waits for a third rank."""
-        return self._waited_for_by(peer) not in (None, self.rank)
+        return self.whom_it_waits_for(peer) not in (None, self.rank)
 
-    def _waited_for_by(self, peer: int) -> int | None:
+    def whom_it_waits_for(self, peer: int) -> int | None:
+        """The rank that a peer says it waits for; None if it does not wait."""
         return self._statuses[peer].read(True).waits_for
 
     def _cause(self, stall: Stall) -> Stall:
         """The part of a wait to look at: for a peer that waits for nobody, or at least not for this rank."""
         if not stall.also:
             return stall
-        waits = [self._waited_for_by(part.peers[0]) for part in stall.parts]
+        waits = [self.whom_it_waits_for(part.peers[0]) for part in stall.parts]
         ranking = [0 if peer is None else 2 if peer == self.rank else 1 for peer in waits]
         return stall.parts[ranking.index(min(ranking))]
 
@@ -590,7 +591,7 @@ class Conversation:
         """Those of these peers, or of whom they wait for, that are on other hosts and say nothing at all."""
         if self.wire is None:
             return []
-        concerned = dict.fromkeys([*peers, *(self._waited_for_by(peer) for peer in peers)])
+        concerned = dict.fromkeys([*peers, *(self.whom_it_waits_for(peer) for peer in peers)])
         patience_s = min(SILENT_AFTER_S, self.timeout_s / 2)
         return [
             peer

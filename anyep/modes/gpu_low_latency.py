@@ -717,6 +717,8 @@ class GpuMasks(Masks):
             if told[rank] % 2 and not self.masked[rank]:
                 log.warning("rank %d goes on without rank %d", self.rank, rank)
             self.masked[rank] = told[rank] % 2 == 1
+            # Kernels told kernels: hosts are to hear of it before they hear anything else of this rank.
+            super()._tell(rank)
         super().adopt()
 
     def beside_kernels(self) -> contextlib.AbstractContextManager[Any]:

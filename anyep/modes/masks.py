@@ -8,8 +8,9 @@ can know.
 Taking ranks back is a round of these ranks and all that are not masked. Each makes an offer to everyone: the
 number of the round, whom to take back, the generations that it knows, and the layout of its slots. When all
 have, they go on, with call numbers of the new round. A masked rank does not know how many rounds it has
-missed, nor who was masked and what was cleaned without it: it takes all this from the offers that name it.
-If they do not come in time it takes its own offer away, and may make it anew later.
+missed, nor who was masked and what was cleaned without it: it takes all this from the offers that name it,
+and so it does whom to take back. Its own offer counts once it says the same: an earlier one may lie there
+from a time when nobody else wanted a round, and it has long since given up.
 """
 
 from __future__ import annotations
@@ -117,11 +118,7 @@ class Masks:
         self.adopt()
         self.conversation.enter(call, Phase.NOTIFY)
         rejoining = _Round(self, list(ranks), layout)
-        try:
-            self.conversation.wait_until(call, rejoining.step, rejoining.stalled, give_up=rejoining.give_up)
-        except BaseException:
-            rejoining.withdraw()
-            raise
+        self.conversation.wait_until(call, rejoining.step, rejoining.stalled, give_up=rejoining.give_up)
         result = rejoining.finish()
         self.conversation.end(call)
         return result
@@ -141,12 +138,11 @@ class _Round:
         self._conversation = masks.conversation
         self._backend = masks.backend
         self._rank = masks.rank
-        self._was_masked = masks.is_masked_out
         self._returning = np.zeros(masks.num_ranks, np.bool_)
         self._returning[ranks] = True
         self._layout = layout
         own = int(masks.generations[self._rank])
-        self._number = max(masks.round, own // 2 if self._was_masked else 0) + 1
+        self._number = max(masks.round, own // 2 if masks.is_masked_out else 0) + 1
         self._words = np.zeros((masks.num_ranks, NUM_HEADER_WORDS + masks.num_ranks), np.int64)
         self._missing = np.zeros(masks.num_ranks, np.bool_)
         self._ignored = np.zeros(masks.num_ranks, np.bool_)
@@ -158,40 +154,33 @@ class _Round:
         header[SEQUENCE] = 2 * self._number
         header[VERSION] = self._layout.version
         header[SIZES] = self._layout.sizes
-        self._post(np.concatenate([header, masks.generations << 1 | self._returning]))
-
-    def withdraw(self) -> None:
-        """A masked rank that stops waiting takes its offer away: a later round must not find it.
-
-        The round of the others may come at any time, and with other ranks to take back; to them an offer
-        that lies there is one of a rank that waits.
-        """
-        if self._was_masked:
-            self._post(np.zeros(self._words.shape[1], np.int64))
-
-    def _post(self, words: Array) -> None:
+        words = np.concatenate([header, masks.generations << 1 | self._returning])
         turn = self._number % NUM_SLOT_SETS
         self._backend.post_offers(
-            self._masks.offers_at_peers[turn], self._conversation.alarms, Topic.OFFER + turn, words
+            masks.offers_at_peers[turn], self._conversation.alarms, Topic.OFFER + turn, words
         )
 
     def step(self, num_spins: int) -> int:
         """Look for offers, wait a little for those that are missing; 0 when all are there."""
         masks = self._masks
-        self._read(self._number)
-        # In this order: who makes an offer has told everyone before whom he knows to be masked.
         masks.adopt()
-        if masks.generations[self._rank] > 2 * self._number:
+        # This rank may have been masked before the round, or in it, by those who want none.
+        is_masked = masks.is_masked_out
+        is_named = self._returning[self._rank] and masks.generations[self._rank] <= 2 * self._number
+        if is_masked and not is_named:
             raise masks.masked_out()
+        self._read(self._number)
+        if is_masked and self._follow_others():
+            return 1
         # Waited for is who takes part and was not masked since the round began.
         view = self._view()
         taking_part = ((view % 2 == 0) | self._returning) & (view <= 2 * self._number) & ~self._ignored
         self._missing[:] = taking_part & ~self._has_offer()
         self._taking_part = taking_part
         is_alone = taking_part.sum() == 1
-        if not self._missing.any() and not (self._was_masked and is_alone):
+        if not self._missing.any() and not (is_masked and is_alone):
             return 0
-        if self._was_masked:
+        if is_masked:
             if self._follow_newer_offers():
                 return 1
             if is_alone:
@@ -206,12 +195,24 @@ class _Round:
         if not self._conversation.await_counters(
             counters, 2 * self._number, waiting, num_spins, Topic.OFFER + turn
         ):
-            # They are there and do not name this rank: the round that does is still to come.
+            # They are there and do not count, or not for this rank: those that do are still to come.
             time.sleep(PAUSE_S)
         return 1
 
+    def _follow_others(self) -> bool:
+        """A rank that is masked takes back whom those take back who are not."""
+        is_offer = self._has_offer() & ~self._is_maker_masked()
+        if not is_offer.any():
+            return False
+        theirs = self._sets()[int(is_offer.argmax())]
+        if (theirs == self._returning).all():
+            return False
+        self._returning[:] = theirs
+        self._make_offer()
+        return True
+
     def _follow_newer_offers(self) -> bool:
-        """A rank that was masked, and has missed rounds, joins the newest one that names it."""
+        """A rank that is masked, and has missed rounds, joins the newest one that names it."""
         newest = self._number
         for turn in range(NUM_SLOT_SETS):
             self._read(turn)
@@ -227,25 +228,37 @@ class _Round:
         """The offers that lie where those of this round do; of older or newer ones, if so."""
         self._backend.read_offers(self._masks.own_offers[number % NUM_SLOT_SETS], self._words)
 
+    def _sets(self) -> Array:
+        """[maker, rank]: whether the maker of an offer wants to take a rank back."""
+        sets: Array = self._words[:, NUM_HEADER_WORDS:] & 1 == 1
+        return sets
+
     def _names(self, rank: int) -> Array:
-        named: Array = self._words[:, NUM_HEADER_WORDS + rank] & 1 == 1
+        """Whose offers want to take a rank back."""
+        named: Array = self._sets()[:, rank]
         return named
 
+    def _is_maker_masked(self) -> Array:
+        """Whose offers are those of masked ranks: by their own account, or to one who is not masked."""
+        masks = self._masks
+        is_masked: Array = np.diagonal(self._words[:, NUM_HEADER_WORDS:] >> 1) % 2 == 1
+        return is_masked if masks.is_masked_out else is_masked | masks.masked
+
     def _has_offer(self) -> Array:
-        """Who has made an offer for this round; to a rank that was masked, one that names it."""
+        """Who has made an offer for this round that counts; to a rank that is masked, one that names it."""
         made: Array = self._words[:, SEQUENCE] == 2 * self._number
-        if self._was_masked:
+        made &= ~self._is_maker_masked() | (self._sets() == self._returning).all(axis=1)
+        if self._masks.is_masked_out:
             made &= self._names(self._rank)
         return made
 
     def _view(self) -> Array:
-        """The generations that count; to a rank that was masked, those who were not say them."""
+        """The generations that count; to a rank that is masked, those who are not say them."""
         masks = self._masks
         view = masks.generations.copy()
-        if self._was_masked:
+        if masks.is_masked_out:
             theirs = self._words[:, NUM_HEADER_WORDS:] >> 1
-            own_generation = np.diagonal(theirs)
-            for offer in theirs[self._has_offer() & (own_generation % 2 == 0)]:
+            for offer in theirs[self._has_offer() & ~self._is_maker_masked()]:
                 np.maximum(view, offer, out=view)
             view[self._rank] = masks.generations[self._rank]
         return view
@@ -256,14 +269,19 @@ class _Round:
         return self._conversation.stall(counters, self._missing, what, 2 * self._number)
 
     def give_up(self, peers: Sequence[int], error: AnyEPError) -> None:
-        if not self._was_masked:
+        masks, conversation = self._masks, self._conversation
+        masks.adopt()
+        gone = conversation.gone()
+        if not masks.is_masked_out:
             for peer in peers:
-                self._masks.mask_in(peer, 2 * self._number + 1, str(error))
-        elif set(peers) <= self._conversation.gone():
+                # Who waits for this rank, in a call, is not late: this rank is, and is going to hear of it.
+                if peer in gone or conversation.whom_it_waits_for(peer) != self._rank:
+                    masks.mask_in(peer, 2 * self._number + 1, str(error))
+        elif set(peers) <= gone:
             self._ignored[list(peers)] = True
         else:
             # Who is masked himself masks nobody: the others are not late, they just do not want him yet.
-            raise self._masks.masked_out()
+            raise masks.masked_out()
 
     def finish(self) -> tuple[int, Layout]:
         masks = self._masks

@@ -14,8 +14,8 @@ switches single rules off, to see that each is needed. What a rank's program is 
     w2    wait until rank 2 is masked
     u2    unmask rank 2 (u12: ranks 1 and 2) in a round of these and all that are not masked: an offer to
           every rank; once all of them have made theirs, go on
-    a2    ask too early: a masked rank 2 makes its offer for such a round, and takes it away when it has
-          waited for long enough
+    a2    ask too early: a masked rank 2 makes its offer for such a round, and gives up when it has waited
+          for long enough
     b0    a barrier of the user's: go on once all that live have come here, or further
 
 A rank waits for, sends to and reads from those alone that it has not masked. While it waits it may
@@ -34,7 +34,8 @@ The invariants, by the kind of their violation:
     note      a note read in a call is its sender's for this call
     list      a list read in a call is its sender's for this call
     rows      the rows that a call returns are those that their sender wrote for this call
-    verdict   a call that an unmasked rank refuses or disagrees with raises; no other does, unless masked
+    verdict   a call that an unmasked rank refuses or disagrees with raises; no other does, unless masked;
+              who goes on after a round goes on unmasked, and with all others who do so
     masks     when all is over, those that are alive and unmasked have the same masks; unless some may be
               found slow, only dead ranks are masked
 
@@ -111,10 +112,10 @@ class Rules:
     """A round ends when all are there; else also when those to be unmasked are given up."""
     num_offers: int = 2
     """The offers of a rank take turns: in round n + 1 it may be that somebody still has to see those of n."""
-    look_in_round: bool = True
-    """Who finds that all are there looks for masks before he goes on: they were told before the offers."""
-    withdraw: bool = True
-    """A masked rank that waits no longer takes its offer away."""
+    follow: bool = True
+    """A masked rank takes over whom the others unmask in the round that names it."""
+    ignore_other_offers: bool = True
+    """The offer of a masked rank counts if it is for the same ranks; else it may be one that was given up."""
     named_round: bool = True
     """A masked rank joins a round that names it; else any."""
     align: Literal["round", "highest", "nobody"] = "round"
@@ -200,6 +201,8 @@ class Rank(NamedTuple):
     """The last one that has ended."""
     offered: int
     """The round that this rank is in."""
+    returning: tuple[int, ...]
+    """Whom it wants to be unmasked there."""
     generations: tuple[int, ...]
     untold: tuple[tuple[int, int], ...]
     """(subject, peer): masks still to be told."""
@@ -359,7 +362,7 @@ class LowLatency:
                 yield Step(me, "pass barrier", op.call), (put(ranks, me, self._next_op(me, rank)), heaps)
         else:
             if op.action == "a":
-                yield Step(me, "withdraw", rank.offered), self._withdraw(me, state)
+                yield Step(me, "give up asking"), (put(ranks, me, self._next_op(me, rank)), heaps)
             yield from self._join(me, op, state)
 
     def _has_come(self, barrier: Op, peer: int, rank: Rank) -> bool:
@@ -372,7 +375,7 @@ class LowLatency:
         if rank.phase == NOTE:
             return rank.todo
         if rank.phase == JOIN:
-            return self._taking_part(me, op, rank, self._view(me, rank, mine))
+            return self._taking_part(me, rank, self._view(me, rank, mine))
         return ()
 
     def _has_acks(self, me: int, op: Op, rank: Rank, mine: Heap) -> bool:
@@ -436,7 +439,7 @@ class LowLatency:
             if me in call.refused_by and self.rules.refusal_acks:
                 theirs = theirs._replace(acked=put(theirs.acked, slot, rank.number))
         elif rank.phase == OFFER:
-            offer = Offer(rank.offered, op.ranks, rank.number, rank.places, rank.generations)
+            offer = Offer(rank.offered, rank.returning, rank.number, rank.places, rank.generations)
             theirs = theirs._replace(offers=put(theirs.offers, self._offer_slot(rank.offered, me), offer))
         else:
             sent = self._sent(op, rank)
@@ -566,12 +569,12 @@ class LowLatency:
             ]
         return put(tuple(map(max, zip(*views, strict=True))), me, rank.generations[me])
 
-    def _taking_part(self, me: int, op: Op, rank: Rank, view: tuple[int, ...]) -> tuple[int, ...]:
+    def _taking_part(self, me: int, rank: Rank, view: tuple[int, ...]) -> tuple[int, ...]:
         """Those who are masked since this round began are no longer waited for."""
         return tuple(
             peer
             for peer in self._peers[me]
-            if (view[peer] % 2 == 0 or peer in op.ranks) and view[peer] <= 2 * rank.offered
+            if (view[peer] % 2 == 0 or peer in rank.returning) and view[peer] <= 2 * rank.offered
         )
 
     def _offers(self, me: int, rank: Rank, mine: Heap) -> dict[int, Offer]:
@@ -582,18 +585,26 @@ class LowLatency:
             if (offer := mine.offers[self._offer_slot(rank.offered, peer)]) is not None
             and offer.round == rank.offered
             and (me in offer.ranks or not is_masked or not self.rules.named_round)
+            and (
+                offer.ranks == rank.returning
+                or not (offer.generations[peer] % 2 or (rank.generations[peer] % 2 and not is_masked))
+                or not self.rules.ignore_other_offers
+            )
         }
 
     def _join(self, me: int, op: Op, state: State) -> Iterator[tuple[Step, State]]:
         ranks, heaps = state
         rank, mine, rules = ranks[me], heaps[me], self.rules
-        if rules.look_in_round and self._look(me, rank, mine) != rank:
-            return
         is_masked = rank.generations[me] % 2 == 1
         newer = [offer.round for offer in mine.offers if offer is not None and me in offer.ranks]
         offers, view = self._offers(me, rank, mine), self._view(me, rank, mine)
-        taking_part = self._taking_part(me, op, rank, view)
-        all_given_up = all(view[subject] > 2 * rank.offered for subject in op.ranks)
+        taking_part = self._taking_part(me, rank, view)
+        all_given_up = all(view[subject] > 2 * rank.offered for subject in rank.returning)
+        others = {offer.ranks for peer, offer in offers.items() if offer.generations[peer] % 2 == 0}
+        if is_masked and rules.follow and others - {rank.returning}:
+            after = rank._replace(phase=OFFER, todo=self._peers[me], returning=max(others))
+            yield Step(me, "follow", rank.offered), (put(ranks, me, after), heaps)
+            return
         if all(peer in offers for peer in taking_part) and (taking_part or not is_masked):
             offers = {peer: offers[peer] for peer in taking_part}
         elif is_masked and max(newer, default=0) > rank.offered:
@@ -602,8 +613,10 @@ class LowLatency:
             return
         elif rules.whole_round or not all_given_up:
             return
-        if any(offer.ranks != op.ranks for offer in offers.values()):
+        if any(offer.ranks != rank.returning for offer in offers.values()):
             raise Violation("verdict", f"{Step(me, 'join', rank.offered)}: disagrees about whom to unmask")
+        if is_masked and me not in rank.returning:
+            raise Violation("verdict", f"{Step(me, 'join', rank.offered)}: it stays masked there")
         number = rank.offered * ROUND if rules.align == "round" else rank.number
         if rules.align == "highest":
             number = max([number, *(offer.number for offer in offers.values())])
@@ -611,7 +624,7 @@ class LowLatency:
         if rules.take_places:
             places = max([places, *(offer.places for offer in offers.values())])
         unmasked = tuple(
-            max(generation, 2 * rank.offered) if subject in op.ranks else generation
+            max(generation, 2 * rank.offered) if subject in rank.returning else generation
             for subject, generation in enumerate(view)
         )
         joined = rank._replace(
@@ -625,15 +638,6 @@ class LowLatency:
             generations=unmasked,
         )
         yield Step(me, "join", rank.offered), (put(ranks, me, self._next_op(me, joined)), heaps)
-
-    def _withdraw(self, me: int, state: State) -> State:
-        ranks, heaps = state
-        rank = ranks[me]
-        if self.rules.withdraw:
-            slot = self._offer_slot(rank.offered, me)
-            for peer in self._peers[me]:
-                heaps = put(heaps, peer, heaps[peer]._replace(offers=put(heaps[peer].offers, slot, None)))
-        return put(ranks, me, self._next_op(me, rank)), heaps
 
     def _to_round(self, me: int, rank: Rank) -> Rank:
         """A rank that finds itself masked goes to the next round that can unmask it, or stays in it."""
@@ -668,7 +672,8 @@ class LowLatency:
             elif op.action == "u" or (op.action == "a" and rank.generations[me] % 2):
                 generation = rank.generations[me]
                 offered = max(rank.round, generation // 2 if generation % 2 else 0) + 1
-                return self._advance(me, rank._replace(phase=OFFER, todo=self._peers[me], offered=offered))
+                rank = rank._replace(offered=offered, returning=op.ranks)
+                return self._advance(me, rank._replace(phase=OFFER, todo=self._peers[me]))
             elif op.action == "a":
                 pass
             elif self._call(op).is_clean and not rules.clean_takes_number:
@@ -739,7 +744,7 @@ class LowLatency:
 
     @cached_property
     def _dead(self) -> Rank:
-        return Rank(False, 0, START, (), 0, 0, (), 0, 0, 0, 0, (0,) * self.num_ranks, (), False, None)
+        return Rank(False, 0, START, (), 0, 0, (), 0, 0, 0, 0, (), (0,) * self.num_ranks, (), False, None)
 
     def _op(self, me: int, rank: Rank) -> Op | None:
         return self._ops[me][rank.position] if rank.position < len(self._ops[me]) else None

@@ -35,7 +35,7 @@ def adopt_masks(words, writer_stride, generations, masked, changed):
 def post_offers(offers, alarms, topic, words):
     """Write an offer to everyone; its first word, an even number, is one less while the rest is written.
 
-    With words [4, 7] everyone finds 4 when 7 is there; with [0, 0] nobody finds an offer any more.
+    With words [4, 7] everyone finds 4 when 7 is there.
     """
     for index in range(offers.shape[0]):
         store_release(offers[index], words[0] - 1)
