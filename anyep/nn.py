@@ -26,7 +26,7 @@ from torch.nn import functional
 from anyep import autograd
 from anyep.arguments import check_num_experts
 from anyep.buffer import Buffer
-from anyep.errors import InvalidCall
+from anyep.errors import Disagreement, InvalidCall
 from anyep.rendezvous import host_identity, rendezvous_of
 from anyep.topology import topology_of_hosts
 
@@ -46,8 +46,13 @@ def make_buffer(
     A node is a host, unless `ranks_per_node` says that a host is several.
     """
     num_ranks = group.size()
-    hosts = rendezvous_of(group, None).all_gather(host_identity())
-    per_node = topology_of_hosts(hosts, ranks_per_node).ranks_per_node
+    told = rendezvous_of(group, None).all_gather((host_identity(), ranks_per_node))
+    for rank, (_, theirs) in enumerate(told):
+        if theirs != told[0][1]:
+            raise Disagreement(
+                f"the ranks disagree about ranks_per_node: {told[0][1]} on rank 0, {theirs} on rank {rank}"
+            )
+    per_node = topology_of_hosts([host for host, _ in told], ranks_per_node).ranks_per_node
     configs = Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks)
     size = hidden * 4, num_ranks
     num_nvl_bytes = max(config.get_nvl_buffer_size_hint(*size, ranks_per_node=per_node) for config in configs)

@@ -24,7 +24,7 @@ from tests.cases import Case, buffer_for, check_case, delays, run_case
 from tests.namespaces import TwoHosts
 from tests.strategies import node_cases
 from tests.test_internode import REAL_SIZE
-from tests.test_nn import TOKENS, check_decode, check_layer
+from tests.test_nn import TOKENS, check_decode, check_layer, num_nodes
 from tests.world import RankContext, RankDied
 
 NUM_EXAMPLES = 40
@@ -62,6 +62,7 @@ def test_rows_of_a_real_size(hosts: TwoHosts, num_window_bytes: int | None) -> N
 def test_a_layer(hosts: TwoHosts) -> None:
     """Nobody says how many ranks a host has."""
     hosts.run(check_layer, 2, 1)
+    assert hosts.run(num_nodes) == [2] * NUM_RANKS
     assert hosts.run(check_decode) == list(TOKENS)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from anyep import InvalidCall
+from anyep import Disagreement, InvalidCall
 from anyep.nn import ExpertParallelMoE, FeedForward, TopKGate, make_buffer
 from tests.world import RankContext, get_world
 
@@ -164,8 +164,25 @@ def test_layer_is_that_of_one_process(num_ranks: int, groups: tuple[int, int]) -
     get_world(num_ranks).run(check_layer, *groups)
 
 
+def num_nodes(context: RankContext, ranks_per_node: int | None = None) -> int:
+    buffer = make_layer(context, ranks_per_node=ranks_per_node).buffer
+    assert buffer is not None
+    return buffer.topology.num_nodes
+
+
 def test_layer_between_nodes() -> None:
     get_world(4).run(check_layer, 2, 1, "cpu", 2)
+    assert get_world(4).run(num_nodes, 2) == [2] * 4
+
+
+def disagree_about_nodes(context: RankContext) -> None:
+    sentence = "the ranks disagree about ranks_per_node: 1 on rank 0, 2 on rank 1"
+    with pytest.raises(Disagreement, match=sentence):
+        make_buffer(context.group, HIDDEN, NUM_EXPERTS, device="cpu", ranks_per_node=1 + context.rank)
+
+
+def test_all_ranks_say_the_same_of_nodes() -> None:
+    get_world(2).run(disagree_about_nodes)
 
 
 def check_compiled_layer(context: RankContext) -> None:

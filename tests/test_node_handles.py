@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels import node_handles
+from anyep.backends.cpu.kernels.compiler import kernel
 from anyep.errors import InvalidCall
 from anyep.modes.node_routing import (
     NOTHING,
@@ -39,6 +40,36 @@ def test_place_in_nodes() -> None:
     node_handles.place_in_nodes(flags([[1, 0, 0, 0], [0, 1, 1, 1]]), 2, by_channel, numbers)
     assert by_channel.tolist() == [[1, 1], [0, 1]]
     assert numbers.tolist() == [[0, -1], [1, 0]]
+
+
+@kernel("int64(int64, int64)")
+def hash_more(so_far, number):
+    return node_handles.hashed(so_far, number)
+
+
+@kernel("int32(int64)")
+def fold(number):
+    return node_handles.folded(number)
+
+
+@kernel("boolean(boolean[:,::1], int64, int64, int32[::1])")
+def count_marks(marks, column, num_columns, prefix):
+    return node_handles.counts_marks(marks, column, num_columns, prefix)
+
+
+@kernel("boolean(int32[::1])")
+def fall(prefix):
+    return node_handles.falls(prefix)
+
+
+def test_helpers() -> None:
+    assert hash_more(5, 3) == (5 ^ 3) * node_handles.HASH_FACTOR
+    assert fold(2**31 + 6) == 7
+    marks = flags([[1, 0], [0, 1], [0, 0]])
+    assert count_marks(marks, 0, 2, int32([2, 2]))
+    assert count_marks(marks, 0, 1, int32([1, 1]))
+    assert not count_marks(marks, 0, 1, int32([1, 2]))
+    assert [fall(int32(prefix)) for prefix in ([0, 2, 2], [0, 2, 1], [-1, 0])] == [False, True, True]
 
 
 ONE_TOKEN = NodeRouting(

@@ -109,6 +109,7 @@ def layouts() -> Iterator[Layout]:
         (70, 8, 64, 8),
         (5, 1, 5, 1),
         (3, 2, 1024, 1),
+        (0, 3, 12, 3),
     ):
         yield Layout.of(routing(num_tokens, num_topk, num_experts, num_tokens), num_experts, num_ranks)
 

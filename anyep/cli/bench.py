@@ -50,7 +50,9 @@ def bench(
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option(help="Virtual nodes to put the ranks on; a token crosses once from one to another."),
+        typer.Option(
+            help="Virtual nodes to put the ranks on; in normal mode a token crosses once from one to another."
+        ),
     ] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each virtual node.")] = None,
     tokens: Annotated[

@@ -45,7 +45,7 @@ class Setup:
 
     def description(self) -> str:
         nodes = self.nodes
-        place = nodes_in_words(nodes.num_nodes, nodes.ranks_per_node) + "," * nodes.are_several
+        place = nodes_in_words(nodes.num_nodes, nodes.ranks_per_node, ",")
         limit = limit_in_words(nodes.num_nodes, nodes.topk_nodes)
         return (
             f"{self.mode} mode, {self.ranks} ranks{place} on {num_cores()} cores,"

@@ -32,7 +32,9 @@ def _table_of(records: Sequence[Record]) -> Table:
     headings = ["case", "path", "tokens", "p50" if any(p99) else "median"]
     headings += ["p99"] if any(p99) else []
     headings += ["GB/s per rank", "of copy", *(f"vs {RIVALS[rival]}" for rival in rivals)]
-    crosses = any(isinstance(record, NodesRecord) and record.bytes_between_nodes for record in records)
+    crosses = any(
+        isinstance(record, NodesRecord) and record.bytes_between_nodes is not None for record in records
+    )
     if crosses:
         headings += ["between nodes", "all-to-all's"]
     table = _empty_table(headings)

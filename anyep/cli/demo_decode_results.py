@@ -116,7 +116,7 @@ def print_record(record: DecodeRecord) -> None:
 
     console = console_for_results()
     place = in_words(record.gpus) if record.gpus else f"{record.cores} cores"
-    nodes = nodes_in_words(record.nodes, record.ranks_per_node) + "," * (record.nodes > 1)
+    nodes = nodes_in_words(record.nodes, record.ranks_per_node, ",")
     limit = limit_in_words(record.nodes, record.topk_nodes)
     console.print(
         f"[bold]{record.ranks} ranks[/bold]{nodes} on {place}, {record.tokens} tokens"

@@ -1,7 +1,8 @@
 """Nodes for the commands that start ranks: virtual ones, on this machine.
 
-A node is some ranks that share memory; between two of them a token crosses once. On one machine all ranks
-could share memory: those of different virtual nodes do not, so that what several hosts do can be tried here.
+A node is some ranks that share memory; in normal mode a token crosses once from one to another. On one
+machine all ranks could share memory: those of different virtual nodes do not, so that what several hosts do
+can be tried here.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ class Nodes:
 ONE_NODE: Final = Nodes()
 
 
-def nodes_in_words(num_nodes: int, ranks_per_node: int) -> str:
-    """What to add to a number of ranks.
+def nodes_in_words(num_nodes: int, ranks_per_node: int, more: str = "") -> str:
+    """What to add to a number of ranks, where they are on several nodes; and if more follows, how it begins.
 
-    >>> nodes_in_words(2, 4), nodes_in_words(1, 8)
-    (' on 2 nodes of 4', '')
+    >>> nodes_in_words(2, 4), nodes_in_words(2, 4, ","), nodes_in_words(1, 8, ",")
+    (' on 2 nodes of 4', ' on 2 nodes of 4,', '')
     """
-    return f" on {num_nodes} nodes of {ranks_per_node}" if num_nodes > 1 else ""
+    return f" on {num_nodes} nodes of {ranks_per_node}{more}" if num_nodes > 1 else ""
 
 
 def limit_in_words(num_nodes: int, topk_nodes: int) -> str:

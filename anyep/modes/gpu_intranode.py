@@ -270,7 +270,7 @@ class GpuIntranode:
         counts = self._new(previous, (first_expert + num_experts,), torch.int32)
         in_rank = self._new(previous, (num_tokens, num_ranks), torch.bool)
         # No peer takes part: where nothing is to overlap, it is one more kernel of the caller's.
-        is_apart = run_async or previous is not None
+        is_apart = run_async or previous is not None or self._gpu.stream.is_capturing()
         if is_apart:
             self._gpu.stream.begin(previous)
         launch = self.talk.launcher(
@@ -294,8 +294,11 @@ class GpuIntranode:
             local_experts,
         )
         self._keep(run_async, previous, topk_idx, counts, in_rank)
-        event = self._gpu.stream.end(run_async) if is_apart else None
-        return per_rank, None, per_expert, in_rank, event
+        if is_apart:
+            return per_rank, None, per_expert, in_rank, self._gpu.stream.end(run_async)
+        # A later call may wait for an event of the caller's from before, and not for his stream.
+        self._gpu.stream.begin(None)
+        return per_rank, None, per_expert, in_rank, None
 
     # Dispatch
 

@@ -194,8 +194,10 @@ class Internode(Intranode):
 
     def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> Any:
         """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
-        is_last = last is not None and handle is last[0]
-        routing = last[1] if last is not None and is_last else node_routing_of(handle, self._topology)
+        if last is not None and handle is last[0]:
+            routing = last[1]
+        else:
+            routing = node_routing_of(handle, self._topology)
         return checked(self._backend, routing, self._topology, self._rank)
 
     def counts_of(

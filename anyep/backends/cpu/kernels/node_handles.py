@@ -15,13 +15,13 @@ HASH_START, HASH_FACTOR = 0x4BF29CE484222325, 0x100000001B3
 
 @inlined
 def hashed(so_far, number):
-    """A number more in a hash of numbers."""
+    """A number more in a hash of numbers: 3 after 5 gives (5 ^ 3) * HASH_FACTOR."""
     return (so_far ^ number) * HASH_FACTOR
 
 
 @inlined
 def folded(so_far):
-    """A hash in the 31 bits that a letter has for it."""
+    """A hash as a word of a letter, and never below 0: of 2**31 + 6 it is 7."""
     return np.int32((so_far ^ (so_far >> 31)) & 0x7FFFFFFF)
 
 
@@ -52,7 +52,11 @@ def place_in_nodes(in_rank, ranks_per_node, by_channel, numbers):
 
 @inlined
 def counts_marks(marks, column, num_columns, prefix):
-    """Whether a row of `prefix` counts, channel by channel, the tokens with a mark in some columns."""
+    """Whether a row of `prefix` counts, channel by channel, the tokens with a mark in some columns.
+
+    With marks [[1, 0], [0, 1], [0, 0]] and 2 channels (tokens 0-1 and 2): [2, 2] counts both columns
+    together, [1, 1] the first one.
+    """
     num_tokens, num_channels = marks.shape[0], prefix.shape[0]
     per_channel = max(1, (num_tokens + num_channels - 1) // num_channels)
     count = 0
@@ -69,7 +73,7 @@ def counts_marks(marks, column, num_columns, prefix):
 
 @inlined
 def falls(prefix):
-    """Whether a prefix sum does, somewhere."""
+    """Whether a prefix sum falls somewhere: [0, 2, 2] does not, [0, 2, 1] and [-1, 0] do."""
     before = 0
     for index in range(prefix.shape[0]):
         if prefix[index] < before:

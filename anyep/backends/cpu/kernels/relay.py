@@ -52,7 +52,7 @@ def wanted_by(in_rank, token, node, ranks_per_node):
 
 @inlined
 def publish(counter, number, peer, doorbells, sleepers):
-    """Let a peer see how far a tail or a head has come, and wake it if it sleeps."""
+    """Let a peer see how far a tail or a head has come, say 7, and wake it if it sleeps."""
     store_release(counter, number)
     ring_bell(doorbells[peer], sleepers[peer])
 
@@ -472,8 +472,11 @@ def sum_of_node(
     doorbells,
     sleepers,
 ):
-    """Add up a token's rows on this node, in the order of its ranks, into a slot; False, and nothing done, if
-    some have not come yet. Slots of rings that they came through may be used again then."""
+    """Add up a token's rows on this node into a slot; False, and nothing done, if some have not come yet.
+
+    With rows [1, 2] of rank 0, which is read where it lies, and [3, 4] of rank 1, through a ring: the sum is
+    [4, 6], added up in the order of the ranks, and the head of that ring moves on by one.
+    """
     count = 0
     for index in range(x_of.shape[0]):
         row = send_nvl_head[virtual, index]
@@ -655,8 +658,8 @@ def combine_between_nodes(
                         if number > first_number:
                             net_sent[channel, node] = number
                             tail = net[SEND_BASE, channel, node] + number
-                            sender = node * ranks_per_node + own_index
-                            publish(net[SEND_TAIL, channel, node], tail, sender, doorbells, sleepers)
+                            source = node * ranks_per_node + own_index
+                            publish(net[SEND_TAIL, channel, node], tail, source, doorbells, sleepers)
                             progress = True
                         is_done = number >= expected
                 else:
