@@ -62,7 +62,7 @@ def new_buffer(context: RankContext, enable_shrink: bool, timeout_s: float = 100
     )
 
 
-def strike_at(buffer: Buffer, rank: int, faults: tuple[Fault, ...], nap_s: float = 2.0) -> None:
+def strike_at(buffer: Buffer, rank: int, faults: tuple[Fault, ...], nap_s: float = 3.0) -> None:
     """Let the faults of this rank happen."""
     mine = {(fault.call, fault.phase): fault.what for fault in faults if fault.rank == rank}
 
@@ -267,7 +267,7 @@ def test_the_others_go_on_without_killed_ranks(world: World, plan: tuple[Fault, 
             assert not outcome.raised
             # Noticed, not timed out; and at full speed afterwards.
             assert max(outcome.seconds) < 5
-            assert outcome.seconds[-1] < 0.5
+            assert min(outcome.seconds[-2:]) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_the_others_go_on_without_killed_ranks(world: World, plan: tuple[Fault, 
     ids=str,
 )
 def test_the_others_go_on_without_a_slow_rank(world: World, plan: tuple[Fault, ...]) -> None:
-    outcomes = world.gather(go_on, plan, 0.7, timeout=40)
+    outcomes = world.gather(go_on, plan, 1.0, timeout=40)
     struck = {fault.rank: fault.what for fault in plan}
     expected = [int(rank in struck) for rank in range(NUM_RANKS)]
     for rank, outcome in enumerate(outcomes):
@@ -295,19 +295,19 @@ def test_the_others_go_on_without_a_slow_rank(world: World, plan: tuple[Fault, .
             assert f"low_latency_update_mask_buffer({rank}, mask=False)" in outcome.raised
         else:
             assert not outcome.raised
-            assert 0.5 < max(outcome.seconds) < 2
-            assert outcome.seconds[-1] < 0.5
+            assert 0.5 < max(outcome.seconds) < 4
+            assert min(outcome.seconds[-2:]) < 0.5
 
 
 def come_back(context: RankContext, by_cleaning: bool) -> list[list[int]]:
     """Rank 2 sleeps and is masked, the others go on; then all take it back. Twice."""
-    buffer = new_buffer(context, True, 0.5)
+    buffer = new_buffer(context, True, 1.0)
     case = Case(tokens=(5, 0, 7, 3), hidden=128, travel="fp8")
     masks = []
     for turn in range(2):
         check_case(context.rank, case, buffer)
         if context.rank == 2:
-            time.sleep(1.5)
+            time.sleep(3)
             with pytest.raises(PeerLost, match="go on without rank 2"):
                 check_case(context.rank, case, buffer)
         else:
@@ -566,7 +566,7 @@ def test_a_rank_that_missed_a_cleaning(world: World) -> None:
 
 def ask_too_early(context: RankContext) -> str:
     """Rank 2 is masked and wants to come back before the others want it; later they do."""
-    buffer = new_buffer(context, True, 0.6)
+    buffer = new_buffer(context, True, 1.2)
     case = Case(tokens=(5,) * context.num_ranks, hidden=64)
     check_case(context.rank, case, buffer)
     mask_for_all(context, buffer, 2)
@@ -579,7 +579,7 @@ def ask_too_early(context: RankContext) -> str:
     else:
         for seed in range(40):
             check_case(context.rank, replace(case, seed=seed), buffer, frozenset([2]))
-            time.sleep(0.03)
+            time.sleep(0.06)
     torch.distributed.barrier(context.group)
     if context.rank == 2:
         # Long enough for the others to find what is left of the first try.
@@ -598,7 +598,7 @@ def test_a_masked_rank_that_asks_too_early_masks_nobody(world: World) -> None:
 
 def want_a_round_alone(context: RankContext, whom: tuple[int, ...]) -> str:
     """Rank 3 waits for a round, unmasked, while the others make calls, and mask it for its silence."""
-    buffer = new_buffer(context, True, 0.6)
+    buffer = new_buffer(context, True, 1.2)
     case = Case(tokens=(5,) * context.num_ranks, hidden=64)
     check_case(context.rank, case, buffer)
     message = ""
@@ -613,7 +613,7 @@ def want_a_round_alone(context: RankContext, whom: tuple[int, ...]) -> str:
     else:
         for seed in range(60):
             check_case(context.rank, replace(case, seed=seed), buffer, frozenset([3]))
-            time.sleep(0.03)
+            time.sleep(0.06)
         assert masked_by(buffer) == [0, 0, 0, 1]
     torch.distributed.barrier(context.group)
     buffer.low_latency_clean_mask_buffer()
