@@ -62,7 +62,7 @@ def new_buffer(context: RankContext, enable_shrink: bool, timeout_s: float = 100
     )
 
 
-def strike_at(buffer: Buffer, rank: int, faults: tuple[Fault, ...], nap_s: float = 3.0) -> None:
+def strike_at(buffer: Buffer, rank: int, faults: tuple[Fault, ...], nap_s: float = 2.0) -> None:
     """Let the faults of this rank happen."""
     mine = {(fault.call, fault.phase): fault.what for fault in faults if fault.rank == rank}
 
@@ -267,7 +267,7 @@ def test_the_others_go_on_without_killed_ranks(world: World, plan: tuple[Fault, 
             assert not outcome.raised
             # Noticed, not timed out; and at full speed afterwards.
             assert max(outcome.seconds) < 5
-            assert min(outcome.seconds[-2:]) < 0.5
+            assert outcome.seconds[-1] < 0.5
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_the_others_go_on_without_killed_ranks(world: World, plan: tuple[Fault, 
     ids=str,
 )
 def test_the_others_go_on_without_a_slow_rank(world: World, plan: tuple[Fault, ...]) -> None:
-    outcomes = world.gather(go_on, plan, 1.0, timeout=40)
+    outcomes = world.gather(go_on, plan, 0.7, timeout=40)
     struck = {fault.rank: fault.what for fault in plan}
     expected = [int(rank in struck) for rank in range(NUM_RANKS)]
     for rank, outcome in enumerate(outcomes):
@@ -295,19 +295,19 @@ def test_the_others_go_on_without_a_slow_rank(world: World, plan: tuple[Fault, .
             assert f"low_latency_update_mask_buffer({rank}, mask=False)" in outcome.raised
         else:
             assert not outcome.raised
-            assert 0.5 < max(outcome.seconds) < 4
-            assert min(outcome.seconds[-2:]) < 0.5
+            assert 0.5 < max(outcome.seconds) < 2
+            assert outcome.seconds[-1] < 0.5
 
 
 def come_back(context: RankContext, by_cleaning: bool) -> list[list[int]]:
     """Rank 2 sleeps and is masked, the others go on; then all take it back. Twice."""
-    buffer = new_buffer(context, True, 1.0)
+    buffer = new_buffer(context, True, 0.5)
     case = Case(tokens=(5, 0, 7, 3), hidden=128, travel="fp8")
     masks = []
     for turn in range(2):
         check_case(context.rank, case, buffer)
         if context.rank == 2:
-            time.sleep(3)
+            time.sleep(1.5)
             with pytest.raises(PeerLost, match="go on without rank 2"):
                 check_case(context.rank, case, buffer)
         else:
