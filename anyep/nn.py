@@ -26,7 +26,7 @@ from torch.nn import functional
 from anyep import autograd
 from anyep.arguments import check_num_experts
 from anyep.buffer import Buffer
-from anyep.errors import Disagreement, InvalidCall
+from anyep.errors import Disagreement, InvalidCall, whole_number
 from anyep.rendezvous import host_identity, rendezvous_of
 from anyep.topology import topology_of_hosts
 
@@ -45,8 +45,10 @@ def make_buffer(
 
     A node is a host, unless `ranks_per_node` says that a host is several.
     """
-    num_ranks = group.size()
-    told = rendezvous_of(group, None).all_gather((host_identity(), ranks_per_node))
+    rendezvous = rendezvous_of(group, None)
+    num_ranks = rendezvous.num_ranks
+    check_num_experts(num_experts, num_ranks)
+    told = rendezvous.all_gather((host_identity(), ranks_per_node))
     for rank, (_, theirs) in enumerate(told):
         if theirs != told[0][1]:
             raise Disagreement(
@@ -86,6 +88,8 @@ class TopKGate(nn.Module):
         self, hidden: int, num_experts: int, topk: int, num_groups: int = 1, topk_groups: int = 1
     ) -> None:
         super().__init__()
+        for name, number in (("hidden", hidden), ("num_experts", num_experts), ("num_groups", num_groups)):
+            whole_number(name, number, minimum=1)
         if num_experts % num_groups or not 1 <= topk_groups <= num_groups:
             raise InvalidCall(
                 f"{topk_groups} of {num_groups} groups of {num_experts} experts: groups must have equal sizes"
@@ -223,8 +227,14 @@ def _local_experts(
     experts: Callable[[int], nn.Module] | Iterable[nn.Module], group: Any, num_experts: int | None
 ) -> tuple[int, dict[int, nn.Module]]:
     """The number of experts of the layer, and this rank's by their numbers."""
-    num_ranks, rank = group.size(), group.rank()
-    if callable(experts) and not isinstance(experts, nn.ModuleList):
+    rendezvous = rendezvous_of(group, None)
+    num_ranks, rank = rendezvous.num_ranks, rendezvous.rank
+    if not isinstance(experts, Iterable):
+        if not callable(experts) or isinstance(experts, nn.Module):
+            raise InvalidCall(
+                f"experts is of type {type(experts).__name__}: pass the modules of this rank's experts, or a"
+                f" function that makes the one of a number"
+            )
         if num_experts is None:
             raise InvalidCall("num_experts is missing: it tells how many experts to make")
         num_local = check_num_experts(num_experts, num_ranks) // num_ranks

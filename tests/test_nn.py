@@ -109,6 +109,7 @@ def test_gate_chooses_from_the_best_groups(seed: int, groups: tuple[int, int], t
         (1, 4, 5, "5 of 4 groups of 8 experts: groups must have equal sizes"),
         (5, 4, 2, "topk is 5: that many experts are not in 2 of the groups"),
         (0, 1, 1, "topk is 0: that many experts are not in 1 of the groups"),
+        (1, 0, 1, "num_groups is 0: it must be at least 1"),
     ],
 )
 def test_gates_that_cannot_be(topk: int, num_groups: int, topk_groups: int, sentence: str) -> None:
@@ -330,20 +331,31 @@ def test_decode_needs_room() -> None:
     get_world(2).run(decode_without_room)
 
 
-def make_uneven(context: RankContext) -> None:
+def make_wrong_ones(context: RankContext) -> None:
+    gate, group = make_gate(1, 1), context.group
     with pytest.raises(InvalidCall, match="9 experts do not divide over 2 ranks"):
-        ExpertParallelMoE(make_gate(1, 1), make_expert, context.group, 9, HIDDEN, device="cpu")
+        ExpertParallelMoE(gate, make_expert, group, 9, HIDDEN, device="cpu")
+    with pytest.raises(InvalidCall, match="9 experts do not divide over 2 ranks"):
+        make_buffer(group, HIDDEN, 9, device="cpu")
+    for experts in (3, make_expert(0)):
+        with pytest.raises(InvalidCall, match="pass the modules of this rank's experts, or a function"):
+            ExpertParallelMoE(gate, experts, group, NUM_EXPERTS, HIDDEN, device="cpu")  # type: ignore[arg-type]
+    for no_group, sentence in ((None, "neither a group nor a comm"), ("g", "group is of type str")):
+        with pytest.raises(InvalidCall, match=sentence):
+            make_buffer(no_group, HIDDEN, NUM_EXPERTS, device="cpu")
+        with pytest.raises(InvalidCall, match=sentence):
+            ExpertParallelMoE(gate, make_expert, no_group, NUM_EXPERTS, HIDDEN, device="cpu")
 
 
-def test_every_rank_has_as_many_experts() -> None:
-    get_world(2).run(make_uneven)
+def test_layers_that_cannot_be() -> None:
+    get_world(2).run(make_wrong_ones)
 
 
 def layers_of_both_kinds(context: RankContext) -> tuple[Tensor, Tensor]:
     """One with this rank's experts and a Buffer of its own, and one that makes its experts."""
     num_local = NUM_EXPERTS // context.num_ranks
     mine = [make_expert(context.rank * num_local + index) for index in range(num_local)]
-    layer = ExpertParallelMoE(make_gate(4, 2), torch.nn.ModuleList(mine), context.group, device="cpu")
+    layer = ExpertParallelMoE(make_gate(4, 2), torch.nn.Sequential(*mine), context.group, device="cpu")
     assert layer.buffer is None
     assert layer.num_experts == NUM_EXPERTS
     x = rows_of(context.rank)
