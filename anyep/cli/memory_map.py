@@ -406,7 +406,7 @@ def _draw_low_latency(canvas: _Canvas, plan: MemoryPlan) -> None:
     canvas.gap()
     canvas.title(
         "Low-latency mode: fixed slots, in two sets that alternate",
-        f"{format_bytes(sizes.total_bytes)}, in the same bytes as the rings between nodes",
+        f"{format_bytes(sizes.total_bytes)}, beside the rings between nodes where there are any",
     )
     regions = list(slots.regions())
     spans = canvas.strip(

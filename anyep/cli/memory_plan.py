@@ -122,12 +122,9 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """The rank's heap: rings between nodes and low-latency slots share their bytes."""
-        return (
-            sum(self.control_parts.values())
-            + self.nvl_bytes
-            + max(self.rdma_bytes, self.low_latency_bytes or 0)
-        )
+        """What a rank uses of its heap: low-latency slots lie beside the rings between nodes."""
+        slots = self.low_latency_bytes or 0
+        return sum(self.control_parts.values()) + self.nvl_bytes + self.rdma_bytes + slots
 
     @property
     def expected_rows(self) -> int:

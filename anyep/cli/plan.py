@@ -131,8 +131,7 @@ def _print_one(plan: MemoryPlan, memory_bytes: int | None) -> None:
             if size:
                 table.add_row(f"  {_words(part)}", f"{size:,}", format_bytes(size), style="dim")
     table.add_section()
-    shared = " (rings and slots share num_rdma_bytes)" if low_latency_parts and plan.rdma_bytes else ""
-    table.add_row(f"[bold]heap[/bold]{shared}", f"{plan.total_bytes:,}", format_bytes(plan.total_bytes))
+    table.add_row("[bold]heap[/bold]", f"{plan.total_bytes:,}", format_bytes(plan.total_bytes))
     console.print(table)
     token = ", ".join(f"{_words(name)} {size:,}" for name, size in workload.token.parts().items() if size)
     console.print(f"one token on the wire: {workload.token.token_bytes:,} bytes = {token}")
