@@ -79,8 +79,9 @@ def check_x(name: str, x: Any, dtypes: tuple[torch.dtype, ...] | None) -> torch.
     return rows
 
 
-def check_payload(x: Any, topk_idx: Any, topk_weights: Any) -> Payload:
-    """What dispatch sends: x, or (1-byte data, scales), and top-k ids with weights or neither."""
+def check_payload(x: Any, topk_idx: Any, topk_weights: Any, source_bytes: int) -> Payload:
+    """What dispatch sends: x, or (1-byte data, scales), and top-k ids with weights or neither; and so many
+    bytes about each row's origin."""
     scales = None
     if isinstance(x, tuple | list):
         if len(x) != 2:
@@ -109,7 +110,7 @@ def check_payload(x: Any, topk_idx: Any, topk_weights: Any) -> Payload:
         topk_idx = check_topk_idx(topk_idx, data.shape[0])
         topk_weights = check_tensor("topk_weights", topk_weights, (torch.float32,), tuple(topk_idx.shape))
         topk_weights = topk_weights.contiguous()
-    return Payload(data, scales, topk_idx, topk_weights)
+    return Payload(data, scales, topk_idx, topk_weights, source_bytes)
 
 
 def check_topk_idx(topk_idx: Any, num_tokens: int | None) -> torch.Tensor:

@@ -173,7 +173,6 @@ class Buffer:
                 self.num_rdma_bytes,
                 *workers,
                 bool(self.enable_shrink),
-                connection.control.num_bytes + self.num_nvl_bytes + self.num_rdma_bytes,
             )
 
     def _start_on_gpu(self, rendezvous: Rendezvous) -> None:
@@ -348,7 +347,7 @@ class Buffer:
                 is_token_in_rank=is_token_in_rank,
                 num_tokens_per_expert=num_tokens_per_expert,
             )
-            payload = arguments.check_payload(x, topk_idx, topk_weights)
+            payload = arguments.check_payload(x, topk_idx, topk_weights, runtime.source_bytes)
             default = runtime.default_config(self.get_dispatch_config(self.group_size))
             chosen = arguments.check_config(config, default, None)
             self._check_rings(runtime, chosen, payload.token)
@@ -406,7 +405,7 @@ class Buffer:
                 raise InvalidCall(
                     "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
                 )
-            payload = arguments.check_payload(x, None, None)
+            payload = arguments.check_payload(x, None, None, runtime.source_bytes)
             parts = self._routing_of(runtime, handle)
             if payload.num_tokens != parts.num_tokens:
                 raise InvalidCall(
@@ -841,8 +840,7 @@ class Buffer:
             self._refusing(self._conversation.begin(kind), refuse)
 
     def _check_rings(self, runtime: Any, config: Config, token: TokenLayout) -> None:
-        runtime.check_config(config)
-        runtime.check_network_rings(config, token)
+        runtime.check_config(config, token)
         area = runtime.ring_area(config, token)
         if area.num_rows < MIN_RING_ROWS:
             per_ring = area.token_bytes * MIN_RING_ROWS + area.control_bytes
@@ -882,8 +880,9 @@ class Buffer:
         )
         per_rank, in_rank, per_expert = per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
         arguments.check_num_experts(per_expert.shape[0], ranks)
-        runtime.check_nodes(num_tokens_per_rdma_rank, in_rank)
-        return runtime.counts_of(payload, in_rank, per_rank, per_expert, config.num_channels)
+        return runtime.counts_of(
+            payload, in_rank, per_rank, num_tokens_per_rdma_rank, per_expert, config.num_channels
+        )
 
 
 def _checked_device(device: str | torch.device | None) -> torch.device:

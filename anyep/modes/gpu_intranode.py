@@ -21,7 +21,7 @@ from anyep.backends.cuda.kernels import letters as letter_kernels
 from anyep.backends.cuda.launch import Seen
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
-from anyep.layout import RingArea
+from anyep.layout import SOURCE_INDEX_BYTES, RingArea
 from anyep.modes.conversation import Array, Call, Conversation
 from anyep.modes.gpu_connection import GpuConnection
 from anyep.modes.gpu_windows import GpuWindows
@@ -109,6 +109,8 @@ class _Results(NamedTuple):
 class GpuIntranode:
     """Normal mode of one rank on a GPU. It does not check what the user passed; `Buffer` does."""
 
+    source_bytes = SOURCE_INDEX_BYTES
+
     def __init__(self, connection: GpuConnection, num_nvl_bytes: int) -> None:
         talk = connection.talk
         self.talk = talk
@@ -153,7 +155,7 @@ class GpuIntranode:
         """Tell the peers that this rank's call was wrong."""
         self.talk.refuse(call, error)
 
-    def check_config(self, config: Config) -> None:
+    def check_config(self, config: Config, token: TokenLayout) -> None:
         """Refuse more programs than can run at once: those that wait for each other would wait for ever."""
         if config.num_sms > self._most_sms:
             raise InvalidCall(
@@ -161,12 +163,6 @@ class GpuIntranode:
                 f" {self._gpu.num_sms} SMs: at most {self._most_sms} per rank can run at once;"
                 f" use a Config with num_sms={self._most_sms}, or fewer ranks per GPU"
             )
-
-    def check_network_rings(self, config: Config, token: TokenLayout) -> None:
-        """There is no network on one node."""
-
-    def check_nodes(self, per_node: Any, in_rank: torch.Tensor) -> None:
-        """There are no other nodes; what is passed is not looked at."""
 
     def default_config(self, config: Config) -> Config:
         """The tuned config, with no more SMs than this rank's share of the GPU."""
@@ -211,6 +207,7 @@ class GpuIntranode:
         payload: Payload,
         in_rank: torch.Tensor,
         per_rank: torch.Tensor,
+        per_node: Any,
         per_expert: torch.Tensor,
         num_channels: int,
     ) -> GpuCounts:

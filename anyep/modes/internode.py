@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from anyep.errors import Disagreement, InvalidCall
-from anyep.events import EventOverlap
 from anyep.layout import (
     COUNTER_BYTES,
     NUM_RING_LAYERS,
@@ -47,9 +46,9 @@ from anyep.modes.intranode import (
     LetterCounts,
     Outputs,
     Payload,
-    Received,
     Results,
     Staged,
+    first_tokens,
     slot_offsets,
 )
 from anyep.modes.letters import (
@@ -58,8 +57,6 @@ from anyep.modes.letters import (
     RING_ROWS,
     WEIGHTS_OFFSET,
     X_OFFSET,
-    dtype_word,
-    signature,
 )
 from anyep.modes.node_routing import (
     NodeRouting,
@@ -109,6 +106,8 @@ class NodePlaces(NamedTuple):
 class Internode(Intranode):
     """Normal mode of one rank, between nodes. It does not check what the user passed; `Buffer` does."""
 
+    source_bytes = SOURCE_META_BYTES
+
     def __init__(
         self,
         backend: Any,
@@ -149,6 +148,8 @@ class Internode(Intranode):
         self._num_rdma_bytes = num_rdma_bytes
         self._num_rdma_half = num_rdma_bytes // 2 // NUM_BUFFER_ALIGNMENT_BYTES * NUM_BUFFER_ALIGNMENT_BYTES
         self._alarms_here = conversation.alarms[list(self._node_ranks)]
+        self._beyond = list(conversation.wire.ranks) if conversation.wire is not None else []
+        """The ranks beyond the wire."""
 
     # What a Buffer asks for
 
@@ -159,27 +160,7 @@ class Internode(Intranode):
         by_channel, _ = self._place_in_nodes(in_rank.numpy(), 1)
         counts.numpy()[:] = by_channel[:, 0]
 
-    def check_nodes(self, per_node: Any, in_rank: torch.Tensor) -> None:
-        """Refuse a caller's counts per node that his mask contradicts; he may leave them out."""
-        if per_node is None:
-            return
-        num_nodes = self._topology.num_nodes
-        if not isinstance(per_node, torch.Tensor) or per_node.dtype != torch.int32:
-            raise InvalidCall("num_tokens_per_rdma_rank must be the int32 tensor of get_dispatch_layout")
-        if tuple(per_node.shape) != (num_nodes,):
-            raise InvalidCall(
-                f"num_tokens_per_rdma_rank has shape {list(per_node.shape)}: it must be [{num_nodes}]"
-            )
-        right = torch.empty_like(per_node)
-        self._count_nodes(in_rank, right)
-        for node in range(num_nodes):
-            if per_node[node] != right[node]:
-                raise InvalidCall(
-                    f"num_tokens_per_rdma_rank says {int(per_node[node])} for node {node}, but"
-                    f" is_token_in_rank marks {int(right[node])}: pass both from one get_dispatch_layout"
-                )
-
-    def check_network_rings(self, config: Config, token: TokenLayout) -> None:
+    def check_config(self, config: Config, token: TokenLayout) -> None:
         """Refuse a call whose rows do not fit the RDMA bytes."""
         if self._network_rows(config, token) < MIN_RING_ROWS:
             area = self._network_area(config, token)
@@ -205,14 +186,33 @@ class Internode(Intranode):
         payload: Payload,
         in_rank: torch.Tensor,
         per_rank: torch.Tensor,
+        per_node: Any,
         per_expert: torch.Tensor,
         num_channels: int,
     ) -> Counts:
         """Where each token's rows go; a caller's counts that contradict each other are refused."""
-        counts = super().counts_of(payload, in_rank, per_rank, per_expert, num_channels)
+        counts = super().counts_of(payload, in_rank, per_rank, per_node, per_expert, num_channels)
         by_node = self._place_in_nodes(counts.places.in_rank, num_channels)
+        self._check_nodes(per_node, by_node[0].sum(axis=1))
         places: Any = NodePlaces(*counts.places, *by_node)
         return Counts(places, counts.by_expert)
+
+    def _check_nodes(self, per_node: Any, right: Array) -> None:
+        """Refuse a caller's counts per node that his mask contradicts; he may leave them out."""
+        if per_node is None:
+            return
+        is_tensor = isinstance(per_node, torch.Tensor) and per_node.is_cpu
+        if not is_tensor or per_node.dtype != torch.int32:
+            raise InvalidCall("num_tokens_per_rdma_rank must be the int32 tensor of get_dispatch_layout")
+        if tuple(per_node.shape) != right.shape:
+            raise InvalidCall(
+                f"num_tokens_per_rdma_rank has shape {list(per_node.shape)}: it must be [{len(right)}]"
+            )
+        for node in np.flatnonzero(per_node.numpy() != right).tolist():
+            raise InvalidCall(
+                f"num_tokens_per_rdma_rank says {int(per_node[node])} for node {node}, but"
+                f" is_token_in_rank marks {right[node]}: pass both from one get_dispatch_layout"
+            )
 
     def _place_in_nodes(self, in_rank: Array, num_channels: int) -> tuple[Array, Array]:
         """[node, channel]: the tokens that go to a node; [token, node]: their numbers among them, or -1."""
@@ -223,36 +223,6 @@ class Internode(Intranode):
         return by_channel, numbers
 
     # Dispatch
-
-    def dispatch(
-        self,
-        call: Call,
-        payload: Payload,
-        counts: Counts,
-        config: Config,
-        num_worst_tokens: int,
-        expert_alignment: int,
-        previous: EventOverlap | None,
-        run_async: bool,
-    ) -> Received:
-        """A dispatch that finds out its routing; `previous` has come already."""
-        payload = replace(payload, source_bytes=SOURCE_META_BYTES)
-        return super().dispatch(
-            call, payload, counts, config, num_worst_tokens, expert_alignment, previous, run_async
-        )
-
-    def cached_dispatch(
-        self,
-        call: Call,
-        payload: Payload,
-        routing: Any,
-        config: Config,
-        previous: EventOverlap | None,
-        run_async: bool,
-    ) -> Received:
-        """A dispatch along a known routing: a short letter, and no wait for counts on the host."""
-        payload = replace(payload, source_bytes=SOURCE_META_BYTES)
-        return super().cached_dispatch(call, payload, routing, config, previous, run_async)
 
     def _dispatch_header(self, payload: Payload, config: Config, num_experts: int) -> Array:
         header = super()._dispatch_header(payload, config, num_experts)
@@ -382,8 +352,7 @@ class Internode(Intranode):
         token, channels = payload.token, config.num_channels
         rings = self._node_rings(config, token, ~in_window, np.full(len(here), not mine))
         lanes = routing.lanes(self._backend, self._topology)
-        per_channel = max(1, -(-payload.num_tokens // channels))
-        cursor = np.minimum(np.arange(channels, dtype=np.int64) * per_channel, payload.num_tokens)
+        cursor = first_tokens(payload.num_tokens, channels)
         result = [results.x.data_ptr(), results.source.ctypes.data, *results.addresses()]
         next_rows = self._next_rows(decision.counts) if is_new else np.zeros((0, 0, 0), np.int64)
         arguments = (
@@ -425,6 +394,13 @@ class Internode(Intranode):
 
     # Combine
 
+    def _combine_header(
+        self, dtype: torch.dtype, token: TokenLayout, config: Config, staged: Staged
+    ) -> Array:
+        header = super()._combine_header(dtype, token, config, staged)
+        header[RING_ROWS] |= self._network_rows(config, token) << NETWORK_ROWS_SHIFT
+        return header
+
     def _pull_or_push(
         self, call: Call, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor, staged: Staged
     ) -> None:
@@ -433,15 +409,7 @@ class Internode(Intranode):
         hidden, num_topk = x.shape[1], out_weights.shape[1]
         row_bytes = hidden * x.element_size()
         token = token_layout(row_bytes, 0, num_topk)
-        header = signature(
-            row_bytes=row_bytes,
-            dtype=dtype_word(x.dtype),
-            num_topk=num_topk,
-            num_channels=config.num_channels,
-            ring_rows=self.ring_area(config, token).num_rows,
-        )
-        header[RING_ROWS] |= self._network_rows(config, token) << NETWORK_ROWS_SHIFT
-        header[X_OFFSET], header[WEIGHTS_OFFSET] = staged.x, staged.weights
+        header = self._combine_header(x.dtype, token, config, staged)
         headers = self._exchange_by_handle(call, header, routing)
 
         in_window = headers[here, X_OFFSET] >= 0
@@ -453,13 +421,10 @@ class Internode(Intranode):
         lanes = routing.lanes(self._backend, self._topology)
         before = np.zeros((*lanes.num_rows.shape[:2], self._topology.num_nodes + 1), np.int64)
         np.cumsum(lanes.num_rows, axis=2, out=before[:, :, 1:])
-        channels = config.num_channels
-        per_channel = max(1, -(-routing.num_tokens // channels))
         own_relayed = np.concatenate([np.zeros(1, np.int64), routing.recv_rdma_rank_prefix_sum])[self._node]
         bias_addresses = [bias.data_ptr() for bias in biases] + [0] * (2 - len(biases))
-        cursor = np.minimum(np.arange(channels, dtype=np.int64) * per_channel, routing.num_tokens)
         arguments = (
-            cursor,
+            first_tokens(routing.num_tokens, config.num_channels),
             *rings.counts(),
             lanes.relayed,
             lanes.first_row,
@@ -553,24 +518,10 @@ class Internode(Intranode):
         area = self._fitting_area(config, token)
         nvl_area = self.ring_area(config, token)
         net = self._ring_layers(area, self._relays, self._node, "network tail", "network head")
-        for node, ring_start in self._send_rings(area).items():
-            # What goes over the wire is put together here.
-            net[SEND_ROWS, :, node] = self._heap_addresses[self._rank] + ring_start
         nvl = self._ring_layers(nvl_area, self._node_ranks, self._index, "ring tail", "ring head")
         nvl[SEND_ROWS] *= send_to
         nvl[RECV_ROWS] *= receive_from
         return _NodeRings(area, nvl_area, net, nvl)
-
-    def _send_rings(self, area: RingArea) -> dict[int, Array]:
-        """For each node beyond the wire: where in this rank's heap the rows for it are put, by channel."""
-        wire = self.conversation.wire
-        start = self._rdma_start + self._num_rdma_half
-        channels = np.arange(area.num_channels, dtype=np.int64)
-        return {
-            node: start + (channels * area.num_peers + node) * area.ring_bytes
-            for node, relay in enumerate(self._relays)
-            if wire is not None and relay in wire.ranks
-        }
 
     def _ring_layers(self, area: RingArea, ranks: Any, own: int, tail_block: str, head_block: str) -> Array:
         """[layer, channel, peer]: addresses of rows, tails and heads, and where the counters stand now."""
@@ -578,7 +529,11 @@ class Internode(Intranode):
         if known is None:
             if len(self._known_layers) >= MAX_KNOWN_AREAS:
                 self._known_layers.clear()
-            known = self._known_layers[area] = self._new_layers(area, ranks, own, tail_block, head_block)
+            known = self._new_layers(area, ranks, own, tail_block, head_block)
+            for index in np.flatnonzero(np.isin(ranks, self._beyond)).tolist():
+                # What goes over the wire is put together here, in the other half of the RDMA bytes.
+                known[SEND_ROWS, :, index] = known[RECV_ROWS, :, index] + self._num_rdma_half
+            self._known_layers[area] = known
         layers = known.copy()
         # This rank alone advances the tail where it sends and the head where it receives.
         self._backend.read_counters(layers[SEND_TAIL], layers[SEND_BASE])
@@ -638,20 +593,14 @@ class Internode(Intranode):
 
         step: Callable[[int], int] = all_channels
         if conversation.wire is not None:
-            carrier = Carrier(
-                conversation.wire,
-                self._control,
-                self._node,
-                self._relays,
-                rings,
-                self._send_rings(rings.net_area),
-                int(self._heap_addresses[self._rank]),
-            )
+            beyond = {node: relay for node, relay in enumerate(self._relays) if relay in self._beyond}
+            carrier = Carrier(conversation.wire, self._control, self._node, beyond, rings)
 
             def do_some() -> tuple[int, bool]:
                 """A little at a time, so that the network has something to do meanwhile."""
                 done = rings.progress()
-                unfinished = carrier.carry(all_channels(0, -ROUNDS_AT_ONCE))
+                unfinished = all_channels(0, -ROUNDS_AT_ONCE)
+                carrier.carry()
                 return unfinished, rings.progress() != done
 
             def step_and_carry(num_spins: int) -> int:
@@ -678,48 +627,36 @@ class Internode(Intranode):
 class Carrier:
     """Carries the rows and counters of one call's rings over the wire, as kernels have left them.
 
-    `send_rings` says for each node beyond the wire where in this rank's heap its rows are, by channel.
+    `beyond` are the relays on nodes beyond the wire, by node.
     """
 
     def __init__(
-        self,
-        wire: Wire,
-        control: ControlRegion,
-        own_node: int,
-        relays: list[int],
-        rings: _NodeRings,
-        send_rings: dict[int, Array],
-        heap_address: int,
+        self, wire: Wire, control: ControlRegion, own_node: int, beyond: dict[int, int], rings: _NodeRings
     ) -> None:
         self._wire = wire
         self._own_node = own_node
-        self._relays = relays
+        self._beyond = beyond
         self._rings = rings
-        self._send_rings = send_rings
-        self._heap_address = heap_address
         self._tail, self._head = control.block("network tail"), control.block("network head")
         self._put = np.zeros_like(rings.net_sent)
         self._told = np.zeros_like(rings.net_taken)
 
-    def carry(self, unfinished: int) -> int:
-        """Send what is new, in one put per node; `unfinished` is passed on."""
-        for node, ring_start in self._send_rings.items():
-            pieces, signals = self._new_rows(node, ring_start)
+    def carry(self) -> None:
+        """Send what is new, in one put per node."""
+        for node, relay in self._beyond.items():
+            pieces, signals = self._new_rows(node)
             signals += self._new_heads(node)
             if signals:
-                self._wire.put(self._relays[node], pieces, signals)
-        return unfinished
+                self._wire.put(relay, pieces, signals)
 
-    def _new_rows(
-        self, node: int, ring_start: Array
-    ) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
+    def _new_rows(self, node: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
         """The rows that a node has not got yet, and the tails that tell of them."""
         rings, area = self._rings, self._rings.net_area
         pieces: list[tuple[int, int, int]] = []
         signals: list[tuple[int, int]] = []
         for channel in np.flatnonzero(rings.net_sent[:, node] > self._put[:, node]).tolist():
             sent = int(rings.net_sent[channel, node])
-            here = self._heap_address + int(ring_start[channel])
+            here = int(rings.net[SEND_ROWS, channel, node])
             there = area.rows_offset(channel, self._own_node)
             for first, count in slots_between(int(self._put[channel, node]), sent, area.num_rows):
                 start = first * area.token_bytes

@@ -143,6 +143,9 @@ class Results(NamedTuple):
 class Intranode:
     """Normal mode of one rank, on one node. It does not check what the user passed; `Buffer` does."""
 
+    source_bytes = SOURCE_INDEX_BYTES
+    """What a row's window tells of its origin."""
+
     def __init__(
         self,
         backend: Any,
@@ -208,14 +211,8 @@ class Intranode:
         """Tell the peers that this rank's call was wrong."""
         self.stream.run(lambda: self.conversation.refuse(call, error))
 
-    def check_config(self, config: Config) -> None:
+    def check_config(self, config: Config, token: TokenLayout) -> None:
         """Any number of channels works: they are turns of a loop."""
-
-    def check_network_rings(self, config: Config, token: TokenLayout) -> None:
-        """There is no network on one node."""
-
-    def check_nodes(self, per_node: Any, in_rank: torch.Tensor) -> None:
-        """There are no other nodes, and no counts of what goes there; what is passed is not looked at."""
 
     def default_config(self, config: Config) -> Config:
         return config
@@ -287,10 +284,14 @@ class Intranode:
         payload: Payload,
         in_rank: torch.Tensor,
         per_rank: torch.Tensor,
+        per_node: Any,
         per_expert: torch.Tensor,
         num_channels: int,
     ) -> Counts:
-        """Where each token's rows go; a caller's counts that contradict each other are refused."""
+        """Where each token's rows go; a caller's counts that contradict each other are refused.
+
+        On one node nobody looks at those by node.
+        """
         places, wrong = self._place(in_rank, per_rank, num_channels)
         if wrong >= 0:
             raise InvalidCall(
@@ -597,7 +598,7 @@ class Intranode:
         by_ring = decision.offsets < 0
         receive = bool(by_ring[self._rank])
         rings = self._rings(self.ring_area(config, payload.token), by_ring, np.full(self._num_ranks, receive))
-        first_tokens = _first_tokens(payload.num_tokens, config.num_channels)
+        cursor = first_tokens(payload.num_tokens, config.num_channels)
         source = results.source.ctypes.data
         matrix = routing.count_matrix()
         to_send = np.where(by_ring, matrix[self._rank], 0)
@@ -607,7 +608,7 @@ class Intranode:
             rings,
             config,
             payload.token,
-            np.repeat(first_tokens[:, None], self._num_ranks, axis=1),
+            np.repeat(cursor[:, None], self._num_ranks, axis=1),
             (
                 routing.send_head,
                 *row_arguments,
@@ -647,6 +648,19 @@ class Intranode:
         event = self._run(call, whole_call, run_async)
         return Combined(out, out_weights if weights is not None else None, event)
 
+    def _combine_header(
+        self, dtype: torch.dtype, token: TokenLayout, config: Config, staged: Staged
+    ) -> Array:
+        header = signature(
+            row_bytes=token.hidden_bytes,
+            dtype=dtype_word(dtype),
+            num_topk=token.num_topk,
+            num_channels=config.num_channels,
+            ring_rows=self.ring_area(config, token).num_rows,
+        )
+        header[X_OFFSET], header[WEIGHTS_OFFSET] = staged.x, staged.weights
+        return header
+
     def _pull_or_push(
         self, call: Call, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor, staged: Staged
     ) -> None:
@@ -656,16 +670,8 @@ class Intranode:
         row_bytes = hidden * x.element_size()
         num_topk = out_weights.shape[1]
         token = token_layout(row_bytes, 0, num_topk)
-        header = signature(
-            row_bytes=row_bytes,
-            dtype=dtype_word(x.dtype),
-            num_topk=num_topk,
-            num_channels=config.num_channels,
-            ring_rows=self.ring_area(config, token).num_rows,
-            routing=routing.checksum,
-        )
-        header[X_OFFSET], header[WEIGHTS_OFFSET] = staged.x, staged.weights
-        headers = conversation.exchange(call, header)
+        header = self._combine_header(x.dtype, token, config, staged)
+        headers = self._exchange_by_handle(call, header, routing)
 
         x_offsets = headers[:, X_OFFSET]
         all_in_windows = min(x_offsets.tolist()) >= 0
@@ -695,7 +701,7 @@ class Intranode:
                 self._rings(self.ring_area(config, token), np.full(self._num_ranks, mine), ~in_window),
                 config,
                 token,
-                _first_tokens(routing.num_tokens, config.num_channels),
+                first_tokens(routing.num_tokens, config.num_channels),
                 (
                     routing.rows_by_lane(self._rank),
                     x.data_ptr(),
@@ -977,7 +983,7 @@ class _Rings:
         return Stall(range(self.sent.shape[1]), "rows", 0, 0)
 
 
-def _first_tokens(num_tokens: int, num_channels: int) -> Array:
+def first_tokens(num_tokens: int, num_channels: int) -> Array:
     """Where each channel's range of tokens begins."""
     return np.arange(num_channels, dtype=np.int64) * max(1, -(-num_tokens // num_channels))
 

@@ -112,9 +112,8 @@ class LowLatency:
         team: Any,
         memory: WarmMemory,
         can_shrink: bool,
-        lists_start: int = 0,
     ) -> None:
-        """`start` and `num_bytes` are those of the slots; lists over a wire begin at `lists_start`."""
+        """`start` and `num_bytes` are those of the slots; lists over a wire lie behind them."""
         self.masks = Masks(backend, conversation, control)
         self._can_shrink = can_shrink
         self._backend = backend
@@ -135,7 +134,6 @@ class LowLatency:
         self._packed_at_peers = [conversation.peer_counters(packed, slot_set) for slot_set in sets]
         self._own_packed = [conversation.own_counters(packed, slot_set) for slot_set in sets]
 
-        self._lists_start = lists_start
         self._wire: LowLatencyWire | None = None
         if conversation.wire is not None:
             self._wire = LowLatencyWire(conversation.wire, control, self._rank, self._heap.address)
@@ -220,7 +218,8 @@ class LowLatency:
         if self._places is None or self._places.slots.sizes != sizes:
             slots = LowLatencySlots(self._start, sizes, self._num_ranks)
             beyond = self._wire.ranks if self._wire is not None else ()
-            self._places = _Places(slots, self._heap_addresses, self._rank, beyond, self._lists_start)
+            lists_start = self._start + self._num_bytes
+            self._places = _Places(slots, self._heap_addresses, self._rank, beyond, lists_start)
             self._agreed = False
         return self._places
 
@@ -719,16 +718,15 @@ class _Places:
         slots: LowLatencySlots,
         heap_addresses: Array,
         rank: int,
-        beyond: Sequence[int] = (),
-        lists_start: int = 0,
+        beyond: Sequence[int],
+        lists_start: int,
     ) -> None:
         self.slots = slots
         self.message_bytes = slots.message_bytes
         self.rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
-        self.list_stride = self.rows_per_expert * slots.message_bytes
-        """From one expert's list to the next one's, where memory is shared."""
         self.wire_lists = WireLists(lists_start, slots)
-        self.list_strides = np.full(slots.num_ranks, self.list_stride, np.int64)
+        self.list_strides = np.full(slots.num_ranks, self.rows_per_expert * slots.message_bytes, np.int64)
+        """From one expert's list to the next one's."""
         self.list_strides[list(beyond)] = self.wire_lists.stride
         self.messages: list[Array] = []
         """Of each rank's first message."""

@@ -32,8 +32,8 @@ SILENT_AFTER_S: Final = 2.0
 PUMP_S: Final = 0.002
 IDLE_PUMP_S: Final = 0.005
 IDLE_AFTER_S: Final = 0.1
-_TOLD: Final = struct.Struct("<qq")
-"""Before what a rank says of itself: its clock, and where in its status it belongs."""
+_CLOCK: Final = struct.Struct("<q")
+"""Before what a rank says of itself: its clock."""
 
 
 class Wire:
@@ -83,8 +83,10 @@ class Wire:
         self._polled_at = time.monotonic()
         if moved:
             self._moved_at = self._polled_at
-            for rank, words in self.engine.heard():
-                self._keep_status(rank, words)
+            # The pump and a waiting caller may both be here: what was said later is to be kept.
+            with self._lock:
+                for rank, words in self.engine.heard():
+                    self._keep_status(rank, words)
         return moved
 
     def _keep_polling(self) -> None:
@@ -99,9 +101,8 @@ class Wire:
 
     def say_status(self) -> None:
         """Tell everyone what this rank says about itself; it may not arrive."""
-        with self._lock:
-            self._said_at = time.monotonic()
-            words = _TOLD.pack(time.monotonic_ns(), 0) + self._own_status.tobytes()
+        self._said_at = time.monotonic()
+        words = _CLOCK.pack(time.monotonic_ns()) + self._own_status.tobytes()
         for rank in self.ranks:
             self.engine.say(rank, words)
 
@@ -133,9 +134,8 @@ class Wire:
 
     def _keep_status(self, rank: int, words: bytes) -> None:
         """Keep what a rank said; times are on its own clock, and are moved to this one's."""
-        clock, offset = _TOLD.unpack_from(words)
-        text = np.frombuffer(words, np.uint8, offset=_TOLD.size)
+        (clock,) = _CLOCK.unpack_from(words)
         status = self._outboxes[rank].array(0, STATUS_BYTES, np.uint8)
-        status[offset : offset + len(text)] = text[: STATUS_BYTES - offset]
+        status[:] = np.frombuffer(words, np.uint8, offset=_CLOCK.size)
         since = self._outboxes[rank].array(8 * Word.SINCE_NS, 1)
         since += time.monotonic_ns() - clock
