@@ -28,6 +28,7 @@ from anyep.arguments import check_num_experts
 from anyep.buffer import Buffer
 from anyep.errors import Disagreement, InvalidCall, whole_number
 from anyep.rendezvous import host_identity, rendezvous_of
+from anyep.sizes import size_hints
 from anyep.topology import topology_of_hosts
 
 Expert = Callable[[Tensor], Tensor]
@@ -55,12 +56,7 @@ def make_buffer(
                 f"the ranks disagree about ranks_per_node: {told[0][1]} on rank 0, {theirs} on rank {rank}"
             )
     per_node = topology_of_hosts([host for host, _ in told], ranks_per_node).ranks_per_node
-    configs = Buffer.get_dispatch_config(num_ranks), Buffer.get_combine_config(num_ranks)
-    size = hidden * 4, num_ranks
-    num_nvl_bytes = max(config.get_nvl_buffer_size_hint(*size, ranks_per_node=per_node) for config in configs)
-    num_rdma_bytes = max(
-        config.get_rdma_buffer_size_hint(*size, ranks_per_node=per_node) for config in configs
-    )
+    num_nvl_bytes, num_rdma_bytes = size_hints(hidden * 4, num_ranks, per_node, Buffer.num_sms)
     if max_decode_tokens:
         num_decode_bytes = Buffer.get_low_latency_rdma_size_hint(
             max_decode_tokens, hidden, num_ranks, num_experts

@@ -147,6 +147,22 @@ def get_combine_config(num_ranks: int, num_sms: int = NUM_DEFAULT_SMS) -> Config
     return _tuned("combine", whole_number("num_ranks", num_ranks, minimum=1), num_sms)
 
 
+def size_hints(
+    row_bytes: int, num_ranks: int, ranks_per_node: int, num_sms: int = NUM_DEFAULT_SMS
+) -> tuple[int, int]:
+    """NVL and RDMA bytes that suffice for dispatch and combine, with the tuned configs.
+
+    >>> size_hints(14336, 8, 8)[1], size_hints(14336, 8, 4)[1] > 0
+    (0, True)
+    """
+    configs = get_dispatch_config(num_ranks, num_sms), get_combine_config(num_ranks, num_sms)
+    sizes = row_bytes, num_ranks
+    return (
+        max(config.get_nvl_buffer_size_hint(*sizes, ranks_per_node=ranks_per_node) for config in configs),
+        max(config.get_rdma_buffer_size_hint(*sizes, ranks_per_node=ranks_per_node) for config in configs),
+    )
+
+
 @cache
 def _tuned(table_name: str, num_ranks: int, num_sms: int) -> Config:
     table = {"dispatch": TUNED_DISPATCH, "combine": TUNED_COMBINE}[table_name]

@@ -13,7 +13,7 @@ from anyep.cli.bench_cuda import GpuCase, Label, copy_of, equals
 from anyep.cli.bench_measure import Setup
 from anyep.cli.bench_rival import AllToAll
 from anyep.cli.ranks import Rank
-from anyep.sizes import CHANNELS_PER_SCALE, NUM_BUFFER_ALIGNMENT_BYTES, NUM_MAX_SCALES, align
+from anyep.sizes import CHANNELS_PER_SCALE, NUM_BUFFER_ALIGNMENT_BYTES, NUM_MAX_SCALES, align, size_hints
 
 NUM_WINDOWS: Final = 12
 """What is received, what is being received, and what each graph keeps for good. Windows that grow by
@@ -94,8 +94,7 @@ class Traffic:
 
 def _buffer_for(rank: Rank, setup: Setup, num_window_bytes: int) -> Buffer:
     """A Buffer with these windows, and room for the rings of both calls, with as many SMs as are set."""
-    configs = Buffer.get_dispatch_config(rank.num_ranks), Buffer.get_combine_config(rank.num_ranks)
-    hint = max(config.get_nvl_buffer_size_hint(setup.row_bytes, rank.num_ranks) for config in configs)
+    hint, _ = size_hints(setup.row_bytes, rank.num_ranks, rank.num_ranks, Buffer.num_sms)
     return Buffer(rank.group, hint, device=setup.device, num_window_bytes=num_window_bytes)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from anyep import sizes
 from anyep.errors import InvalidCall, whole_number
+from anyep.sizes import size_hints
 from anyep.topology import Topology
 
 NETWORKS: Final = ("auto", "loopback", "nixl")
@@ -44,24 +44,8 @@ class Nodes:
 
     def of_buffer(self, row_bytes: int) -> dict[str, Any]:
         """The arguments of a Buffer for dispatch and combine with rows of so many bytes."""
-        ranks = self.num_ranks
-        if not self.are_several:
-            return {
-                "num_nvl_bytes": sizes.get_dispatch_config(ranks).get_nvl_buffer_size_hint(row_bytes, ranks)
-            }
-        configs = (sizes.get_dispatch_config(ranks), sizes.get_combine_config(ranks))
-        per_node = self.ranks_per_node
-        return {
-            "num_nvl_bytes": max(
-                config.get_nvl_buffer_size_hint(row_bytes, ranks, ranks_per_node=per_node)
-                for config in configs
-            ),
-            "num_rdma_bytes": max(
-                config.get_rdma_buffer_size_hint(row_bytes, ranks, ranks_per_node=per_node)
-                for config in configs
-            ),
-            **self.place,
-        }
+        num_nvl_bytes, num_rdma_bytes = size_hints(row_bytes, self.num_ranks, self.ranks_per_node)
+        return {"num_nvl_bytes": num_nvl_bytes, "num_rdma_bytes": num_rdma_bytes, **self.place}
 
     @property
     def place(self) -> dict[str, Any]:
