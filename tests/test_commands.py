@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_cli import anyep
+from tests.world import hear_interrupts
 
 SMALL_DEMO = (
     "demo",
@@ -227,6 +228,7 @@ def descendants(pid: int) -> list[int]:
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_an_ended_demo_leaves_nothing_behind(ending: int) -> None:
+    hear_interrupts()
     process = subprocess.Popen(
         [sys.executable, "-m", "anyep", "demo", "--ranks", "3", "--experts", "6", "--steps", "100000"],
         stderr=subprocess.PIPE,

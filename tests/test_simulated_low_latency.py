@@ -313,7 +313,7 @@ def test_the_others_go_on_without_a_killed_rank(world: World) -> None:
 
 def come_back(context: RankContext, by_hand: bool) -> list[list[int]]:
     """Rank 2 is masked, by hand or since it sleeps; the others go on, then all take it back. Twice."""
-    buffer = new_buffer(context, True, 100 if by_hand else 1.5)
+    buffer = new_buffer(context, True, 100 if by_hand else 5)
     case = Case(tokens=(5, 0, 7), hidden=128, travel="fp8")
     masks = []
 
@@ -329,7 +329,7 @@ def come_back(context: RankContext, by_hand: bool) -> list[list[int]]:
             buffer.low_latency_update_mask_buffer(2, mask=True)
         torch.distributed.barrier(context.group)
         if context.rank == 2:
-            time.sleep(0 if by_hand else 4)
+            time.sleep(0 if by_hand else 12)
             given_ = inputs_of(case)[2]
             dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
             buffer.low_latency_dispatch(*dispatch)

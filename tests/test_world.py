@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from anyep.errors import InvalidCall, PeerLost
 from tests import world as world_module
-from tests.world import RankContext, RankDied, RankErrors, RankHung, World, get_world
+from tests.world import RankContext, RankDied, RankErrors, RankHung, World, get_world, hear_interrupts
 
 ROOT = Path(__file__).parent.parent
 
@@ -349,6 +349,7 @@ print(*idle.pids, *busy.pids, *test_world.children_of(os.getpid()), flush=True)
     ids=["end", "killed", "interrupted"],
 )
 def test_nothing_outlives_the_one_who_started_it(then: str, number: signal.Signals | None) -> None:
+    hear_interrupts()
     with subprocess.Popen(
         [sys.executable, "-c", OUTSIDE.format(then=then)],
         stdout=subprocess.PIPE,

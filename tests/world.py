@@ -65,6 +65,12 @@ class RankContext:
     """Lives as long as the rank's process: for Buffers that later cases use again."""
 
 
+def hear_interrupts() -> None:
+    """Let processes that are started from here hear Ctrl-C, also where a shell runs the tests in the
+    background, and lets them ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class RankDied(Exception):
     """The rank's process ended while it should have answered."""
 
