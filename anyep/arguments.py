@@ -63,9 +63,12 @@ def check_tensor(
 
 
 def _fits(actual: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
-    return len(actual) == len(shape) and all(
-        wanted in (None, size) for wanted, size in zip(shape, actual, strict=True)
-    )
+    if len(actual) != len(shape):
+        return False
+    for wanted, size in zip(shape, actual, strict=True):
+        if wanted is not None and wanted != size:
+            return False
+    return True
 
 
 def check_x(name: str, x: Any, dtypes: tuple[torch.dtype, ...] | None) -> torch.Tensor:

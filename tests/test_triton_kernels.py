@@ -69,8 +69,14 @@ def exchange(is_combine: bool, channel_block: int, expert_block: int) -> Parts:
 def send(num_ranks: int, tile_tokens: int, tile_words: int, num_warps: int, all_or_none: bool) -> Parts:
     from anyep.backends.cuda.kernels import windows
 
-    tile = {"TILE_TOKENS": tile_tokens, "TILE_WORDS": tile_words, "CHUNK_TOKENS": 128}
-    blocks = {"NUM_RECEIVERS": num_ranks, "SCALE_BLOCK": 64, "TOPK_BLOCK": 8, "ALL_OR_NONE": all_or_none}
+    tile = {"TILE_TOKENS": tile_tokens, "TILE_WORDS": tile_words, "CHUNK_TOKENS": 256}
+    blocks = {
+        "NUM_RECEIVERS": num_ranks,
+        "RECEIVER_BLOCK": num_ranks,
+        "SCALE_BLOCK": 64,
+        "TOPK_BLOCK": 8,
+        "ALL_OR_NONE": all_or_none,
+    }
     return windows.send_to_windows, TYPES, blocks | tile, {"num_warps": num_warps}
 
 
@@ -79,8 +85,14 @@ def pull(num_ranks: int, tile_tokens: int, dtype: int, num_biases: int) -> Parts
 
     values = dict.fromkeys(("out", "bias_0", "bias_1"), "*fp32" if dtype == cpu.FP32 else "*u16")
     unused = {f"bias_{index}": "*i64" for index in range(num_biases, 2)}
-    tile = {"TILE_TOKENS": tile_tokens, "TILE_VALUES": 1024, "CHUNK_TOKENS": 128, "TOPK_BLOCK": 8}
-    kind = {"DTYPE": dtype, "NUM_BIASES": num_biases, "NUM_RANKS": num_ranks, "IN_HARDWARE": True}
+    tile = {"TILE_TOKENS": tile_tokens, "TILE_VALUES": 1024, "CHUNK_TOKENS": 256, "TOPK_BLOCK": 8}
+    kind = {
+        "DTYPE": dtype,
+        "NUM_BIASES": num_biases,
+        "NUM_RANKS": num_ranks,
+        "RANK_BLOCK": num_ranks,
+        "IN_HARDWARE": True,
+    }
     return (
         sums.pull_and_sum,
         TYPES | values | unused,
@@ -98,14 +110,14 @@ def kernels() -> dict[str, Parts]:
         "count_layout": (
             counting.count_layout,
             TYPES,
-            {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 64, "TILE_TOKENS": 512},
-            {"num_warps": 8},
+            {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 32, "TILE_TOKENS": 2048},
+            {"num_warps": 32},
         ),
         "place_tokens": (
             counting.place_tokens,
             TYPES,
-            {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 64, "TILE_TOKENS": 512},
-            {"num_warps": 8},
+            {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 32, "TILE_TOKENS": 2048},
+            {"num_warps": 32},
         ),
         "exchange of a dispatch": exchange(False, 16, 32),
         "exchange of a cached dispatch": exchange(False, 0, 0),
@@ -130,9 +142,10 @@ def kernels() -> dict[str, Parts]:
             {"num_warps": 32},
         ),
         "fill_send_head": (letters.fill_send_head, TYPES, {**BLOCKS, "TILE_TOKENS": 128}, {"num_warps": 4}),
-        "send between 2": send(2, 16, 1024, 32, True),
+        "send between 2": send(2, 32, 512, 32, True),
+        "send short rows between 2": send(2, 64, 256, 32, False),
         "send between 4": send(4, 8, 512, 16, False),
-        "send between 8": send(8, 16, 1024, 32, True),
+        "send between 8": send(8, 8, 512, 16, True),
         "unpack_window": (windows.unpack_window, TYPES, {"PAD": True, "BLOCK": 1024}, {"num_warps": 4}),
         "sums of bf16 between 2": pull(2, 32, cpu.BF16, 0),
         "sums of bf16 between 4": pull(4, 8, cpu.BF16, 0),

@@ -24,6 +24,7 @@ from anyep.backends.cuda.launch import Launcher
 
 Array = np.ndarray[Any, Any]
 GUARD = 7
+EXPERT_BLOCK = 8
 CPU_DTYPES = {torch.bfloat16: cpu.BF16, torch.float16: cpu.FP16, torch.float32: cpu.FP32}
 
 
@@ -33,11 +34,18 @@ def launcher(kernel: Any, num_warps: int, constants: tuple[tuple[str, Any], ...]
 
 
 def launch(
-    kernel: Any, device: str, grid: int, *arguments: Any, num_warps: int = 4, **constants: Any
+    kernel: Any,
+    device: str,
+    grid: int | tuple[int, ...],
+    *arguments: Any,
+    num_warps: int = 4,
+    **constants: Any,
 ) -> None:
     """As a Buffer does it."""
     stream = torch.cuda.current_stream() if device != "cpu" else None
-    launcher(kernel, num_warps, tuple(constants.items()))(stream, (grid,), *arguments)
+    launcher(kernel, num_warps, tuple(constants.items()))(
+        stream, grid if isinstance(grid, tuple) else (grid,), *arguments
+    )
 
 
 def power_of_two(count: int) -> int:
@@ -127,7 +135,7 @@ def check_layout(device: str) -> None:
         launch(
             counting.count_layout,
             device,
-            right.num_ranks,
+            (right.num_ranks, triton.cdiv(local_experts, EXPERT_BLOCK)),
             right.ids.to(device),
             counts,
             counts[right.num_ranks :],
@@ -137,7 +145,7 @@ def check_layout(device: str) -> None:
             local_experts,
             NUM_RANKS=right.num_ranks,
             TOPK_BLOCK=power_of_two(num_topk),
-            EXPERT_BLOCK=power_of_two(local_experts + 1),
+            EXPERT_BLOCK=EXPERT_BLOCK,
             TILE_TOKENS=16,
         )
         assert counts.tolist() == [*right.per_rank.tolist(), *right.per_expert.tolist()]
@@ -157,7 +165,7 @@ def place(
     launch(
         counting.place_tokens,
         device,
-        layout.num_ranks,
+        (layout.num_ranks, num_channels + (triton.cdiv(local_experts, EXPERT_BLOCK) if with_ids else 0)),
         there(layout.in_rank, device).view(torch.int8),
         layout.ids.to(device) if with_ids else state,
         there(layout.per_rank, device),
@@ -172,7 +180,7 @@ def place(
         local_experts,
         NUM_RANKS=layout.num_ranks,
         TOPK_BLOCK=power_of_two(num_topk) if with_ids else 0,
-        EXPERT_BLOCK=power_of_two(local_experts + 1),
+        EXPERT_BLOCK=EXPERT_BLOCK,
         TILE_TOKENS=16,
     )
     wrong = int(state[facts.IS_WRONG])
@@ -241,15 +249,15 @@ def check_send_head(device: str) -> None:
     for rank, prefix, position in cases:
         num_tokens, num_ranks = position.shape
         send_head = guarded(position.shape, torch.int32, device)
+        send_head.copy_(torch.from_numpy(position))
         in_rank = guarded(position.shape, torch.int8, device)
         launch(
             letters.fill_send_head,
             device,
             triton.cdiv(num_tokens, 4),
             int64([rank], device),
-            there(position, device),
-            there(prefix, device),
             send_head,
+            there(prefix, device),
             in_rank,
             num_tokens,
             NUM_RANKS=num_ranks,
@@ -380,6 +388,7 @@ class Dispatch:
             self.num_topk,
             self.experts_per_rank,
             NUM_RECEIVERS=self.num_ranks,
+            RECEIVER_BLOCK=power_of_two(self.num_ranks),
             SCALE_BLOCK=power_of_two(self.num_scales) if self.num_scales else 0,
             TOPK_BLOCK=power_of_two(self.num_topk) if self.num_topk else 0,
             TILE_TOKENS=4,
@@ -615,6 +624,7 @@ class Sum:
             DTYPE=CPU_DTYPES[self.dtype],
             NUM_BIASES=self.num_biases,
             NUM_RANKS=self.num_ranks,
+            RANK_BLOCK=power_of_two(self.num_ranks),
             TOPK_BLOCK=power_of_two(self.num_topk) if self.num_topk else 0,
             TILE_TOKENS=4,
             TILE_VALUES=64,

@@ -42,7 +42,7 @@ from anyep.modes.status import Phase
 from anyep.sizes import Config, TokenLayout, align, token_layout
 
 T = TypeVar("T")
-DISPATCH_TILES: Final = {2: (16, 1024, 32), 4: (8, 512, 16), 8: (16, 1024, 32)}
+DISPATCH_TILES: Final = {2: (32, 512, 32), 4: (8, 512, 16), 8: (8, 512, 16)}
 """Tokens and words of a tile, and warps, by the number of ranks; what was fastest on an H200."""
 COMBINE_TILES: Final = {2: (32, 1024, 32), 4: (8, 1024, 32), 8: (16, 1024, 32)}
 RING_DISPATCH_TILES: Final = {2: (32, 512, 32, 1), 4: (32, 512, 32, 3), 8: (16, 512, 16, 4)}
@@ -55,8 +55,10 @@ RING_COMBINE_TILES: Final = {
 """The same for rows that are pushed, and the values and pieces of a tile that is summed."""
 COPY_WARPS: Final = 32
 COPY_WORDS: Final = 16384
-CHUNK_TOKENS: Final = 128
-PLACE_TOKENS: Final = 512
+CHUNK_TOKENS: Final = 256
+COUNTED_TOKENS: Final = 2048
+COUNTED_EXPERTS: Final = 32
+COUNT_WARPS: Final = 32
 HEAD_TOKENS: Final = 128
 UNPACK_BLOCK: Final = 1024
 DTYPE_CODES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
@@ -263,25 +265,28 @@ class GpuIntranode:
         """Count tokens per rank and per expert, not per node, and mark which token goes to which rank."""
         num_tokens, num_topk = topk_idx.shape
         num_ranks = self._num_ranks
-        first_expert, local_experts = align(num_ranks, 4), num_experts // num_ranks
-        counts = self._new(previous, (first_expert + num_experts,), torch.int32)
-        in_rank = self._new(previous, (num_tokens, num_ranks), torch.bool)
+        local_experts = num_experts // num_ranks
+        # In one piece of memory: each piece would take its time, and so would each view.
+        padding, num_marks = -num_ranks % 4, num_tokens * num_ranks
+        sizes = [num_ranks, padding, num_experts, -num_experts % 4, align(num_marks, 4) // 4]
+        memory = self._new(previous, (sum(sizes),), torch.int32)
+        per_rank, _, per_expert, _, marks = memory.split_with_sizes(sizes)
+        in_rank = marks.view(torch.bool).as_strided((num_tokens, num_ranks), (num_ranks, 1))
         # No peer takes part: where nothing is to overlap, it is one more kernel of the caller's.
         is_apart = run_async or previous is not None or self._gpu.stream.is_capturing()
         if is_apart:
             self._gpu.stream.begin(previous)
         launch = self.talk.launcher(
             counting.count_layout,
-            8,
+            COUNT_WARPS,
             NUM_RANKS=num_ranks,
             TOPK_BLOCK=_power_of_two(num_topk),
-            EXPERT_BLOCK=_power_of_two(local_experts + 1),
-            TILE_TOKENS=PLACE_TOKENS,
+            EXPERT_BLOCK=COUNTED_EXPERTS,
+            TILE_TOKENS=COUNTED_TOKENS,
         )
-        per_rank, per_expert = counts[:num_ranks], counts[first_expert:]
         launch(
             self.communication_stream if is_apart else self._gpu.stream.current(),
-            (num_ranks,),
+            (num_ranks, -(-local_experts // COUNTED_EXPERTS)),
             topk_idx,
             per_rank,
             per_expert,
@@ -290,7 +295,7 @@ class GpuIntranode:
             num_topk,
             local_experts,
         )
-        self._keep(run_async, previous, topk_idx, counts, in_rank)
+        self._keep(run_async, previous, topk_idx, memory)
         if is_apart:
             return per_rank, None, per_expert, in_rank, self._gpu.stream.end(run_async)
         # A later call may wait for an event of the caller's from before, and not for his stream.
@@ -344,13 +349,15 @@ class GpuIntranode:
                     " pass num_worst_tokens, or a handle"
                 )
             offer_what_is_free(header, self.windows)
-        routing, scratch = self._new_routing(payload, config, previous)
+        routing, by_channel = self._new_routing(payload, config, previous)
         local_experts = num_experts // self._num_ranks
         num_rows, by_expert = num_worst_tokens, []
         if num_worst_tokens:
             results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
         self._begin(call, previous)
-        ticket = self._notify(call, header, payload, counts, config, routing, scratch, not num_worst_tokens)
+        ticket = self._notify(
+            call, header, payload, counts, config, routing, by_channel, not num_worst_tokens
+        )
         if num_worst_tokens:
             self._transfer(payload, routing, results, source, config, local_experts)
             self.talk.meet(facts.ARRIVED_AT)
@@ -375,7 +382,7 @@ class GpuIntranode:
         routing = routing._replace(recv_src_idx=source)
         self._unpack(source, results, num_rows, bool(num_worst_tokens))
         event = self._end(call, run_async)
-        self._keep(run_async, previous, *self._inputs(payload), *counts, *routing, *scratch)
+        self._keep(run_async, previous, *self._inputs(payload), *counts, *routing)
         if window < 0:
             self._keep(run_async, previous, *results)
         if expert_alignment > 1:
@@ -428,23 +435,25 @@ class GpuIntranode:
 
     def _new_routing(
         self, payload: Payload, config: Config, previous: EventOverlap | None
-    ) -> tuple[GpuRouting, tuple[torch.Tensor, torch.Tensor]]:
-        """A routing to be filled, without source indices yet; and room for each token's number among the rows
-        of a rank, and for the rows by channel. All in one piece of memory: each piece would take its time."""
+    ) -> tuple[GpuRouting, Seen]:
+        """A routing to be filled, without source indices yet; and room for the rows by channel. All in one
+        piece of memory: each piece would take its time."""
         num_ranks = self._num_ranks
         by_rank = (payload.num_tokens, num_ranks)
         by_channel = (num_ranks, config.num_channels)
-        shapes = ((num_ranks, num_ranks), by_channel, by_channel, by_channel, by_rank, by_rank)
-        sizes = [align(rows * columns, 4) for rows, columns in shapes]
-        marks_at, num_marks = sum(sizes), payload.num_tokens * num_ranks
-        memory = self._new(previous, (marks_at + align(num_marks, 16) // 4,), torch.int32)
-        parts, at = [], 0
-        for (rows, columns), size in zip(shapes, sizes, strict=True):
-            parts.append(memory.as_strided((rows, columns), (columns, 1), at))
-            at += size
+        shapes = ((num_ranks, num_ranks), by_channel, by_channel, by_rank)
+        starts = [0]
+        for rows, columns in shapes:
+            starts.append(starts[-1] + align(rows * columns, 4))
+        marks_at = starts[-1]
+        counts_at = marks_at + align(payload.num_tokens * num_ranks, 16) // 4
+        memory = self._new(previous, (counts_at + num_ranks * config.num_channels,), torch.int32)
+        prefix, sent, received, head = (
+            memory.as_strided(shape, (shape[1], 1), start)
+            for shape, start in zip(shapes, starts, strict=False)
+        )
         in_rank = _part(memory, 4 * marks_at, *by_rank, torch.bool)
-        routing = GpuRouting(parts[0], parts[1], parts[2], parts[4], in_rank, parts[5])
-        return routing, (parts[4], parts[3])
+        return GpuRouting(prefix, sent, received, head, in_rank, head), Seen(memory, torch.int32, counts_at)
 
     def _notify(
         self,
@@ -454,30 +463,31 @@ class GpuIntranode:
         counts: GpuCounts,
         config: Config,
         routing: GpuRouting,
-        scratch: tuple[torch.Tensor, torch.Tensor],
+        by_channel: Seen,
         host_waits: bool,
     ) -> int:
         """Number the rows, exchange letters with counts, and fill the routing; the ticket of the letters."""
         num_tokens, num_channels, num_ranks = payload.num_tokens, config.num_channels, self._num_ranks
         local_experts = counts.by_expert.shape[0] // num_ranks
         num_topk = payload.token.num_topk
-        position, by_channel = scratch
         place = self.talk.launcher(
             counting.place_tokens,
-            8,
+            COUNT_WARPS,
             NUM_RANKS=num_ranks,
             TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
-            EXPERT_BLOCK=_power_of_two(local_experts + 1),
-            TILE_TOKENS=PLACE_TOKENS,
+            EXPERT_BLOCK=COUNTED_EXPERTS,
+            TILE_TOKENS=COUNTED_TOKENS,
         )
+        checks_experts = -(-local_experts // COUNTED_EXPERTS) if num_topk else 0
         place(
             self.communication_stream,
-            (num_ranks,),
+            (num_ranks, num_channels + checks_experts),
             Seen(counts.in_rank, torch.int8),
             payload.topk_idx if payload.topk_idx is not None else self.talk.state,
             counts.by_rank,
             counts.by_expert,
-            position,
+            # Where a row lies among those to its rank; from the letters comes what lies before them.
+            routing.send_head,
             by_channel,
             self.talk.state,
             num_tokens,
@@ -492,6 +502,7 @@ class GpuIntranode:
             routing.rank_prefix_matrix,
             (counts.by_rank, by_channel, counts.by_expert),
             (routing.channel_prefix_matrix, routing.recv_channel_prefix_matrix),
+            (num_channels, local_experts),
             host_waits,
         )
         fill = self.talk.launcher(
@@ -505,9 +516,8 @@ class GpuIntranode:
             self.communication_stream,
             (-(-num_tokens // HEAD_TOKENS),),
             self.talk.facts,
-            position,
-            routing.rank_prefix_matrix,
             routing.send_head,
+            routing.rank_prefix_matrix,
             # The user may use his mask again; the handle keeps its own.
             Seen(routing.is_token_in_rank, torch.int8),
             num_tokens,
@@ -593,12 +603,13 @@ class GpuIntranode:
         self, payload: Payload, routing: GpuRouting, config: Config, experts_per_rank: int, all_or_none: bool
     ) -> None:
         token, nothing = payload.token, self.talk.state
-        tile_tokens, tile_words, num_warps = self._dispatch_tile
-        scales = payload.scales
+        row_words, scales = token.hidden_bytes // 4, payload.scales
+        tile_tokens, tile_words, num_warps = _fitting_tile(self._dispatch_tile, row_words)
         send = self.talk.launcher(
             windows.send_to_windows,
             num_warps,
             NUM_RECEIVERS=self._num_ranks,
+            RECEIVER_BLOCK=self.talk.rank_block,
             SCALE_BLOCK=_power_of_two(token.num_scales) if token.num_scales else 0,
             TOPK_BLOCK=_power_of_two(token.num_topk) if token.num_topk else 0,
             TILE_TOKENS=tile_tokens,
@@ -617,7 +628,7 @@ class GpuIntranode:
             self.talk.places,
             self.talk.state,
             payload.num_tokens,
-            token.hidden_bytes // 4,
+            row_words,
             token.num_scales,
             *(scales.stride() if scales is not None else (0, 0)),
             token.num_topk,
@@ -696,6 +707,7 @@ class GpuIntranode:
             DTYPE=DTYPE_CODES[x.dtype],
             NUM_BIASES=len(biases),
             NUM_RANKS=self._num_ranks,
+            RANK_BLOCK=self.talk.rank_block,
             TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
             TILE_TOKENS=tile_tokens,
             TILE_VALUES=tile_values,
@@ -970,6 +982,19 @@ def _tokens_per_channel(num_tokens: int, config: Config) -> int:
     return max(1, -(-num_tokens // config.num_channels))
 
 
+def _fitting_tile(tile: tuple[int, int, int], row_words: int) -> tuple[int, int, int]:
+    """A tile of more tokens and fewer words, if less of a row's last piece is empty then.
+
+    >>> _fitting_tile((32, 512, 32), 1792), _fitting_tile((32, 512, 32), 3584)
+    ((64, 256, 32), (32, 512, 32))
+    """
+    tokens, words, warps = tile
+    half = words // 2
+    if -(-row_words // half) * half < -(-row_words // words) * words:
+        return 2 * tokens, half, warps
+    return tile
+
+
 def _at_most(tile_tokens: int, ring_rows: int) -> int:
     """A tile of tokens, halved until a ring has as many slots; of 16 with 5 slots it is 4."""
     while tile_tokens > ring_rows:
@@ -978,7 +1003,8 @@ def _at_most(tile_tokens: int, ring_rows: int) -> int:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous()
+    """Whole numbers as kernels read them, one after the other; nearly all lie so."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _words(x: torch.Tensor) -> Seen:

@@ -17,7 +17,7 @@ import torch
 from anyep import outcomes
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import letters as kernels
-from anyep.backends.cuda.launch import Launcher
+from anyep.backends.cuda.launch import Launcher, Seen
 from anyep.backends.cuda.pinned import Headers
 from anyep.errors import AnyEPError, Disagreement, InvalidCall
 from anyep.headers import REFUSED_BY_COUNTS, Field
@@ -136,13 +136,13 @@ class GpuTalk:
         header: Array,
         kind: int,
         rank_prefix: torch.Tensor,
-        counts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        counts: tuple[torch.Tensor, Seen, torch.Tensor],
         prefixes: tuple[torch.Tensor, torch.Tensor],
+        sizes: tuple[int, int],
         host_waits: bool,
     ) -> int:
-        """Letters with counts, which fill the prefix sums; the host may wait for the ticket returned."""
-        by_channel, by_expert = counts[1], counts[2]
-        sizes = (by_channel.shape[1], by_expert.shape[0] // self.num_ranks)
+        """Letters with counts by rank, channel and expert, which fill the prefix sums; `sizes`: how many
+        channels, and experts per rank. The host may wait for the ticket returned."""
         ticket = 0
         if host_waits:
             self._ticket += 1
@@ -155,7 +155,7 @@ class GpuTalk:
         header: Array,
         kind: int,
         routing: torch.Tensor,
-        tables: tuple[torch.Tensor, ...],
+        tables: tuple[torch.Tensor | Seen, ...],
         ticket: int,
         sizes: tuple[int, int],
         is_combine: bool,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 import numpy as np
@@ -81,7 +81,13 @@ def signature(
     routing: int = 0,
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """A header with a signature, and no facts about its sender yet."""
-    words = (row_bytes, dtype, num_topk, num_scales, num_experts, num_channels, ring_rows, routing)
+    return _header(
+        (row_bytes, dtype, num_topk, num_scales, num_experts, num_channels, ring_rows, routing)
+    ).copy()
+
+
+@lru_cache(maxsize=64)
+def _header(words: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array((0, 0, 0, *words, *_NO_FACTS), np.int64)
 
 

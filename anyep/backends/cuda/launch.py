@@ -22,16 +22,23 @@ KNOWN_VERSIONS: Final = ("3.6",)
 
 
 class Seen:
-    """A tensor as a kernel is to see it: as values of another type. A view of torch's takes its time."""
+    """A tensor as a kernel is to see it: as values of another type, or from so many values of its own on. A
+    view of torch's takes its time."""
 
-    __slots__ = ("dtype", "tensor")
+    __slots__ = ("_offset", "dtype", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, offset: int = 0) -> None:
         self.tensor = tensor
         self.dtype = dtype
+        self._offset = offset
 
     def data_ptr(self) -> int:
-        return self.tensor.data_ptr()
+        return self.tensor.data_ptr() + self._offset * self.tensor.itemsize
+
+    def view(self) -> torch.Tensor:
+        """As torch sees it."""
+        tensor = self.tensor.reshape(-1)[self._offset :] if self._offset else self.tensor
+        return tensor.view(self.dtype)
 
 
 class Launcher:
@@ -60,39 +67,34 @@ class Launcher:
                 for index, argument in enumerate(arguments)
                 if isinstance(argument, int) and not self._kernel.params[index].do_not_specialize
             ]
-        addresses = [argument if argument.__class__ is int else argument.data_ptr() for argument in arguments]
-        key = (*[arguments[index] for index in self._numbers], *_types(arguments))
+        addresses: list[int] = []
+        types: list[torch.dtype] = []
+        bits = 0
+        for argument in arguments:
+            if argument.__class__ is int:
+                addresses.append(argument)
+            else:
+                address = argument.data_ptr()
+                bits |= address
+                addresses.append(address)
+                # Where a kernel does not need a tensor it may be given any other.
+                types.append(argument.dtype)
+        is_aligned = bits % 16 == 0
+        key = (*[arguments[index] for index in self._numbers], *types)
         launch = self._compiled.get(key)
-        if launch is not None and _are_aligned(arguments, addresses):
+        if launch is not None and is_aligned:
             launch(stream, grid, addresses, self._constant_values)
             return
         with torch.cuda.stream(stream):
             compiled = self._kernel[grid](*_tensors(arguments), **self._constants, **self._options)
-        if _are_aligned(arguments, addresses):
+        if is_aligned:
             launch = _direct_launch(compiled)
             if launch is not None:
                 self._compiled[key] = launch
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[Any]:
-    return [
-        argument.tensor.view(argument.dtype) if isinstance(argument, Seen) else argument
-        for argument in arguments
-    ]
-
-
-def _types(arguments: tuple[Any, ...]) -> list[torch.dtype]:
-    """Of the tensors: where a kernel does not need one it may be given any other."""
-    return [argument.dtype for argument in arguments if argument.__class__ is not int]
-
-
-def _are_aligned(arguments: tuple[Any, ...], addresses: list[Any]) -> bool:
-    """Whether all tensors begin at multiples of 16 bytes."""
-    bits = 0
-    for argument, address in zip(arguments, addresses, strict=True):
-        if argument is not address:
-            bits |= address
-    return bits % 16 == 0
+    return [argument.view() if isinstance(argument, Seen) else argument for argument in arguments]
 
 
 def _direct_launch(compiled: Any) -> Any:

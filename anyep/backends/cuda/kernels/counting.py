@@ -15,28 +15,24 @@ NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def local_choices(
-    topk_idx,
-    tokens,
-    is_token,
-    num_topk,
-    rank,
-    local_experts,
-    TOPK_BLOCK: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-):
-    """Which of a rank's experts some tokens chose, slot by slot; and for each token whether it chose any.
+def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK: tl.constexpr):
+    """Which of a rank's experts some tokens chose, slot by slot, and whether a slot chose one of them at all.
 
-    What is not here counts as one expert more: of experts 2 and 3 at rank 1, a token's slots [3, 0] are
-    [1, 2].
+    Of experts 2 and 3 at rank 1, a token's slots [3, 0] are [1, -2], and only the first is here.
     """
     slots = tl.arange(0, TOPK_BLOCK)
     is_slot = is_token[:, None] & (slots < num_topk)[None, :]
     ids = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
     local = ids - rank * local_experts
-    is_here = is_slot & (local >= 0) & (local < local_experts)
-    numbers = tl.where(is_here, local, local_experts).to(tl.int32)
-    return tl.reshape(numbers, (TILE_TOKENS * TOPK_BLOCK,)), tl.max(is_here.to(tl.int32), axis=1)
+    return local.to(tl.int32), is_slot & (local >= 0) & (local < local_experts)
+
+
+@triton.jit
+def count_experts(local, is_here, first_expert, EXPERT_BLOCK: tl.constexpr):
+    """How many slots chose each of some experts: of the local choices [1, 3, 1], from expert 1 on, [2, 0]."""
+    number = local - first_expert
+    is_counted = is_here & (number >= 0) & (number < EXPERT_BLOCK)
+    return tl.histogram(tl.ravel(number), EXPERT_BLOCK, mask=tl.ravel(is_counted))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_topk", "local_experts"])
@@ -58,24 +54,24 @@ def count_layout(
     With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks: tokens_per_rank [1, 1],
     tokens_per_expert [1, 1, 0, 1], in_rank [[1, 0], [0, 1]].
 
-    One program per rank looks at all tokens: so nothing has to be cleared before, which would take longer.
-    The blocks are powers of two that hold a token's slots and, with one more for "not here", the experts of a
-    rank.
+    One program per rank and `EXPERT_BLOCK` of its experts looks at all tokens: so nothing has to be cleared
+    before, which would take longer. `TOPK_BLOCK` is a power of two that holds a token's slots.
     """
-    rank = tl.program_id(0)
-    num_here = 0
+    rank, first_expert = tl.program_id(0), tl.program_id(1) * EXPERT_BLOCK
+    num_here = tl.zeros((TILE_TOKENS,), tl.int32)
     by_expert = tl.zeros((EXPERT_BLOCK,), tl.int32)
     for start in range(0, num_tokens, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
         is_token = tokens < num_tokens
-        numbers, here = local_choices(
-            topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK, TILE_TOKENS
-        )
-        tl.store(in_rank + tokens * NUM_RANKS + rank, here.to(tl.int8), mask=is_token)
-        num_here += tl.sum(here, axis=0)
-        by_expert += tl.histogram(numbers, EXPERT_BLOCK)
-    tl.store(tokens_per_rank + rank, num_here)
-    experts = tl.arange(0, EXPERT_BLOCK)
+        local, is_here = local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK)
+        by_expert += count_experts(local, is_here, first_expert, EXPERT_BLOCK)
+        if first_expert == 0:
+            here = tl.max(is_here.to(tl.int32), axis=1)
+            num_here += here
+            tl.store(in_rank + tokens * NUM_RANKS + rank, here.to(tl.int8), mask=is_token)
+    if first_expert == 0:
+        tl.store(tokens_per_rank + rank, tl.sum(num_here, axis=0))
+    experts = first_expert + tl.arange(0, EXPERT_BLOCK)
     tl.store(tokens_per_expert + rank * local_experts + experts, by_expert, mask=experts < local_experts)
 
 
@@ -108,47 +104,122 @@ def place_tokens(
     channel). Where tokens_per_rank is not [2, 2] a word of `state` says so; and if there are choices of
     experts (TOPK_BLOCK is not 0), also where they contradict in_rank or tokens_per_expert.
 
-    One program per rank. The blocks are powers of two that hold a token's slots and, with one more for "not
-    here", the experts of a rank.
+    One program per rank and channel; and if there are choices, after those, one per rank and `EXPERT_BLOCK`
+    of its experts. `TOPK_BLOCK` is a power of two that holds a token's slots.
     """
-    rank = tl.program_id(0)
-    before = 0
-    wrong_token = tl.full((), NO_TOKEN, tl.int64)
-    by_expert = tl.zeros((EXPERT_BLOCK,), tl.int32)
-    for channel in range(num_channels):
-        counted = 0
-        first = channel * tokens_per_channel
-        end = tl.minimum(first + tokens_per_channel, num_tokens)
-        for start in range(first, end, TILE_TOKENS):
-            tokens = start + tl.arange(0, TILE_TOKENS)
-            is_token = tokens < end
-            here = tl.load(in_rank + tokens * NUM_RANKS + rank, mask=is_token, other=0).to(tl.int32)
-            place = before + counted + tl.cumsum(here, axis=0) - here
-            tl.store(position + tokens * NUM_RANKS + rank, tl.where(here > 0, place, -1), mask=is_token)
-            counted += tl.sum(here, axis=0)
-            if TOPK_BLOCK:
-                numbers, chosen = local_choices(
-                    topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK, TILE_TOKENS
-                )
-                is_wrong = is_token & (chosen != (here > 0).to(tl.int32))
-                wrong_token = tl.minimum(
-                    wrong_token, tl.min(tl.where(is_wrong, tokens, NO_TOKEN), axis=0).to(tl.int64)
-                )
-                by_expert += tl.histogram(numbers, EXPERT_BLOCK)
-        tl.store(channel_counts + rank * num_channels + channel, counted)
-        before += counted
-    problem = tl.full((), 0, tl.int64)
-    if TOPK_BLOCK:
-        experts = tl.arange(0, EXPERT_BLOCK)
-        said = tl.load(
-            tokens_per_expert + rank * local_experts + experts, mask=experts < local_experts, other=0
+    rank, share = tl.program_id(0), tl.program_id(1)
+    if share < num_channels:
+        problem = place_channel(
+            in_rank,
+            topk_idx,
+            tokens_per_rank,
+            position,
+            channel_counts,
+            rank,
+            share,
+            num_tokens,
+            num_channels,
+            tokens_per_channel,
+            num_topk,
+            local_experts,
+            NUM_RANKS,
+            TOPK_BLOCK,
+            TILE_TOKENS,
         )
-        is_wrong = (experts < local_experts) & (said != by_expert)
-        wrong_expert = tl.min(tl.where(is_wrong, experts, NO_TOKEN), axis=0).to(tl.int64)
-        if wrong_expert < NO_TOKEN:
-            problem = WRONG_EXPERT_COUNT + 4 * (rank * local_experts + wrong_expert)
-        if wrong_token < NO_TOKEN:
-            problem = WRONG_TOKEN + 4 * (wrong_token * NUM_RANKS + rank)
-    if tl.load(tokens_per_rank + rank) != before:
-        problem = tl.full((), WRONG_RANK_COUNT, tl.int64) + 4 * rank
+    else:
+        problem = check_experts(
+            topk_idx,
+            tokens_per_expert,
+            rank,
+            (share - num_channels) * EXPERT_BLOCK,
+            num_tokens,
+            num_topk,
+            local_experts,
+            TOPK_BLOCK,
+            EXPERT_BLOCK,
+            TILE_TOKENS,
+        )
     tl.atomic_max(state + IS_WRONG, problem, mask=problem != 0, sem="relaxed")
+
+
+@triton.jit
+def place_channel(
+    in_rank,
+    topk_idx,
+    tokens_per_rank,
+    position,
+    channel_counts,
+    rank,
+    channel,
+    num_tokens,
+    num_channels,
+    tokens_per_channel,
+    num_topk,
+    local_experts,
+    NUM_RANKS: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """The part of `place_tokens` for one rank and channel; what is wrong there, 0 if nothing is."""
+    first = tl.minimum(channel * tokens_per_channel, num_tokens)
+    end = tl.minimum(first + tokens_per_channel, num_tokens)
+    # Counted again in each channel: to wait for the programs of earlier ones would take longer.
+    earlier = tl.zeros((TILE_TOKENS,), tl.int32)
+    for start in range(0, first, TILE_TOKENS):
+        tokens = start + tl.arange(0, TILE_TOKENS)
+        earlier += tl.load(in_rank + tokens * NUM_RANKS + rank, mask=tokens < first, other=0)
+    before = tl.sum(earlier, axis=0)
+    counted = 0
+    wrong_token = tl.full((), NO_TOKEN, tl.int64)
+    for start in range(first, end, TILE_TOKENS):
+        tokens = start + tl.arange(0, TILE_TOKENS)
+        is_token = tokens < end
+        here = tl.load(in_rank + tokens * NUM_RANKS + rank, mask=is_token, other=0).to(tl.int32)
+        place = before + counted + tl.cumsum(here, axis=0) - here
+        tl.store(position + tokens * NUM_RANKS + rank, tl.where(here > 0, place, -1), mask=is_token)
+        counted += tl.sum(here, axis=0)
+        if TOPK_BLOCK:
+            _, is_here = local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK)
+            is_wrong = is_token & (tl.max(is_here.to(tl.int32), axis=1) != here)
+            first_wrong = tl.min(tl.where(is_wrong, tokens, NO_TOKEN), axis=0)
+            wrong_token = tl.minimum(wrong_token, first_wrong.to(tl.int64))
+    tl.store(channel_counts + rank * num_channels + channel, counted)
+    problem = tl.full((), 0, tl.int64)
+    if wrong_token < NO_TOKEN:
+        problem = WRONG_TOKEN + 4 * (wrong_token * NUM_RANKS + rank)
+    if (channel == num_channels - 1) & (tl.load(tokens_per_rank + rank) != before + counted):
+        problem = tl.full((), WRONG_RANK_COUNT, tl.int64) + 4 * rank
+    return problem
+
+
+@triton.jit
+def check_experts(
+    topk_idx,
+    tokens_per_expert,
+    rank,
+    first_expert,
+    num_tokens,
+    num_topk,
+    local_experts,
+    TOPK_BLOCK: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """The part of `place_tokens` for some experts of a rank: whether their tokens were counted right."""
+    by_expert = tl.zeros((EXPERT_BLOCK,), tl.int32)
+    if TOPK_BLOCK:
+        for start in range(0, num_tokens, TILE_TOKENS):
+            tokens = start + tl.arange(0, TILE_TOKENS)
+            is_token = tokens < num_tokens
+            local, is_here = local_choices(
+                topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK
+            )
+            by_expert += count_experts(local, is_here, first_expert, EXPERT_BLOCK)
+    experts = first_expert + tl.arange(0, EXPERT_BLOCK)
+    is_expert = experts < local_experts
+    said = tl.load(tokens_per_expert + rank * local_experts + experts, mask=is_expert, other=0)
+    wrong_expert = tl.min(tl.where(is_expert & (said != by_expert), experts, NO_TOKEN), axis=0).to(tl.int64)
+    problem = tl.full((), 0, tl.int64)
+    if wrong_expert < NO_TOKEN:
+        problem = WRONG_EXPERT_COUNT + 4 * (rank * local_experts + wrong_expert)
+    return problem

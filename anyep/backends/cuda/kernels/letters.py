@@ -527,9 +527,8 @@ def meet(
 @triton.jit(do_not_specialize=["num_tokens"])
 def fill_send_head(
     facts,
-    position,
-    rank_prefix,
     send_head,
+    rank_prefix,
     in_rank,
     num_tokens,
     NUM_RANKS: tl.constexpr,
@@ -538,8 +537,8 @@ def fill_send_head(
 ):
     """Where each token's row lies at each receiver: after the rows of lower ranks; and whether it has one.
 
-    For rank 1 with rank_prefix [[2, 1], ...] position [[0, 0], [-1, 1]] gives send_head [[2, 1], [-1, 2]] and
-    in_rank [[1, 1], [0, 1]].
+    For rank 1 with rank_prefix [[2, 1], ...] send_head [[0, 0], [-1, 1]], which numbers the rows that this
+    rank sends, becomes [[2, 1], [-1, 2]], and in_rank is [[1, 1], [0, 1]].
     """
     rank = tl.load(facts + RANK)
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -548,7 +547,7 @@ def fill_send_head(
     before = tl.load(rank_prefix + (rank - 1) * NUM_RANKS + peers, mask=is_peer & (rank > 0), other=0)
     is_place = (tokens < num_tokens)[:, None] & is_peer[None, :]
     index = tokens[:, None] * NUM_RANKS + peers[None, :]
-    place = tl.load(position + index, mask=is_place, other=-1)
+    place = tl.load(send_head + index, mask=is_place, other=-1)
     tl.store(send_head + index, tl.where(place >= 0, place + before[None, :], -1), mask=is_place)
     tl.store(in_rank + index, (place >= 0).to(tl.int8), mask=is_place)
 

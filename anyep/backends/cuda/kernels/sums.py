@@ -5,17 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep import outcomes
 from anyep.backends.cuda import facts as words_of
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows, values_at
-from anyep.backends.cuda.kernels.windows import is_below, num_rows_there
+from anyep.backends.cuda.kernels.windows import is_below, num_rows_there, refuse_rows_beyond, rows_of_tokens
 
 PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
 PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
 OUTCOME = tl.constexpr(words_of.OUTCOME)
 USES_RINGS = tl.constexpr(words_of.USES_RINGS)
-BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
-NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
 
 # What varies from call to call is not to be compiled in.
@@ -36,6 +33,7 @@ def pull_and_sum(
     DTYPE: tl.constexpr,
     NUM_BIASES: tl.constexpr,
     NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
     TOPK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_VALUES: tl.constexpr,
@@ -82,6 +80,7 @@ def pull_and_sum(
         tl.where(is_mine, num_tokens, 0),
         num_topk,
         NUM_RANKS,
+        RANK_BLOCK,
         TOPK_BLOCK,
         CHUNK_TOKENS,
     )
@@ -141,19 +140,19 @@ def sum_weights(
     num_tokens,
     num_topk,
     NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
     TOPK_BLOCK: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr,
 ):
     """Add up the tokens' top-k weights, if there are any; and look for rows that do not exist."""
+    ranks = tl.arange(0, RANK_BLOCK)
     num_chunks = tl.cdiv(num_tokens, CHUNK_TOKENS)
-    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+    # Last programs first: they had fewer tiles.
+    for chunk in range(tl.num_programs(0) - 1 - tl.program_id(0), num_chunks, tl.num_programs(0)):
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         is_token = tokens < num_tokens
-        for rank in tl.static_range(NUM_RANKS):
-            rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
-            is_beyond = rows >= tl.load(places + PLACE_WORDS * rank + PLACE_ROWS)
-            problem = BAD_HANDLE + NUM_CODES * rank
-            tl.store(state + OUTCOME, problem, mask=tl.max(is_beyond.to(tl.int32), axis=0) > 0)
+        rows_of_all = rows_of_tokens(send_head, tokens, is_token, ranks, NUM_RANKS)
+        refuse_rows_beyond(state, places, rows_of_all, ranks, NUM_RANKS)
         if TOPK_BLOCK:
             slots = tl.arange(0, TOPK_BLOCK)
             is_slot = (slots < num_topk)[None, :]

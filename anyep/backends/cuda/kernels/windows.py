@@ -25,6 +25,48 @@ def num_rows_there(places, receiver):
 
 
 @triton.jit
+def rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS: tl.constexpr):
+    """Where the rows of some tokens lie at all receivers, -1 for no row: a part of send_head, as it is."""
+    index = tokens[:, None] * NUM_RECEIVERS + receivers[None, :]
+    return tl.load(send_head + index, mask=is_token[:, None] & (receivers < NUM_RECEIVERS)[None, :], other=-1)
+
+
+@triton.jit
+def refuse_rows_beyond(state, places, rows, receivers, NUM_RECEIVERS: tl.constexpr):
+    """If a receiver does not have a row, the outcome is 5 (bad handle) + 16 * the last such receiver.
+
+    Of 2 rows at each receiver the rows [[0, 2], [-1, 1]] are too many for receiver 1.
+    """
+    limit = tl.load(places + PLACE_WORDS * receivers + PLACE_ROWS, mask=receivers < NUM_RECEIVERS, other=0)
+    problem = tl.where(rows >= limit[None, :], BAD_HANDLE + NUM_CODES * receivers[None, :], 0)
+    worst = tl.max(tl.max(problem, axis=1), axis=0)
+    tl.store(state + OUTCOME, worst.to(tl.int64), mask=worst > 0)
+
+
+@triton.jit
+def send_sources(
+    send_head,
+    places,
+    state,
+    tokens,
+    is_token,
+    NUM_RECEIVERS: tl.constexpr,
+    RECEIVER_BLOCK: tl.constexpr,
+):
+    """Tell all receivers at once which token each row of theirs is: it takes as long as to tell one."""
+    receivers = tl.arange(0, RECEIVER_BLOCK)
+    rows = rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS)
+    refuse_rows_beyond(state, places, rows, receivers, NUM_RECEIVERS)
+    is_receiver = receivers < NUM_RECEIVERS
+    there = tl.load(places + PLACE_WORDS * receivers + 1, mask=is_receiver, other=0)
+    has_window = tl.load(places + PLACE_WORDS * receivers, mask=is_receiver, other=0) != 0
+    limit = tl.load(places + PLACE_WORDS * receivers + PLACE_ROWS, mask=is_receiver, other=0)
+    is_sent = is_below(rows, tl.where(has_window, limit, 0).to(tl.int32)[None, :])
+    sources = there.to(tl.pointer_type(tl.int32))[None, :] + rows.to(tl.int64)
+    tl.store(sources, tl.broadcast_to(tokens[:, None], rows.shape), mask=is_sent)
+
+
+@triton.jit
 def is_below(rows, limit):
     """0 <= rows < limit, in one comparison: of [-1, 0, 3] only the 0 is below 3."""
     return rows.to(tl.uint32, bitcast=True) < limit.to(tl.uint32, bitcast=True)
@@ -48,6 +90,7 @@ def send_to_windows(
     num_topk,
     experts_per_rank,
     NUM_RECEIVERS: tl.constexpr,
+    RECEIVER_BLOCK: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     TOPK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
@@ -66,9 +109,9 @@ def send_to_windows(
     handle) + 16 * r.
 
     x is seen as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
-    `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Scales and top-k are sent in
-    chunks of `CHUNK_TOKENS` tokens. `SCALE_BLOCK` and `TOPK_BLOCK` are powers
-    of two that hold a token's scales and slots; 0 where there are none.
+    `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Source indices, scales and top-k are sent
+    in chunks of `CHUNK_TOKENS` tokens. The other blocks are powers of two that hold the receivers, a token's
+    scales and its slots; 0 where there are none.
     """
     is_good = tl.load(state + OUTCOME) == 0
     if ALL_OR_NONE:
@@ -91,20 +134,16 @@ def send_to_windows(
             target = window + rows.to(tl.int64)[:, None] * row_words + words[None, :]
             is_sent = is_below(rows, num_rows_there(places, receiver))
             tl.store(target, values, mask=is_sent[:, None] & is_word[None, :])
-    # The rest is little: a chunk of many tokens takes no longer than one of a few.
+    # The rest is little, but it takes its time for each chunk. Last programs first: they had fewer tiles.
     num_chunks = tl.where(is_good, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
-    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+    for chunk in range(tl.num_programs(0) - 1 - tl.program_id(0), num_chunks, tl.num_programs(0)):
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         is_token = tokens < num_tokens
-        for receiver in tl.static_range(NUM_RECEIVERS):
+        send_sources(send_head, places, state, tokens, is_token, NUM_RECEIVERS, RECEIVER_BLOCK)
+        for receiver in tl.static_range(NUM_RECEIVERS if TOPK_BLOCK or SCALE_BLOCK else 0):
             rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
             is_sent = is_below(rows, num_rows_there(places, receiver))
-            is_beyond = rows >= tl.load(places + PLACE_WORDS * receiver + PLACE_ROWS)
-            problem = BAD_HANDLE + NUM_CODES * receiver
-            tl.store(state + OUTCOME, problem, mask=tl.max(is_beyond.to(tl.int32), axis=0) > 0)
             rows = rows.to(tl.int64)
-            sources = tl.load(places + PLACE_WORDS * receiver + 1).to(tl.pointer_type(tl.int32))
-            tl.store(sources + rows, tokens, mask=is_sent)
             if TOPK_BLOCK:
                 slots = tl.arange(0, TOPK_BLOCK)
                 is_slot = is_sent[:, None] & (slots < num_topk)[None, :]
