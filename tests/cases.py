@@ -190,6 +190,7 @@ def check_case(context: RankContext, case: Case, buffer: Buffer, device: str = "
         strict=True,
     ):
         assert oracle.same_bits(mine, reference)
+    check_storages(per_rank, per_node, per_expert, in_rank)
     rows = given.x if given.scales is None else (given.x, given.scales)
     num_worst = sum(case.tokens) + 1 if case.worst and case.send_topk else 0
     overlap: dict[str, Any] = {"async_finish": case.run_async}
@@ -212,6 +213,7 @@ def check_case(context: RankContext, case: Case, buffer: Buffer, device: str = "
     event.current_stream_wait()
     num_rows = len(expected.x)
     recv_x, recv_scales = recv if isinstance(recv, tuple) else (recv, None)
+    check_storages(given.x, recv_x, recv_scales, recv_ids, recv_weights, *handle)
     assert recv_x.shape == (num_worst or num_rows, case.hidden)
     assert oracle.same_bits(recv_x[:num_rows], expected.x)
     if expected.scales is not None:
@@ -243,6 +245,13 @@ def check_case(context: RankContext, case: Case, buffer: Buffer, device: str = "
         assert oracle.same_bits(again_scales[:num_rows], expected.scales)
 
     check_combine(case, inputs, rank, buffer, handle, recv_x, overlap, device)
+
+
+def check_storages(*tensors: torch.Tensor | None) -> None:
+    """That no two share one: torch refuses operators whose results do."""
+    # Without values none is needed.
+    storages = [part.untyped_storage()._cdata for part in tensors if part is not None and part.numel()]
+    assert len(set(storages)) == len(storages)
 
 
 def check_combine(

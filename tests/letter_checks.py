@@ -180,12 +180,13 @@ class Call:
         mine = self.said[self.me]
         header = pinned_words(NUM_WORDS)
         header[:] = mine.header
-        tables, sizes, filled = [self.state] * 5, (0, 0), []
+        tables, sizes, filled = [self.state] * 4, (0, 0), []
         if mine.by_rank is not None and mine.by_channel is not None and mine.by_expert is not None:
             sizes = (mine.by_channel.shape[1], mine.by_expert.shape[0] // self.num_ranks)
             shapes = ((self.num_ranks,) * 2, mine.by_channel.shape, mine.by_channel.shape)
             filled = [guarded(shape, torch.int32, self.device) for shape in shapes]
-            counts = [there(part, self.device) for part in (mine.by_rank, mine.by_channel, mine.by_expert)]
+            filled[1].copy_(torch.from_numpy(mine.by_channel))
+            counts = [there(part, self.device) for part in (mine.by_rank, mine.by_expert)]
             routing, tables = filled[0], [*counts, *filled[1:]]
 
         def start() -> None:

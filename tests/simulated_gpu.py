@@ -44,8 +44,10 @@ class SimulatedBlock:
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._own.tensor(offset, shape, dtype)
 
-    def lend(self, offset: int, num_bytes: int, on_death: Callable[[], None]) -> torch.Tensor:
-        return self._own.lend(offset, (num_bytes,), torch.uint8, on_death)
+    def lend(
+        self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, on_death: Callable[[], None]
+    ) -> torch.Tensor:
+        return self._own.lend(offset, shape, dtype, on_death)
 
 
 class SimulatedStream:

@@ -267,7 +267,7 @@ class Windows:
     def lend(self, num_bytes: int) -> tuple[int, torch.Tensor]:
         window = self.windows.allocate(num_bytes)
         assert window is not None
-        return window, self.windows.lend(window, num_bytes)
+        return window, self.windows.lend(window, num_bytes, [(0, (num_bytes,), torch.uint8)])[0]
 
 
 SECOND = 1 << WINDOW_BLOCK_BITS
@@ -320,6 +320,25 @@ def test_a_window_comes_back_when_the_last_view_is_gone() -> None:
     assert windows.offers(8) == [(window, 4096)]
     assert gpu.waited_for == [0]
     assert windows.used_bytes == 0
+
+
+def test_tensors_in_a_window_share_nothing_but_its_time() -> None:
+    made = Windows(4096)
+    windows = made.windows
+    window = windows.allocate(1024)
+    assert window is not None
+    parts = [(0, (2, 8), torch.bfloat16), (128, (3,), torch.int64), (256, (5,), torch.uint8)]
+    lent = windows.lend(window, 1024, parts)
+    for index, (tensor, (offset, shape, dtype)) in enumerate(zip(lent, parts, strict=True)):
+        assert (tensor.shape, tensor.dtype) == (shape, dtype)
+        assert windows.offset_of(tensor) == window + offset
+        tensor.fill_(index)
+    assert [tensor.unique().tolist() for tensor in lent] == [[0], [1], [2]]
+    assert len({tensor.untyped_storage()._cdata for tensor in lent}) == 3
+    del tensor
+    for num_left in (2, 1, 0):
+        lent.pop(num_left // 2)
+        assert windows.used_bytes == (1024 if num_left else 0)
 
 
 def test_windows_may_die_in_any_order_and_thread() -> None:

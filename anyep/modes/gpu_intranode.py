@@ -266,12 +266,9 @@ class GpuIntranode:
         num_tokens, num_topk = topk_idx.shape
         num_ranks = self._num_ranks
         local_experts = num_experts // num_ranks
-        # In one piece of memory: each piece would take its time, and so would each view.
-        padding, num_marks = -num_ranks % 4, num_tokens * num_ranks
-        sizes = [num_ranks, padding, num_experts, -num_experts % 4, align(num_marks, 4) // 4]
-        memory = self._new(previous, (sum(sizes),), torch.int32)
-        per_rank, _, per_expert, _, marks = memory.split_with_sizes(sizes)
-        in_rank = marks.view(torch.bool).as_strided((num_tokens, num_ranks), (num_ranks, 1))
+        per_rank = self._new(previous, (num_ranks,), torch.int32)
+        per_expert = self._new(previous, (num_experts,), torch.int32)
+        in_rank = self._new(previous, (num_tokens, num_ranks), torch.bool)
         # No peer takes part: where nothing is to overlap, it is one more kernel of the caller's.
         is_apart = run_async or previous is not None or self._gpu.stream.is_capturing()
         if is_apart:
@@ -295,7 +292,7 @@ class GpuIntranode:
             num_topk,
             local_experts,
         )
-        self._keep(run_async, previous, topk_idx, memory)
+        self._keep(run_async, previous, topk_idx, per_rank, per_expert, in_rank)
         if is_apart:
             return per_rank, None, per_expert, in_rank, self._gpu.stream.end(run_async)
         # A later call may wait for an event of the caller's from before, and not for his stream.
@@ -349,15 +346,13 @@ class GpuIntranode:
                     " pass num_worst_tokens, or a handle"
                 )
             offer_what_is_free(header, self.windows)
-        routing, by_channel = self._new_routing(payload, config, previous)
+        routing = self._new_routing(payload, config, previous)
         local_experts = num_experts // self._num_ranks
         num_rows, by_expert = num_worst_tokens, []
         if num_worst_tokens:
             results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
         self._begin(call, previous)
-        ticket = self._notify(
-            call, header, payload, counts, config, routing, by_channel, not num_worst_tokens
-        )
+        ticket = self._notify(call, header, payload, counts, config, routing, not num_worst_tokens)
         if num_worst_tokens:
             self._transfer(payload, routing, results, source, config, local_experts)
             self.talk.meet(facts.ARRIVED_AT)
@@ -433,27 +428,20 @@ class GpuIntranode:
 
         return self._guarded(call, whole_call)
 
-    def _new_routing(
-        self, payload: Payload, config: Config, previous: EventOverlap | None
-    ) -> tuple[GpuRouting, Seen]:
-        """A routing to be filled, without source indices yet; and room for the rows by channel. All in one
-        piece of memory: each piece would take its time."""
+    def _new_routing(self, payload: Payload, config: Config, previous: EventOverlap | None) -> GpuRouting:
+        """A routing to be filled, without source indices yet."""
         num_ranks = self._num_ranks
         by_rank = (payload.num_tokens, num_ranks)
         by_channel = (num_ranks, config.num_channels)
-        shapes = ((num_ranks, num_ranks), by_channel, by_channel, by_rank)
-        starts = [0]
-        for rows, columns in shapes:
-            starts.append(starts[-1] + align(rows * columns, 4))
-        marks_at = starts[-1]
-        counts_at = marks_at + align(payload.num_tokens * num_ranks, 16) // 4
-        memory = self._new(previous, (counts_at + num_ranks * config.num_channels,), torch.int32)
-        prefix, sent, received, head = (
-            memory.as_strided(shape, (shape[1], 1), start)
-            for shape, start in zip(shapes, starts, strict=False)
+        head = self._new(previous, by_rank, torch.int32)
+        return GpuRouting(
+            self._new(previous, (num_ranks, num_ranks), torch.int32),
+            self._new(previous, by_channel, torch.int32),
+            self._new(previous, by_channel, torch.int32),
+            head,
+            self._new(previous, by_rank, torch.bool),
+            head,
         )
-        in_rank = _part(memory, 4 * marks_at, *by_rank, torch.bool)
-        return GpuRouting(prefix, sent, received, head, in_rank, head), Seen(memory, torch.int32, counts_at)
 
     def _notify(
         self,
@@ -463,7 +451,6 @@ class GpuIntranode:
         counts: GpuCounts,
         config: Config,
         routing: GpuRouting,
-        by_channel: Seen,
         host_waits: bool,
     ) -> int:
         """Number the rows, exchange letters with counts, and fill the routing; the ticket of the letters."""
@@ -486,9 +473,9 @@ class GpuIntranode:
             payload.topk_idx if payload.topk_idx is not None else self.talk.state,
             counts.by_rank,
             counts.by_expert,
-            # Where a row lies among those to its rank; from the letters comes what lies before them.
+            # Numbers and counts of this rank's rows, which the letters turn into places and sums.
             routing.send_head,
-            by_channel,
+            routing.channel_prefix_matrix,
             self.talk.state,
             num_tokens,
             num_channels,
@@ -500,7 +487,7 @@ class GpuIntranode:
             header,
             call.kind,
             routing.rank_prefix_matrix,
-            (counts.by_rank, by_channel, counts.by_expert),
+            (counts.by_rank, counts.by_expert),
             (routing.channel_prefix_matrix, routing.recv_channel_prefix_matrix),
             (num_channels, local_experts),
             host_waits,
@@ -572,18 +559,24 @@ class GpuIntranode:
             (token.num_topk, torch.float32) if token.num_topk else None,
             (token.num_scales, scales.dtype) if scales is not None else None,
         ]
-        if window < 0:
-            parts = [kind and self._new(previous, (num_rows, kind[0]), kind[1]) for kind in kinds]
-        else:
-            places = payload.window(num_rows)
-            lent = self.windows.lend(window, max(places.num_bytes, 128))
-            parts = [
-                kind and _part(lent, offset, num_rows, *kind)
+        places = payload.window(num_rows)
+        num_bytes = max(places.num_bytes, 128)
+        if window >= 0 and num_rows:
+            wanted = [
+                (offset, (num_rows, kind[0]), kind[1])
                 for kind, offset in zip(kinds, places.offsets, strict=True)
+                if kind is not None
             ]
-        x = parts[0]
+            made = self.windows.lend(window, num_bytes, wanted)
+        else:
+            made = [self._new(previous, (num_rows, kind[0]), kind[1]) for kind in kinds if kind is not None]
+            if window >= 0:
+                # There is nothing to put into it.
+                self.windows.give_back(window, num_bytes)
+        tensors = iter(made)
+        x, _, ids, weights, new_scales = (None if kind is None else next(tensors) for kind in kinds)
         assert x is not None
-        return _Results(x, parts[2], parts[3], parts[4]), source
+        return _Results(x, ids, weights, new_scales), source
 
     def _transfer(
         self,
@@ -955,12 +948,6 @@ class GpuIntranode:
 def _slot_offsets(token: TokenLayout) -> tuple[int, ...]:
     """Where source meta, scales, ids and weights lie in a slot, and the bytes of a slot."""
     return tuple(slot_offsets(token).tolist())
-
-
-def _part(memory: torch.Tensor, offset: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of values in a piece of memory, so many bytes after its begin."""
-    values = memory if dtype is memory.dtype else memory.view(dtype)
-    return values.as_strided((rows, columns), (columns, 1), offset // dtype.itemsize)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

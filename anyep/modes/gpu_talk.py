@@ -17,7 +17,7 @@ import torch
 from anyep import outcomes
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import letters as kernels
-from anyep.backends.cuda.launch import Launcher, Seen
+from anyep.backends.cuda.launch import Launcher
 from anyep.backends.cuda.pinned import Headers
 from anyep.errors import AnyEPError, Disagreement, InvalidCall
 from anyep.headers import REFUSED_BY_COUNTS, Field
@@ -129,20 +129,20 @@ class GpuTalk:
     def exchange(self, header: Array, kind: int, routing: torch.Tensor, is_combine: bool) -> None:
         """Letters without counts: all ranks go along the same routing."""
         nothing = self.state
-        self._exchange(header, kind, routing, (nothing,) * 5, 0, (0, 0), is_combine, False)
+        self._exchange(header, kind, routing, (nothing,) * 4, 0, (0, 0), is_combine, False)
 
     def exchange_counts(
         self,
         header: Array,
         kind: int,
         rank_prefix: torch.Tensor,
-        counts: tuple[torch.Tensor, Seen, torch.Tensor],
+        counts: tuple[torch.Tensor, torch.Tensor],
         prefixes: tuple[torch.Tensor, torch.Tensor],
         sizes: tuple[int, int],
         host_waits: bool,
     ) -> int:
-        """Letters with counts by rank, channel and expert, which fill the prefix sums; `sizes`: how many
-        channels, and experts per rank. The host may wait for the ticket returned."""
+        """Letters with counts by rank, expert and (in the first of the prefix sums) channel, which fill the
+        prefix sums; `sizes`: how many channels, and experts per rank. The host may wait for the ticket."""
         ticket = 0
         if host_waits:
             self._ticket += 1
@@ -155,7 +155,7 @@ class GpuTalk:
         header: Array,
         kind: int,
         routing: torch.Tensor,
-        tables: tuple[torch.Tensor | Seen, ...],
+        tables: tuple[torch.Tensor, ...],
         ticket: int,
         sizes: tuple[int, int],
         is_combine: bool,
@@ -222,7 +222,7 @@ class GpuTalk:
         header = signature()
         header[Field.REFUSED] = 1 + text
         self.gpu.stream.begin(None)
-        nothing = (self.state,) * 5
+        nothing = (self.state,) * 4
         self._exchange(header, call.kind, self.state, nothing, 0, (0, 0), False, True)
         self.gpu.stream.end(False)
 

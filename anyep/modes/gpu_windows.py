@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ import torch
 
 from anyep.backends.cuda.facts import WINDOW_BLOCK_BITS
 from anyep.freelist import FreeList
+
+Part = tuple[int, tuple[int, ...], torch.dtype]
+"""Where in a window a tensor begins, in bytes, and its shape and type."""
 
 
 class GpuWindows:
@@ -93,15 +97,16 @@ class GpuWindows:
         else:
             self.free(window)
 
-    def lend(self, window: int, num_bytes: int) -> torch.Tensor:
-        """The bytes of a window, which comes back when the tensor and its views are gone."""
+    def lend(self, window: int, num_bytes: int, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Tensors in a window, each with a storage of its own: what torch registers as an operator may not
+        return views of one. The window comes back when they and their views are gone."""
         block = self._blocks[window >> WINDOW_BLOCK_BITS]
         on_death = partial(self._died, window)
         if self._gpu.stream.is_capturing():
             keep = (self._gpu.stream.graph(), num_bytes)
             on_death = partial(self._of_graphs.__setitem__, window, keep)
-        tensor: torch.Tensor = block.lend(_within(window), num_bytes, on_death)
-        return tensor
+        loan, start = _Loan(on_death), _within(window)
+        return [block.lend(start + offset, shape, dtype, loan.let_go) for offset, shape, dtype in parts]
 
     def tensor(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over a window that is not lent."""
@@ -150,6 +155,19 @@ class GpuWindows:
                 continue
             self._gpu.wait_before_next_call(last_use)
             self._free_list(window).free(_within(window))
+
+
+class _Loan:
+    """Held by each tensor over a window; when the last one drops it, the window's time is over."""
+
+    def __init__(self, on_death: Callable[[], None]) -> None:
+        self._on_death = on_death
+
+    def let_go(self) -> None:
+        """What was held on to this loan by is gone when this returns."""
+
+    def __del__(self) -> None:
+        self._on_death()
 
 
 def _within(offset: int) -> int:

@@ -9,11 +9,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from anyep.errors import NotSupported
+
+TYPES: Final = {
+    torch.int64: "<i8",
+    torch.int32: "<i4",
+    torch.float32: "<f4",
+    torch.float16: "<f2",
+    torch.uint8: "|u1",
+}
+"""What the interface between libraries for GPUs calls torch's types; it has no bfloat16 and no float8."""
+TYPES_BY_SIZE: Final = {1: "|u1", 2: "<i2"}
 
 
 class SymmetricBlock:
@@ -49,22 +59,32 @@ class SymmetricBlock:
         num_bytes = math.prod(shape) * dtype.itemsize
         return self._memory[offset : offset + num_bytes].view(dtype).view(shape)
 
-    def lend(self, offset: int, num_bytes: int, on_death: Callable[[], None]) -> torch.Tensor:
-        """Bytes; `on_death` is called when the tensor and all its views are gone."""
-        return torch.as_tensor(_Loan(self, offset, num_bytes, on_death), device=self._memory.device)
+    def lend(
+        self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, on_death: Callable[[], None]
+    ) -> torch.Tensor:
+        """A tensor with a storage of its own; `on_death` is called when it and all its views are gone."""
+        known_as = TYPES.get(dtype)
+        loan = _Loan(self, offset, shape, known_as or TYPES_BY_SIZE[dtype.itemsize], on_death)
+        tensor = torch.as_tensor(loan, device=self._memory.device)
+        return tensor if known_as else tensor.view(dtype)
 
 
 class _Loan:
     """What a lent tensor holds on to: torch drops it with the tensor's storage."""
 
     def __init__(
-        self, block: SymmetricBlock, offset: int, num_bytes: int, on_death: Callable[[], None]
+        self,
+        block: SymmetricBlock,
+        offset: int,
+        shape: tuple[int, ...],
+        typestr: str,
+        on_death: Callable[[], None],
     ) -> None:
         self._block = block
         self._on_death = on_death
         self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
+            "shape": shape,
+            "typestr": typestr,
             "data": (block.address + offset, False),
             "version": 2,
         }

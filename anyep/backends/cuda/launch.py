@@ -22,23 +22,16 @@ KNOWN_VERSIONS: Final = ("3.6",)
 
 
 class Seen:
-    """A tensor as a kernel is to see it: as values of another type, or from so many values of its own on. A
-    view of torch's takes its time."""
+    """A tensor as a kernel is to see it: as values of another type. A view of torch's takes its time."""
 
-    __slots__ = ("_offset", "dtype", "tensor")
+    __slots__ = ("dtype", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype, offset: int = 0) -> None:
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         self.tensor = tensor
         self.dtype = dtype
-        self._offset = offset
 
     def data_ptr(self) -> int:
-        return self.tensor.data_ptr() + self._offset * self.tensor.itemsize
-
-    def view(self) -> torch.Tensor:
-        """As torch sees it."""
-        tensor = self.tensor.reshape(-1)[self._offset :] if self._offset else self.tensor
-        return tensor.view(self.dtype)
+        return self.tensor.data_ptr()
 
 
 class Launcher:
@@ -94,7 +87,10 @@ class Launcher:
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[Any]:
-    return [argument.view() if isinstance(argument, Seen) else argument for argument in arguments]
+    return [
+        argument.tensor.view(argument.dtype) if isinstance(argument, Seen) else argument
+        for argument in arguments
+    ]
 
 
 def _direct_launch(compiled: Any) -> Any:

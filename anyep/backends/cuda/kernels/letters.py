@@ -298,7 +298,6 @@ def post_counts(
 @triton.jit
 def read_counts(
     here,
-    channel_counts,
     num_channels,
     local_experts,
     rank_prefix,
@@ -314,9 +313,9 @@ def read_counts(
     """Turn the counts of everyone's letters into the prefix sums of a handle; the rows to each rank.
 
     `here` are the addresses of the letters. For rank 1 of 2 with the rows [2, 1] and [1, 3] in the letters:
-    rank_prefix [[2, 1], [3, 4]]. channel_counts [[1, 0], [1, 2]] gives channel_prefix [[1, 1], [1, 3]]
-    (inclusive); by channel [1, 0] and [1, 2] in the letters give recv_channel_prefix [[0, 1], [0, 1]]
-    (exclusive). Returned are the rows [3, 4]; totals are the tokens for each local expert.
+    rank_prefix [[2, 1], [3, 4]]. What is counted in channel_prefix, [[1, 0], [1, 2]], becomes
+    [[1, 1], [1, 3]] (inclusive); by channel [1, 0] and [1, 2] in the letters give recv_channel_prefix
+    [[0, 1], [0, 1]] (exclusive). Returned are the rows [3, 4]; totals are the tokens for each local expert.
     """
     words = (here + HEADER_BYTES).to(tl.pointer_type(tl.int32))
     is_pair = is_rank[:, None] & is_rank[None, :]
@@ -326,7 +325,7 @@ def read_counts(
     channels = tl.arange(0, CHANNEL_BLOCK)
     is_channel = is_rank[:, None] & (channels < num_channels)[None, :]
     place = ranks[:, None] * num_channels + channels[None, :]
-    sent = tl.load(channel_counts + place, mask=is_channel, other=0)
+    sent = tl.load(channel_prefix + place, mask=is_channel, other=0)
     tl.store(channel_prefix + place, tl.cumsum(sent, axis=1), mask=is_channel)
     theirs = words[:, None] + NUM_RANKS + channels[None, :]
     received = tl.load(theirs, mask=is_channel, other=0, volatile=True)
@@ -350,7 +349,6 @@ def exchange_letters(
     letter: tl.int64,
     routing,
     counts,
-    channel_counts,
     expert_counts,
     channel_prefix,
     recv_channel_prefix,
@@ -373,9 +371,9 @@ def exchange_letters(
     the signature the outcome in `state` is 0, else it is 2 (different) and the first rank that differs. A
     letter that does not come in time is an outcome of 1, and ends everyone's waits.
 
-    With blocks for channels and experts (powers of two that hold them) the letters have counts, `routing` is
-    filled (as rank_prefix), and the host finds its rows at `totals` and everyone's at `rows_of`, closed by
-    `ticket`, if that is not 0.
+    With blocks for channels and experts (powers of two that hold them) the letters have counts: by rank, by
+    channel (in channel_prefix) and by expert. `routing` is filled (as rank_prefix), and the host finds its
+    rows at `totals` and everyone's at `rows_of`, closed by `ticket`, if that is not 0.
     Without them a checksum of `routing` must agree.
     """
     ranks = tl.arange(0, RANK_BLOCK)
@@ -412,7 +410,7 @@ def exchange_letters(
         post_counts(
             there,
             counts,
-            channel_counts,
+            channel_prefix,
             expert_counts,
             num_channels,
             local_experts,
@@ -436,7 +434,6 @@ def exchange_letters(
     if CHANNEL_BLOCK:
         arriving = read_counts(
             here,
-            channel_counts,
             num_channels,
             local_experts,
             routing,

@@ -44,29 +44,6 @@ def refuse_rows_beyond(state, places, rows, receivers, NUM_RECEIVERS: tl.constex
 
 
 @triton.jit
-def send_sources(
-    send_head,
-    places,
-    state,
-    tokens,
-    is_token,
-    NUM_RECEIVERS: tl.constexpr,
-    RECEIVER_BLOCK: tl.constexpr,
-):
-    """Tell all receivers at once which token each row of theirs is: it takes as long as to tell one."""
-    receivers = tl.arange(0, RECEIVER_BLOCK)
-    rows = rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS)
-    refuse_rows_beyond(state, places, rows, receivers, NUM_RECEIVERS)
-    is_receiver = receivers < NUM_RECEIVERS
-    there = tl.load(places + PLACE_WORDS * receivers + 1, mask=is_receiver, other=0)
-    has_window = tl.load(places + PLACE_WORDS * receivers, mask=is_receiver, other=0) != 0
-    limit = tl.load(places + PLACE_WORDS * receivers + PLACE_ROWS, mask=is_receiver, other=0)
-    is_sent = is_below(rows, tl.where(has_window, limit, 0).to(tl.int32)[None, :])
-    sources = there.to(tl.pointer_type(tl.int32))[None, :] + rows.to(tl.int64)
-    tl.store(sources, tl.broadcast_to(tokens[:, None], rows.shape), mask=is_sent)
-
-
-@triton.jit
 def is_below(rows, limit):
     """0 <= rows < limit, in one comparison: of [-1, 0, 3] only the 0 is below 3."""
     return rows.to(tl.uint32, bitcast=True) < limit.to(tl.uint32, bitcast=True)
@@ -109,8 +86,8 @@ def send_to_windows(
     handle) + 16 * r.
 
     x is seen as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
-    `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Source indices, scales and top-k are sent
-    in chunks of `CHUNK_TOKENS` tokens. The other blocks are powers of two that hold the receivers, a token's
+    `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Source indices and top-k are sent in
+    chunks of `CHUNK_TOKENS` tokens. The other blocks are powers of two that hold the receivers, a token's
     scales and its slots; 0 where there are none.
     """
     is_good = tl.load(state + OUTCOME) == 0
@@ -126,6 +103,13 @@ def send_to_windows(
         is_word = words < row_words
         source = x + tokens.to(tl.int64)[:, None] * row_words + words[None, :]
         values = tl.load(source, mask=is_token[:, None] & is_word[None, :])
+        if SCALE_BLOCK:
+            # They go with the first piece of their row: both are on their way at once.
+            is_first = tile % num_pieces == 0
+            columns = tl.arange(0, SCALE_BLOCK)
+            is_scale = is_first & (columns < num_scales)
+            at = tokens.to(tl.int64)[:, None] * stride_token + columns[None, :] * stride_scale
+            carried = tl.load(scales + at, mask=is_token[:, None] & is_scale[None, :])
         for receiver in tl.static_range(NUM_RECEIVERS):
             rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
             place = tl.load(places + PLACE_WORDS * receiver)
@@ -134,35 +118,88 @@ def send_to_windows(
             target = window + rows.to(tl.int64)[:, None] * row_words + words[None, :]
             is_sent = is_below(rows, num_rows_there(places, receiver))
             tl.store(target, values, mask=is_sent[:, None] & is_word[None, :])
+            if SCALE_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
+                if is_first:
+                    scales_there = tl.load(places + PLACE_WORDS * receiver + 4).to(tl.pointer_type(tl.int32))
+                    to = rows.to(tl.int64)[:, None] * num_scales + columns[None, :]
+                    tl.store(scales_there + to, carried, mask=is_sent[:, None] & is_scale[None, :])
     # The rest is little, but it takes its time for each chunk. Last programs first: they had fewer tiles.
     num_chunks = tl.where(is_good, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
     for chunk in range(tl.num_programs(0) - 1 - tl.program_id(0), num_chunks, tl.num_programs(0)):
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         is_token = tokens < num_tokens
         send_sources(send_head, places, state, tokens, is_token, NUM_RECEIVERS, RECEIVER_BLOCK)
-        for receiver in tl.static_range(NUM_RECEIVERS if TOPK_BLOCK or SCALE_BLOCK else 0):
-            rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
-            is_sent = is_below(rows, num_rows_there(places, receiver))
-            rows = rows.to(tl.int64)
-            if TOPK_BLOCK:
-                slots = tl.arange(0, TOPK_BLOCK)
-                is_slot = is_sent[:, None] & (slots < num_topk)[None, :]
-                index = tokens[:, None] * num_topk + slots[None, :]
-                local = tl.load(topk_idx + index, mask=is_slot, other=-1) - receiver * experts_per_rank
-                is_here = (local >= 0) & (local < experts_per_rank)
-                weights = tl.load(topk_weights + index, mask=is_slot & is_here, other=0.0)
-                to = rows[:, None] * num_topk + slots[None, :]
-                ids_there = tl.load(places + PLACE_WORDS * receiver + 2).to(tl.pointer_type(tl.int64))
-                weights_there = tl.load(places + PLACE_WORDS * receiver + 3).to(tl.pointer_type(tl.float32))
-                tl.store(ids_there + to, tl.where(is_here, local, -1), mask=is_slot)
-                tl.store(weights_there + to, weights, mask=is_slot)
-            if SCALE_BLOCK:
-                columns = tl.arange(0, SCALE_BLOCK)
-                is_scale = is_sent[:, None] & (columns < num_scales)[None, :]
-                at = tokens.to(tl.int64)[:, None] * stride_token + columns[None, :] * stride_scale
-                scales_there = tl.load(places + PLACE_WORDS * receiver + 4).to(tl.pointer_type(tl.int32))
-                to = rows[:, None] * num_scales + columns[None, :]
-                tl.store(scales_there + to, tl.load(scales + at, mask=is_scale), mask=is_scale)
+        if TOPK_BLOCK:
+            send_choices(
+                topk_idx,
+                topk_weights,
+                send_head,
+                places,
+                tokens,
+                is_token,
+                num_topk,
+                experts_per_rank,
+                NUM_RECEIVERS,
+                TOPK_BLOCK,
+            )
+
+
+@triton.jit
+def send_sources(
+    send_head,
+    places,
+    state,
+    tokens,
+    is_token,
+    NUM_RECEIVERS: tl.constexpr,
+    RECEIVER_BLOCK: tl.constexpr,
+):
+    """Tell all receivers at once which token each row of theirs is: it takes as long as to tell one."""
+    receivers = tl.arange(0, RECEIVER_BLOCK)
+    rows = rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS)
+    refuse_rows_beyond(state, places, rows, receivers, NUM_RECEIVERS)
+    is_receiver = receivers < NUM_RECEIVERS
+    there = tl.load(places + PLACE_WORDS * receivers + 1, mask=is_receiver, other=0)
+    has_window = tl.load(places + PLACE_WORDS * receivers, mask=is_receiver, other=0) != 0
+    limit = tl.load(places + PLACE_WORDS * receivers + PLACE_ROWS, mask=is_receiver, other=0)
+    is_sent = is_below(rows, tl.where(has_window, limit, 0).to(tl.int32)[None, :])
+    sources = there.to(tl.pointer_type(tl.int32))[None, :] + rows.to(tl.int64)
+    tl.store(sources, tl.broadcast_to(tokens[:, None], rows.shape), mask=is_sent)
+
+
+@triton.jit
+def send_choices(
+    topk_idx,
+    topk_weights,
+    send_head,
+    places,
+    tokens,
+    is_token,
+    num_topk,
+    experts_per_rank,
+    NUM_RECEIVERS: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
+):
+    """Send some tokens' top-k ids and weights, as each receiver is to see them.
+
+    Of the ids [0, 3] with 2 experts per rank receiver 1 gets [-1, 1].
+    """
+    slots = tl.arange(0, TOPK_BLOCK)
+    is_slot = is_token[:, None] & (slots < num_topk)[None, :]
+    index = tokens[:, None] * num_topk + slots[None, :]
+    ids = tl.load(topk_idx + index, mask=is_slot, other=-1)
+    weights = tl.load(topk_weights + index, mask=is_slot, other=0.0)
+    # Not unrolled: what all receivers need at once would not fit into registers.
+    for receiver in range(NUM_RECEIVERS):
+        rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
+        is_sent = is_below(rows, num_rows_there(places, receiver))[:, None] & is_slot
+        local = ids - receiver * experts_per_rank
+        is_here = (local >= 0) & (local < experts_per_rank)
+        to = rows.to(tl.int64)[:, None] * num_topk + slots[None, :]
+        ids_there = tl.load(places + PLACE_WORDS * receiver + 2).to(tl.pointer_type(tl.int64))
+        weights_there = tl.load(places + PLACE_WORDS * receiver + 3).to(tl.pointer_type(tl.float32))
+        tl.store(ids_there + to, tl.where(is_here, local, -1), mask=is_sent)
+        tl.store(weights_there + to, tl.where(is_here, weights, 0.0), mask=is_sent)
 
 
 @triton.jit(do_not_specialize=["num_result_rows", "num_topk"])
