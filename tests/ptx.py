@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
 from typing import Any, Final
 
 RELEASE: Final = r"(atom|red)\S*release\S*max|st\.release\.sys\.global"
@@ -26,3 +29,15 @@ def ptx_of(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], opt
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     text: str = compile_for(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     return text
+
+
+def spilled_bytes(ptx: str, folder: Path) -> int:
+    """What a thread keeps in memory because it has not enough registers, once the PTX is machine code."""
+    from triton import knobs
+
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    # Triton brings it along: it makes the machine code on a machine with a GPU.
+    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", source, "-o", folder / "kernel.cubin"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(count) for count in re.findall(r"(\d+) bytes spill", printed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install 'anye
 from anyep.backends import cpu
 from anyep.backends.cuda import facts
 from tests import letter_checks, triton_checks
-from tests.ptx import RELEASE, ptx_of
+from tests.ptx import RELEASE, ptx_of, spilled_bytes
 from tests.triton_interpreter import outcomes_of
 
 MODULES = (triton_checks, letter_checks)
@@ -177,6 +178,12 @@ SUMS = [name for name in NAMES if name.startswith("sums")]
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_lies_in_local_memory(ptx: dict[str, str], name: str) -> None:
     assert ".local" not in ptx[name]
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if not kernels()[name][2].get("NUM_BIASES")])
+def test_registers_suffice(ptx: dict[str, str], name: str, tmp_path: Path) -> None:
+    """With biases a few words of a thread go to memory, in sums that are bound by the rows' bytes."""
+    assert spilled_bytes(ptx[name], tmp_path) == 0
 
 
 @pytest.mark.parametrize("name", NAMES)

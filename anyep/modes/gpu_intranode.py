@@ -18,7 +18,7 @@ import torch
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import counting, rings, sums, windows
 from anyep.backends.cuda.kernels import letters as letter_kernels
-from anyep.backends.cuda.launch import Seen
+from anyep.backends.cuda.launch import Launcher, Seen
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
 from anyep.layout import SOURCE_INDEX_BYTES, RingArea
@@ -133,6 +133,8 @@ class GpuIntranode:
             self._ring_combine_tile = (*self._ring_combine_tile[:3], 1, self._ring_combine_tile[4], 1)
         self._ranks_on_gpu = connection.ranks_on_gpu
         self._most_sms = max(2, self._gpu.num_sms // connection.ranks_on_gpu // 2 * 2)
+        self._layouts: dict[int, Launcher] = {}
+        """What counts a layout, by the choices of a token."""
         self._known_ring_arguments: dict[int, tuple[RingArea, tuple[Any, ...]]] = {}
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
         self._unheard: AnyEPError | None = None
@@ -273,14 +275,16 @@ class GpuIntranode:
         is_apart = run_async or previous is not None or self._gpu.stream.is_capturing()
         if is_apart:
             self._gpu.stream.begin(previous)
-        launch = self.talk.launcher(
-            counting.count_layout,
-            COUNT_WARPS,
-            NUM_RANKS=num_ranks,
-            TOPK_BLOCK=_power_of_two(num_topk),
-            EXPERT_BLOCK=COUNTED_EXPERTS,
-            TILE_TOKENS=COUNTED_TOKENS,
-        )
+        launch = self._layouts.get(num_topk)
+        if launch is None:
+            launch = self._layouts[num_topk] = self.talk.launcher(
+                counting.count_layout,
+                COUNT_WARPS,
+                NUM_RANKS=num_ranks,
+                TOPK_BLOCK=_power_of_two(num_topk),
+                EXPERT_BLOCK=COUNTED_EXPERTS,
+                TILE_TOKENS=COUNTED_TOKENS,
+            )
         launch(
             self.communication_stream if is_apart else self._gpu.stream.current(),
             (num_ranks, -(-local_experts // COUNTED_EXPERTS)),

@@ -70,6 +70,7 @@ class GpuTalk:
         self._blocks = {"NUM_RANKS": self.num_ranks, "RANK_BLOCK": self.rank_block}
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
         self._exchanges: dict[tuple[bool, bool, tuple[int, int]], Launcher] = {}
+        self._meetings: dict[tuple[int, bool], Launcher] = {}
         self._totals_address = int(self.totals.ctypes.data)
         self._rows_of_address = int(self.rows_of.ctypes.data)
         self._raise_here = Launcher(kernels.raise_alarms, 1, {"EVERYWHERE": False, **self._blocks})
@@ -210,7 +211,10 @@ class GpuTalk:
 
     def meet(self, flags_at: int, unless_rings: bool = False) -> None:
         """Let every rank's part of the call be done before any rank goes on."""
-        launch = self.launcher(kernels.meet, 1, FLAGS_AT=flags_at, UNLESS_RINGS=unless_rings, **self._blocks)
+        launch = self._meetings.get((flags_at, unless_rings))
+        if launch is None:
+            kind = {"FLAGS_AT": flags_at, "UNLESS_RINGS": unless_rings}
+            launch = self._meetings[flags_at, unless_rings] = Launcher(kernels.meet, 1, kind | self._blocks)
         launch(self.gpu.stream.stream, (1,), self.facts, self.heaps, self.state)
 
     def refuse(self, call: Call, error: AnyEPError) -> None:

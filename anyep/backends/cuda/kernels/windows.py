@@ -33,14 +33,15 @@ def rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS: tl.con
 
 @triton.jit
 def refuse_rows_beyond(state, places, rows, receivers, NUM_RECEIVERS: tl.constexpr):
-    """If a receiver does not have a row, the outcome is 5 (bad handle) + 16 * the last such receiver.
+    """If a receiver does not have a row, the outcome is 5 (bad handle) + 16 * receiver; of several, any.
 
     Of 2 rows at each receiver the rows [[0, 2], [-1, 1]] are too many for receiver 1.
     """
     limit = tl.load(places + PLACE_WORDS * receivers + PLACE_ROWS, mask=receivers < NUM_RECEIVERS, other=0)
-    problem = tl.where(rows >= limit[None, :], BAD_HANDLE + NUM_CODES * receivers[None, :], 0)
-    worst = tl.max(tl.max(problem, axis=1), axis=0)
-    tl.store(state + OUTCOME, worst.to(tl.int64), mask=worst > 0)
+    problem = receivers.to(tl.int64) * NUM_CODES + BAD_HANDLE
+    # Each value by itself: to find the first would take a meeting of all threads.
+    outcomes_of = state + OUTCOME + 0 * rows
+    tl.store(outcomes_of, tl.broadcast_to(problem[None, :], rows.shape), mask=rows >= limit[None, :])
 
 
 @triton.jit
