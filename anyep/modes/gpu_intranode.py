@@ -19,11 +19,25 @@ from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import counting, rings, sums, windows
 from anyep.backends.cuda.kernels import letters as letter_kernels
 from anyep.backends.cuda.launch import Launcher, Seen
+from anyep.backends.cuda.tiles import (
+    CHUNK_TOKENS,
+    COPY_WARPS,
+    COPY_WORDS,
+    COUNT_WARPS,
+    COUNTED_EXPERTS,
+    COUNTED_TOKENS,
+    HEAD_TOKENS,
+    UNPACK_BLOCK,
+    at_most,
+    block_of,
+    tiles_for,
+)
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
 from anyep.layout import SOURCE_INDEX_BYTES, RingArea
 from anyep.modes.conversation import Array, Call, Conversation
 from anyep.modes.gpu_connection import GpuConnection
+from anyep.modes.gpu_routing import GpuCounts, GpuRouting, checked_handle
 from anyep.modes.gpu_windows import GpuWindows
 from anyep.modes.intranode import Combined, Outputs, Payload, Received, slot_offsets
 from anyep.modes.letters import (
@@ -37,66 +51,11 @@ from anyep.modes.letters import (
 )
 from anyep.modes.offers import dispatch_header, offer_exactly, offer_what_is_free
 from anyep.modes.ring_areas import MAX_KNOWN_AREAS, RingAreas
-from anyep.modes.routing import NUM_TENSORS
 from anyep.modes.status import Phase
 from anyep.sizes import Config, TokenLayout, align, token_layout
 
 T = TypeVar("T")
-DISPATCH_TILES: Final = {2: (32, 512, 32), 4: (8, 512, 16), 8: (8, 512, 16)}
-"""Tokens and words of a tile, and warps, by the number of ranks; what was fastest on an H200."""
-COMBINE_TILES: Final = {2: (32, 1024, 32), 4: (8, 1024, 32), 8: (16, 1024, 32)}
-RING_DISPATCH_TILES: Final = {2: (32, 512, 32, 1), 4: (32, 512, 32, 3), 8: (16, 512, 16, 4)}
-"""The same, and one more than the pieces of a tile that are on their way."""
-RING_COMBINE_TILES: Final = {
-    2: (32, 512, 32, 1, 1024, 1),
-    4: (32, 512, 32, 1, 256, 1),
-    8: (16, 512, 16, 4, 256, 1),
-}
-"""The same for rows that are pushed, and the values and pieces of a tile that is summed."""
-COPY_WARPS: Final = 32
-COPY_WORDS: Final = 16384
-CHUNK_TOKENS: Final = 256
-COUNTED_TOKENS: Final = 2048
-COUNTED_EXPERTS: Final = 32
-COUNT_WARPS: Final = 32
-HEAD_TOKENS: Final = 128
-UNPACK_BLOCK: Final = 1024
 DTYPE_CODES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-
-
-class GpuRouting(NamedTuple):
-    """The six tensors of a handle."""
-
-    rank_prefix_matrix: torch.Tensor
-    channel_prefix_matrix: torch.Tensor
-    recv_channel_prefix_matrix: torch.Tensor
-    recv_src_idx: torch.Tensor
-    is_token_in_rank: torch.Tensor
-    send_head: torch.Tensor
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The flat tuple that clients keep."""
-        return tuple(self)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.send_head.shape[0]
-
-    @property
-    def num_recv_rows(self) -> int:
-        return self.recv_src_idx.shape[0]
-
-    @property
-    def num_channels(self) -> int:
-        return self.channel_prefix_matrix.shape[1]
-
-
-class GpuCounts(NamedTuple):
-    """Where the tokens of a dispatch go, as the caller counted; kernels check it."""
-
-    in_rank: torch.Tensor
-    by_rank: torch.Tensor
-    by_expert: torch.Tensor
 
 
 class _Results(NamedTuple):
@@ -122,15 +81,7 @@ class GpuIntranode:
         self._gpu = talk.gpu
         self._rank, self._num_ranks = talk.rank, talk.num_ranks
         self._areas = RingAreas(talk.control.num_bytes, num_nvl_bytes, talk.num_ranks)
-        size = min((size for size in DISPATCH_TILES if size >= talk.num_ranks), default=8)
-        self._dispatch_tile, self._combine_tile = DISPATCH_TILES[size], COMBINE_TILES[size]
-        self._ring_dispatch_tile = RING_DISPATCH_TILES[size]
-        self._ring_combine_tile = RING_COMBINE_TILES[size]
-        if self.windows.num_bytes:
-            # Most calls have no use for rings then. Without pieces on their way a kernel takes no shared
-            # memory, and the next one need not wait until an SM has another share of it.
-            self._ring_dispatch_tile = (*self._ring_dispatch_tile[:3], 1)
-            self._ring_combine_tile = (*self._ring_combine_tile[:3], 1, self._ring_combine_tile[4], 1)
+        self._tiles = tiles_for(talk.num_ranks, bool(self.windows.num_bytes))
         self._ranks_on_gpu = connection.ranks_on_gpu
         self._most_sms = max(2, self._gpu.num_sms // connection.ranks_on_gpu // 2 * 2)
         self._layouts: dict[int, Launcher] = {}
@@ -281,7 +232,7 @@ class GpuIntranode:
                 counting.count_layout,
                 COUNT_WARPS,
                 NUM_RANKS=num_ranks,
-                TOPK_BLOCK=_power_of_two(num_topk),
+                TOPK_BLOCK=block_of(num_topk),
                 EXPERT_BLOCK=COUNTED_EXPERTS,
                 TILE_TOKENS=COUNTED_TOKENS,
             )
@@ -465,7 +416,7 @@ class GpuIntranode:
             counting.place_tokens,
             COUNT_WARPS,
             NUM_RANKS=num_ranks,
-            TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
+            TOPK_BLOCK=block_of(num_topk),
             EXPERT_BLOCK=COUNTED_EXPERTS,
             TILE_TOKENS=COUNTED_TOKENS,
         )
@@ -601,16 +552,16 @@ class GpuIntranode:
     ) -> None:
         token, nothing = payload.token, self.talk.state
         row_words, scales = token.hidden_bytes // 4, payload.scales
-        tile_tokens, tile_words, num_warps = _fitting_tile(self._dispatch_tile, row_words)
+        tile = self._tiles.dispatch.fitting(row_words)
         send = self.talk.launcher(
             windows.send_to_windows,
-            num_warps,
+            tile.warps,
             NUM_RECEIVERS=self._num_ranks,
             RECEIVER_BLOCK=self.talk.rank_block,
-            SCALE_BLOCK=_power_of_two(token.num_scales) if token.num_scales else 0,
-            TOPK_BLOCK=_power_of_two(token.num_topk) if token.num_topk else 0,
-            TILE_TOKENS=tile_tokens,
-            TILE_WORDS=tile_words,
+            SCALE_BLOCK=block_of(token.num_scales),
+            TOPK_BLOCK=block_of(token.num_topk),
+            TILE_TOKENS=tile.tokens,
+            TILE_WORDS=tile.words,
             CHUNK_TOKENS=CHUNK_TOKENS,
             ALL_OR_NONE=all_or_none,
         )
@@ -696,18 +647,18 @@ class GpuIntranode:
     def _sum(self, outputs: Outputs, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
         x, routing, _, biases, config = outputs
         assert isinstance(routing, GpuRouting)
-        tile_tokens, tile_values, num_warps = self._combine_tile
+        tile = self._tiles.combine
         num_topk = out_weights.shape[1] if out_weights is not None else 0
         pull = self.talk.launcher(
             sums.pull_and_sum,
-            num_warps,
+            tile.warps,
             DTYPE=DTYPE_CODES[x.dtype],
             NUM_BIASES=len(biases),
             NUM_RANKS=self._num_ranks,
             RANK_BLOCK=self.talk.rank_block,
-            TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
-            TILE_TOKENS=tile_tokens,
-            TILE_VALUES=tile_values,
+            TOPK_BLOCK=block_of(num_topk),
+            TILE_TOKENS=tile.tokens,
+            TILE_VALUES=tile.values,
             CHUNK_TOKENS=CHUNK_TOKENS,
             IN_HARDWARE=self._gpu.rounds_in_hardware,
         )
@@ -802,17 +753,17 @@ class GpuIntranode:
         """Rows for receivers without a window, and what comes if this rank has none; nothing if all have."""
         token, scales, nothing = payload.token, payload.scales, self.talk.state
         area = self.ring_area(config, token)
-        tile_tokens, tile_words, num_warps, stages = self._ring_dispatch_tile
+        tile = self._tiles.ring_dispatch
         launch = self.talk.launcher(
             rings.dispatch_through_rings,
-            num_warps,
+            tile.warps,
             NUM_RANKS=self._num_ranks,
             RANK_BLOCK=self.talk.rank_block,
-            SCALE_BLOCK=_power_of_two(token.num_scales) if token.num_scales else 0,
-            TOPK_BLOCK=_power_of_two(token.num_topk) if token.num_topk else 0,
-            TILE_TOKENS=_at_most(tile_tokens, area.num_rows),
-            TILE_WORDS=tile_words,
-            STAGES=stages,
+            SCALE_BLOCK=block_of(token.num_scales),
+            TOPK_BLOCK=block_of(token.num_topk),
+            TILE_TOKENS=at_most(tile.tokens, area.num_rows),
+            TILE_WORDS=tile.words,
+            STAGES=tile.stages,
         )
         parts = (results.x, source, results.topk_idx, results.topk_weights, results.scales)
         addresses = [part.data_ptr() if part is not None else 0 for part in parts]
@@ -852,21 +803,21 @@ class GpuIntranode:
         num_topk = weights.shape[1] if weights is not None else 0
         token = token_layout(x.shape[1] * x.element_size(), 0, num_topk)
         area = self.ring_area(config, token)
-        tile_tokens, tile_words, num_warps, stages, tile_values, sum_stages = self._ring_combine_tile
+        tile, tile_values = self._tiles.ring_combine
         weights_at = _slot_offsets(token)[3]
         launch = self.talk.launcher(
             rings.combine_through_rings,
-            num_warps,
+            tile.warps,
             DTYPE=DTYPE_CODES[x.dtype],
             NUM_BIASES=len(biases),
             NUM_RANKS=self._num_ranks,
             RANK_BLOCK=self.talk.rank_block,
-            TOPK_BLOCK=_power_of_two(num_topk) if num_topk else 0,
-            TILE_TOKENS=_at_most(tile_tokens, area.num_rows),
-            TILE_WORDS=tile_words,
-            STAGES=stages,
+            TOPK_BLOCK=block_of(num_topk),
+            TILE_TOKENS=at_most(tile.tokens, area.num_rows),
+            TILE_WORDS=tile.words,
+            STAGES=tile.stages,
             TILE_VALUES=tile_values,
-            SUM_STAGES=sum_stages,
+            SUM_STAGES=1,
             IN_HARDWARE=self._gpu.rounds_in_hardware,
         )
         launch(
@@ -920,32 +871,10 @@ class GpuIntranode:
     # Handles
 
     def routing_of(self, handle: Any, last: tuple[Any, GpuRouting] | None) -> GpuRouting:
-        """A client's handle; what its tensors hold is judged where kernels read it."""
+        """A client's handle; the last one is known already."""
         if last is not None and handle is last[0]:
             return last[1]
-        if not isinstance(handle, tuple | list) or len(handle) != NUM_TENSORS:
-            raise InvalidCall(f"the handle must be the tuple of {NUM_TENSORS} tensors that dispatch returned")
-        for part in handle:
-            if not isinstance(part, torch.Tensor) or part.dim() == 0:
-                raise InvalidCall("the handle must hold tensors only, as dispatch returned it")
-        routing = GpuRouting(*(_plain(part) for part in handle))
-        num_tokens, num_channels = routing.send_head.shape[0], routing.channel_prefix_matrix.shape[-1]
-        ranks = self._num_ranks
-        for name, part, dtype, shape in (
-            ("rank_prefix_matrix", routing[0], torch.int32, (ranks, ranks)),
-            ("channel_prefix_matrix", routing[1], torch.int32, (ranks, max(1, num_channels))),
-            ("recv_channel_prefix_matrix", routing[2], torch.int32, (ranks, max(1, num_channels))),
-            ("recv_src_idx", routing[3], torch.int32, (routing[3].shape[0],)),
-            ("is_token_in_rank", routing[4], torch.bool, (num_tokens, ranks)),
-            ("send_head", routing[5], torch.int32, (num_tokens, ranks)),
-        ):
-            if part.dtype != dtype or tuple(part.shape) != shape or part.device != self._gpu.device:
-                raise InvalidCall(
-                    f"the handle's {name} is {part.dtype} {list(part.shape)} on {part.device}:"
-                    f" it must be {dtype} {list(shape)} on {self._gpu.device};"
-                    f" is the handle from another Buffer?"
-                )
-        return routing
+        return checked_handle(handle, self._num_ranks, self._gpu.device)
 
 
 @lru_cache(maxsize=64)
@@ -973,31 +902,6 @@ def _tokens_per_channel(num_tokens: int, config: Config) -> int:
     return max(1, -(-num_tokens // config.num_channels))
 
 
-def _fitting_tile(tile: tuple[int, int, int], row_words: int) -> tuple[int, int, int]:
-    """A tile of more tokens and fewer words, if less of a row's last piece is empty then.
-
-    >>> _fitting_tile((32, 512, 32), 1792), _fitting_tile((32, 512, 32), 3584)
-    ((64, 256, 32), (32, 512, 32))
-    """
-    tokens, words, warps = tile
-    half = words // 2
-    if -(-row_words // half) * half < -(-row_words // words) * words:
-        return 2 * tokens, half, warps
-    return tile
-
-
-def _at_most(tile_tokens: int, ring_rows: int) -> int:
-    """A tile of tokens, halved until a ring has as many slots; of 16 with 5 slots it is 4."""
-    while tile_tokens > ring_rows:
-        tile_tokens //= 2
-    return tile_tokens
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Whole numbers as kernels read them, one after the other; nearly all lie so."""
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
 def _words(x: torch.Tensor) -> Seen:
     """Rows as words of 4 bytes."""
     return Seen(x, torch.int32)
@@ -1006,7 +910,3 @@ def _words(x: torch.Tensor) -> Seen:
 def _bits(x: torch.Tensor) -> Seen:
     """Values as kernels see them: those of 16 bits by their bits."""
     return Seen(x, torch.uint16 if x.element_size() == 2 else x.dtype)
-
-
-def _power_of_two(count: int) -> int:
-    return max(2, 1 << (count - 1).bit_length())

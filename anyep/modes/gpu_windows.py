@@ -164,7 +164,7 @@ class _Loan:
         self._on_death = on_death
 
     def let_go(self) -> None:
-        """What was held on to this loan by is gone when this returns."""
+        """One of the tensors is gone; with this method, which it held, goes its hold on the loan."""
 
     def __del__(self) -> None:
         self._on_death()

@@ -1,0 +1,71 @@
+"""What one dispatch on a GPU knew about the routing: the handle, and what it must be like."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from anyep.errors import InvalidCall
+from anyep.modes.routing import NUM_TENSORS
+
+
+class GpuRouting(NamedTuple):
+    """The six tensors of a handle."""
+
+    rank_prefix_matrix: torch.Tensor
+    channel_prefix_matrix: torch.Tensor
+    recv_channel_prefix_matrix: torch.Tensor
+    recv_src_idx: torch.Tensor
+    is_token_in_rank: torch.Tensor
+    send_head: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The flat tuple that clients keep."""
+        return tuple(self)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.send_head.shape[0]
+
+    @property
+    def num_recv_rows(self) -> int:
+        return self.recv_src_idx.shape[0]
+
+    @property
+    def num_channels(self) -> int:
+        return self.channel_prefix_matrix.shape[1]
+
+
+class GpuCounts(NamedTuple):
+    """Where the tokens of a dispatch go, as the caller counted; kernels check it."""
+
+    in_rank: torch.Tensor
+    by_rank: torch.Tensor
+    by_expert: torch.Tensor
+
+
+def checked_handle(handle: Any, num_ranks: int, device: torch.device) -> GpuRouting:
+    """A client's handle; what its tensors hold is judged where kernels read it."""
+    if not isinstance(handle, tuple | list) or len(handle) != NUM_TENSORS:
+        raise InvalidCall(f"the handle must be the tuple of {NUM_TENSORS} tensors that dispatch returned")
+    for part in handle:
+        if not isinstance(part, torch.Tensor) or part.dim() == 0:
+            raise InvalidCall("the handle must hold tensors only, as dispatch returned it")
+    routing = GpuRouting(*(part if part.is_contiguous() else part.contiguous() for part in handle))
+    num_tokens, num_channels = routing.send_head.shape[0], routing.channel_prefix_matrix.shape[-1]
+    for name, part, dtype, shape in (
+        ("rank_prefix_matrix", routing[0], torch.int32, (num_ranks, num_ranks)),
+        ("channel_prefix_matrix", routing[1], torch.int32, (num_ranks, max(1, num_channels))),
+        ("recv_channel_prefix_matrix", routing[2], torch.int32, (num_ranks, max(1, num_channels))),
+        ("recv_src_idx", routing[3], torch.int32, (routing[3].shape[0],)),
+        ("is_token_in_rank", routing[4], torch.bool, (num_tokens, num_ranks)),
+        ("send_head", routing[5], torch.int32, (num_tokens, num_ranks)),
+    ):
+        if part.dtype != dtype or tuple(part.shape) != shape or part.device != device:
+            raise InvalidCall(
+                f"the handle's {name} is {part.dtype} {list(part.shape)} on {part.device}:"
+                f" it must be {dtype} {list(shape)} on {device};"
+                f" is the handle from another Buffer?"
+            )
+    return routing
