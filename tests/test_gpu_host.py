@@ -339,6 +339,8 @@ def test_tensors_in_a_window_share_nothing_but_its_time() -> None:
     for num_left in (2, 1, 0):
         lent.pop(num_left // 2)
         assert windows.used_bytes == (1024 if num_left else 0)
+    # Each may have been in use on another stream.
+    assert made.gpu.waited_for == made.gpu.moments == [0, 1, 2]
 
 
 def test_windows_may_die_in_any_order_and_thread() -> None:

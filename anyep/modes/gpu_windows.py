@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,8 @@ class GpuWindows:
         self._gpu = gpu
         self._blocks: list[Any] = []
         self._free_lists: list[FreeList] = []
-        self._returned: deque[tuple[int, Any]] = deque()
+        self._returned: deque[tuple[int, list[Any]]] = deque()
+        """Windows whose tensors are gone, and moments after the last use of each tensor."""
         self._of_graphs: dict[int, tuple[int, int]] = {}
         """Windows that no tensor holds any more, the graph that each belongs to, and its bytes."""
         self._lock = threading.Lock()
@@ -101,12 +101,13 @@ class GpuWindows:
         """Tensors in a window, each with a storage of its own: what torch registers as an operator may not
         return views of one. The window comes back when they and their views are gone."""
         block = self._blocks[window >> WINDOW_BLOCK_BITS]
-        on_death = partial(self._died, window)
         if self._gpu.stream.is_capturing():
             keep = (self._gpu.stream.graph(), num_bytes)
-            on_death = partial(self._of_graphs.__setitem__, window, keep)
-        loan, start = _Loan(on_death), _within(window)
-        return [block.lend(start + offset, shape, dtype, loan.let_go) for offset, shape, dtype in parts]
+            loan = _Loan(len(parts), lambda: None, lambda _: self._of_graphs.__setitem__(window, keep))
+        else:
+            loan = _Loan(len(parts), self._gpu.last_use, lambda uses: self._returned.append((window, uses)))
+        start = _within(window)
+        return [block.lend(start + offset, shape, dtype, loan.one_died) for offset, shape, dtype in parts]
 
     def tensor(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over a window that is not lent."""
@@ -141,33 +142,36 @@ class GpuWindows:
     def _free_list(self, offset: int) -> FreeList:
         return self._free_lists[offset >> WINDOW_BLOCK_BITS]
 
-    def _died(self, window: int) -> None:
-        """Called by the garbage collector, at any time and in any thread."""
-        self._returned.append((window, self._gpu.last_use()))
-
     def _take_back(self) -> None:
         if self._gpu.stream.is_capturing():
             return
         while self._returned:
-            window, last_use = self._returned.popleft()
-            if last_use is None:
-                # It died while a graph was captured.
+            window, last_uses = self._returned.popleft()
+            if None in last_uses:
+                # It died, or a part of it, while a graph was captured.
                 continue
-            self._gpu.wait_before_next_call(last_use)
+            for last_use in last_uses:
+                self._gpu.wait_before_next_call(last_use)
             self._free_list(window).free(_within(window))
 
 
 class _Loan:
-    """Held by each tensor over a window; when the last one drops it, the window's time is over."""
+    """The tensors over one window. They die one by one, at any time and in any thread."""
 
-    def __init__(self, on_death: Callable[[], None]) -> None:
-        self._on_death = on_death
+    def __init__(
+        self, num_tensors: int, last_use: Callable[[], Any], on_end: Callable[[list[Any]], None]
+    ) -> None:
+        self._left = list(range(num_tensors))
+        self._last_use = last_use
+        self._last_uses: list[Any] = []
+        self._on_end = on_end
 
-    def let_go(self) -> None:
-        """One of the tensors is gone; with this method, which it held, goes its hold on the loan."""
-
-    def __del__(self) -> None:
-        self._on_death()
+    def one_died(self) -> None:
+        """Note when; with the last one the loan is over."""
+        self._last_uses.append(self._last_use())
+        # Two threads may come here at once, but only one of them takes the 0.
+        if self._left.pop() == 0:
+            self._on_end(self._last_uses)
 
 
 def _within(offset: int) -> int:

@@ -50,7 +50,10 @@ WRONG_TOKEN: Final = 3
 WAITED_FOR: Final = 6
 """The fact that says where the flags lie that did not come."""
 KIND: Final = 7
-NUM_STATES: Final = 8
+BAD_ROWS: Final = 8
+"""What a program found wrong with a handle, as an outcome; not in OUTCOME, by which the other programs of its
+kernel, and all their warps, decide whether to begin."""
+NUM_STATES: Final = 9
 
 # A report.
 NUM_REPORTS: Final = 0

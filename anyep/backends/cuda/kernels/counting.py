@@ -32,7 +32,9 @@ def count_experts(local, is_here, first_expert, EXPERT_BLOCK: tl.constexpr):
     """How many slots chose each of some experts: of the local choices [1, 3, 1], from expert 1 on, [2, 0]."""
     number = local - first_expert
     is_counted = is_here & (number >= 0) & (number < EXPERT_BLOCK)
-    return tl.histogram(tl.ravel(number), EXPERT_BLOCK, mask=tl.ravel(is_counted))
+    # One tensor tells both: values and a mask that are flattened each by itself may come in different orders.
+    flat = tl.ravel(tl.where(is_counted, number, EXPERT_BLOCK))
+    return tl.histogram(flat, EXPERT_BLOCK, mask=flat < EXPERT_BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_topk", "local_experts"])

@@ -39,6 +39,7 @@ FLAG_STRIDE = tl.constexpr(words_of.FLAG_STRIDE)
 REPORT = tl.constexpr(words_of.REPORT)
 
 OUTCOME = tl.constexpr(words_of.OUTCOME)
+BAD_ROWS = tl.constexpr(words_of.BAD_ROWS)
 NUMBER = tl.constexpr(words_of.NUMBER)
 NUM_ROWS = tl.constexpr(words_of.NUM_ROWS)
 USES_RINGS = tl.constexpr(words_of.USES_RINGS)
@@ -145,6 +146,13 @@ def report(facts, state, outcome):
                 tl.store(words + REPORTED_WAIT, tl.load(state + WAITED_FOR))
                 tell_host(words + NUM_REPORTS, num_reports + 1)
             tl.store(state + IS_REPORTED, 1)
+
+
+@triton.jit
+def outcome_so_far(state):
+    """What went wrong until now, when all programs that looked for bad rows are done."""
+    outcome = tl.load(state + OUTCOME, volatile=True)
+    return tl.where(outcome == 0, tl.load(state + BAD_ROWS, volatile=True), outcome)
 
 
 @triton.jit
@@ -386,6 +394,7 @@ def exchange_letters(
     tl.store(number_at, call)
     tl.store(state + NUMBER, call)
     tl.store(state + IS_REPORTED, 0)
+    tl.store(state + BAD_ROWS, 0)
     tl.store(state + WAITED_FOR, MAILBOX_AT)
 
     index = tl.arange(0, NUM_WORDS)
@@ -494,11 +503,11 @@ def meet(
     One program; what kernels before it stored is visible to who acquires its flags. FLAGS_AT is the fact that
     says where the flags lie. In call 5 this rank's flags at its peers become 5; with flags [5, 4] here and no
     patience left the outcome is 1 (late) + 16 * 1 (rank 1). A call that went wrong on all ranks has no
-    flags; one that went wrong here alone has. UNLESS_RINGS: nor has one where some rows go through rings.
+    flags; one with a bad handle here alone has. UNLESS_RINGS: nor has one where some rows go through rings.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
-    outcome = tl.load(state + OUTCOME)
+    outcome = outcome_so_far(state)
     value = tl.load(state + NUMBER)
     rank, own = tl.load(facts + RANK), tl.load(facts + OWN_HEAP)
     flags_at, stride = tl.load(facts + FLAGS_AT), tl.load(facts + FLAG_STRIDE)
@@ -517,7 +526,7 @@ def meet(
         if late != 0:
             tl.store(state + WAITED_FOR, FLAGS_AT)
             outcome = tl.where(outcome == 0, late, outcome)
-            tl.store(state + OUTCOME, outcome)
+    tl.store(state + OUTCOME, outcome)
     report(facts, state, outcome)
 
 

@@ -38,6 +38,7 @@ from anyep.backends.cuda.kernels.floats import bf16_of_float
 from anyep.backends.cuda.kernels.letters import (
     ALARM_AT,
     BAD_HANDLE,
+    BAD_ROWS,
     DIFFERENT,
     FLAG_STRIDE,
     GIVEN_UP_AT,
@@ -60,6 +61,7 @@ from anyep.backends.cuda.kernels.letters import (
     STOPPED,
     WAITED_FOR,
     first_bad,
+    outcome_so_far,
     report,
     why_not_there,
     words_at,
@@ -251,7 +253,9 @@ def post_notes(facts, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_B
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
     number = tl.load(state + NUMBER)
-    code = tl.load(state + OUTCOME, volatile=True) % NUM_CODES
+    outcome = outcome_so_far(state)
+    tl.store(state + OUTCOME, outcome)
+    code = outcome % NUM_CODES
     is_good = (code == GOOD) | (code == BAD_HANDLE)
     known = tl.load(generations + ranks, mask=is_rank, other=1)
     is_open = is_rank & (known % 2 == 0) & is_good
@@ -352,6 +356,7 @@ def open_call(
     tl.store(state + NUMBER, number)
     tl.store(state + KIND, kind)
     tl.store(state + IS_REPORTED, 0)
+    tl.store(state + BAD_ROWS, 0)
     tl.store(state + IS_WRONG, 0)
     tl.store(state + NUM_SENT, 0)
     tl.store(state + NUM_TAKEN, 0)
@@ -769,7 +774,7 @@ def list_returns(
         is_disorder = is_row & ((tokens <= before) | (tokens >= max_tokens))
         is_wrong = is_wrong | (tl.max(is_disorder.to(tl.int32), axis=0) > 0)
         tl.store(listed + indices, tokens, mask=is_row & is_open)
-    tl.atomic_max(state + OUTCOME, rank * NUM_CODES + BAD_HANDLE, mask=is_wrong, sem="relaxed", scope="gpu")
+    tl.atomic_max(state + BAD_ROWS, rank * NUM_CODES + BAD_HANDLE, mask=is_wrong, sem="relaxed", scope="gpu")
 
 
 @triton.jit

@@ -47,7 +47,8 @@ def pull_and_sum(
     second one is row 3 of rank 1. Sums start from bias_0 + bias_1, or from bias_0, or from +0.0. Top-k
     weights likewise, per slot, without bias; TOPK_BLOCK is 0 where there are none. Nothing is done if the
     outcome of what came before is not 0, or if some rows come through rings. A row that rank r does not have
-    is left out: the outcome is then 5 (bad handle) + 16 * r. This rank's own rows are at `own_x`, an address.
+    is left out: BAD_ROWS in `state` is then 5 (bad handle) + 16 * r. This rank's own rows are at `own_x`, an
+    address.
     """
     is_mine = (tl.load(state + OUTCOME) == 0) & (tl.load(state + USES_RINGS) == 0)
     # In pieces of rows, so that no program is left with a whole row while the others are done.

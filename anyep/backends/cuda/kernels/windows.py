@@ -11,6 +11,7 @@ from anyep.backends.cuda import facts as words_of
 PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
 PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
 OUTCOME = tl.constexpr(words_of.OUTCOME)
+BAD_ROWS = tl.constexpr(words_of.BAD_ROWS)
 NUM_ROWS = tl.constexpr(words_of.NUM_ROWS)
 USES_RINGS = tl.constexpr(words_of.USES_RINGS)
 BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
@@ -33,15 +34,15 @@ def rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS: tl.con
 
 @triton.jit
 def refuse_rows_beyond(state, places, rows, receivers, NUM_RECEIVERS: tl.constexpr):
-    """If a receiver does not have a row, the outcome is 5 (bad handle) + 16 * receiver; of several, any.
+    """If a receiver does not have a row, `state` says so: 5 (bad handle) + 16 * receiver; of several, any.
 
     Of 2 rows at each receiver the rows [[0, 2], [-1, 1]] are too many for receiver 1.
     """
     limit = tl.load(places + PLACE_WORDS * receivers + PLACE_ROWS, mask=receivers < NUM_RECEIVERS, other=0)
     problem = receivers.to(tl.int64) * NUM_CODES + BAD_HANDLE
     # Each value by itself: to find the first would take a meeting of all threads.
-    outcomes_of = state + OUTCOME + 0 * rows
-    tl.store(outcomes_of, tl.broadcast_to(problem[None, :], rows.shape), mask=rows >= limit[None, :])
+    said = state + BAD_ROWS + 0 * rows
+    tl.store(said, tl.broadcast_to(problem[None, :], rows.shape), mask=rows >= limit[None, :])
 
 
 @triton.jit
@@ -83,8 +84,8 @@ def send_to_windows(
     to row 0 at receiver 0 and to row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source indices
     there are 0, 0 and 1. An expert id is written as the receiver's local one; where the expert is not there,
     -1 and weight 0. Nothing is sent if the outcome of what came before is not 0, nor if ALL_OR_NONE and some
-    receiver has no window. A row that receiver r does not have is not written: the outcome is then 5 (bad
-    handle) + 16 * r.
+    receiver has no window. A row that receiver r does not have is not written: BAD_ROWS in `state` is
+    then 5 (bad handle) + 16 * r.
 
     x is seen as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
     `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Source indices and top-k are sent in
