@@ -527,7 +527,7 @@ def check_letters_of_wrong_counts(device: str) -> None:
     """exchange_letters after place_tokens has found a contradiction; all ranks hear of it."""
     said = random_letters(2, 2, 2, 8)
     call = Call(device, 1, said)
-    wrong = facts.WRONG_EXPERT_COUNT + 4 * 3
+    wrong = facts.wrong_word(facts.WRONG_EXPERT_COUNT, 3)
     call.state[facts.IS_WRONG] = wrong
     call.exchange(ticket=3)
     assert call.outcome == outcomes.outcome_of(outcomes.DIFFERENT, 0)

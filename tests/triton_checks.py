@@ -226,19 +226,27 @@ def check_contradictions(device: str) -> None:
         contradictory = replace(layout, per_rank=changed(layout.per_rank, rank, count))
         for with_ids in (True, False):
             wrong = place(contradictory, 4, device, with_ids)[2]
-            assert wrong == facts.WRONG_RANK_COUNT + 4 * rank
+            assert wrong == facts.wrong_word(facts.WRONG_RANK_COUNT, rank)
     for expert in (0, 3, 11):
         count = layout.per_expert[expert] + 1
         contradictory = replace(layout, per_expert=changed(layout.per_expert, expert, count))
         right = cpu.first_contradiction(layout.ids.numpy(), contradictory.per_expert, layout.in_rank)
-        assert place(contradictory, 4, device)[2] == facts.WRONG_EXPERT_COUNT + 4 * right
+        assert place(contradictory, 4, device)[2] == facts.wrong_word(facts.WRONG_EXPERT_COUNT, right)
         assert place(contradictory, 4, device, with_ids=False)[2] == 0
     for token, rank in ((0, 0), (17, 1), (39, 2)):
         in_rank = changed(layout.in_rank, (token, rank), not layout.in_rank[token, rank])
         contradictory = replace(layout, in_rank=in_rank, per_rank=in_rank.sum(0).astype(np.int32))
         right = cpu.first_contradiction(layout.ids.numpy(), layout.per_expert, in_rank)
-        assert place(contradictory, 4, device)[2] == facts.WRONG_TOKEN + 4 * (-2 - right)
+        assert place(contradictory, 4, device)[2] == facts.wrong_word(facts.WRONG_TOKEN, -2 - right)
         assert place(contradictory, 4, device, with_ids=False)[2] == 0
+    # Of much that is wrong, what the CPU names: the first token, then the first expert.
+    layout = Layout.of(routing(40, 5, 60, 7), 60, 3)
+    all_wrong = replace(layout, in_rank=~layout.in_rank, per_expert=layout.per_expert + 1)
+    right = cpu.first_contradiction(layout.ids.numpy(), all_wrong.per_expert, all_wrong.in_rank)
+    assert right == -2
+    assert place(all_wrong, 4, device)[2] == facts.wrong_word(facts.WRONG_TOKEN, 0)
+    all_wrong = replace(layout, per_rank=layout.per_rank + 1, per_expert=layout.per_expert + 1)
+    assert place(all_wrong, 4, device)[2] == facts.wrong_word(facts.WRONG_EXPERT_COUNT, 0)
 
 
 def check_send_head(device: str) -> None:

@@ -84,8 +84,8 @@ class GpuIntranode:
         self._tiles = tiles_for(talk.num_ranks, bool(self.windows.num_bytes))
         self._ranks_on_gpu = connection.ranks_on_gpu
         self._most_sms = max(2, self._gpu.num_sms // connection.ranks_on_gpu // 2 * 2)
-        self._layouts: dict[int, Launcher] = {}
-        """What counts a layout, by the choices of a token."""
+        self._counters: dict[tuple[int, int], Launcher] = {}
+        """What counts tokens, by the kernel's identity and the choices of a token."""
         self._known_ring_arguments: dict[int, tuple[RingArea, tuple[Any, ...]]] = {}
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
         self._unheard: AnyEPError | None = None
@@ -226,17 +226,7 @@ class GpuIntranode:
         is_apart = run_async or previous is not None or self._gpu.stream.is_capturing()
         if is_apart:
             self._gpu.stream.begin(previous)
-        launch = self._layouts.get(num_topk)
-        if launch is None:
-            launch = self._layouts[num_topk] = self.talk.launcher(
-                counting.count_layout,
-                COUNT_WARPS,
-                NUM_RANKS=num_ranks,
-                TOPK_BLOCK=block_of(num_topk),
-                EXPERT_BLOCK=COUNTED_EXPERTS,
-                TILE_TOKENS=COUNTED_TOKENS,
-            )
-        launch(
+        self._counting(counting.count_layout, num_topk)(
             self.communication_stream if is_apart else self._gpu.stream.current(),
             (num_ranks, -(-local_experts // COUNTED_EXPERTS)),
             topk_idx,
@@ -253,6 +243,20 @@ class GpuIntranode:
         # A later call may wait for an event of the caller's from before, and not for his stream.
         self._gpu.stream.begin(None)
         return per_rank, None, per_expert, in_rank, None
+
+    def _counting(self, kernel: Any, num_topk: int) -> Launcher:
+        """A kernel that counts tokens with so many choices."""
+        launch = self._counters.get((id(kernel), num_topk))
+        if launch is None:
+            launch = self._counters[id(kernel), num_topk] = self.talk.launcher(
+                kernel,
+                COUNT_WARPS,
+                NUM_RANKS=self._num_ranks,
+                TOPK_BLOCK=block_of(num_topk),
+                EXPERT_BLOCK=COUNTED_EXPERTS,
+                TILE_TOKENS=COUNTED_TOKENS,
+            )
+        return launch
 
     # Dispatch
 
@@ -412,16 +416,8 @@ class GpuIntranode:
         num_tokens, num_channels, num_ranks = payload.num_tokens, config.num_channels, self._num_ranks
         local_experts = counts.by_expert.shape[0] // num_ranks
         num_topk = payload.token.num_topk
-        place = self.talk.launcher(
-            counting.place_tokens,
-            COUNT_WARPS,
-            NUM_RANKS=num_ranks,
-            TOPK_BLOCK=block_of(num_topk),
-            EXPERT_BLOCK=COUNTED_EXPERTS,
-            TILE_TOKENS=COUNTED_TOKENS,
-        )
         checks_experts = -(-local_experts // COUNTED_EXPERTS) if num_topk else 0
-        place(
+        self._counting(counting.place_tokens, num_topk)(
             self.communication_stream,
             (num_ranks, num_channels + checks_experts),
             Seen(counts.in_rank, torch.int8),

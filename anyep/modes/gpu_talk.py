@@ -362,10 +362,10 @@ class GpuTalk:
 def contradiction(wrong: int, num_ranks: int) -> str:
     """What is wrong with a caller's counts, as `place_tokens` found it.
 
-    >>> contradiction(facts.WRONG_EXPERT_COUNT + 4 * 7, 2)
+    >>> contradiction(facts.wrong_word(facts.WRONG_EXPERT_COUNT, 7), 2)
     'num_tokens_per_expert and topk_idx disagree about expert 7: pass both from one get_dispatch_layout'
     """
-    how, where = wrong % 4, wrong // 4
+    how, where = facts.how_and_where(wrong)
     if how == facts.WRONG_RANK_COUNT:
         problem = f"num_tokens_per_rank and is_token_in_rank disagree about rank {where}"
     elif how == facts.WRONG_EXPERT_COUNT:

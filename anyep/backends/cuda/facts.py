@@ -43,10 +43,12 @@ USES_RINGS: Final = 3
 """Whether some rows go through rings."""
 IS_REPORTED: Final = 4
 IS_WRONG: Final = 5
-"""Set before a call's letters: its counts contradict its choices; how (below) + 4 * where."""
+"""Set before a call's letters: its counts contradict its choices; how (below) and where, as `wrong_word`."""
 WRONG_RANK_COUNT: Final = 1
 WRONG_EXPERT_COUNT: Final = 2
 WRONG_TOKEN: Final = 3
+WRONG_SHIFT: Final = 48
+LAST_PLACE: Final = (1 << WRONG_SHIFT) - 1
 WAITED_FOR: Final = 6
 """The fact that says where the flags lie that did not come."""
 KIND: Final = 7
@@ -104,3 +106,18 @@ NOTE_HEADER: Final = 16
 """The header of this rank's notes."""
 RANGES: Final = 24
 """What everyone's notes say, by (rank, local expert)."""
+
+
+def wrong_word(how: int, where: int) -> int:
+    """What contradicts what, and where: of several words the greatest is the one that the CPU would name.
+
+    >>> words = wrong_word(WRONG_TOKEN, 7), wrong_word(WRONG_TOKEN, 5), wrong_word(WRONG_RANK_COUNT, 0)
+    >>> how_and_where(max(words))
+    (3, 5)
+    """
+    return (how << WRONG_SHIFT) + LAST_PLACE - where
+
+
+def how_and_where(word: int) -> tuple[int, int]:
+    """What a `wrong_word` was made of."""
+    return word >> WRONG_SHIFT, LAST_PLACE - (word & LAST_PLACE)

@@ -11,6 +11,7 @@ IS_WRONG = tl.constexpr(words_of.IS_WRONG)
 WRONG_RANK_COUNT = tl.constexpr(words_of.WRONG_RANK_COUNT)
 WRONG_EXPERT_COUNT = tl.constexpr(words_of.WRONG_EXPERT_COUNT)
 WRONG_TOKEN = tl.constexpr(words_of.WRONG_TOKEN)
+LAST_PLACE = tl.constexpr(words_of.LAST_PLACE)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
@@ -25,6 +26,12 @@ def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOP
     ids = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
     local = ids - rank * local_experts
     return local.to(tl.int32), is_slot & (local >= 0) & (local < local_experts)
+
+
+@triton.jit
+def wrong_word(HOW: tl.constexpr, where):
+    """As `facts.wrong_word`: the greatest of several is the first of the worst kind."""
+    return tl.full((), HOW, tl.int64) * (LAST_PLACE + 1) + LAST_PLACE - where
 
 
 @triton.jit
@@ -188,9 +195,9 @@ def place_channel(
     tl.store(channel_counts + rank * num_channels + channel, counted)
     problem = tl.full((), 0, tl.int64)
     if wrong_token < NO_TOKEN:
-        problem = WRONG_TOKEN + 4 * (wrong_token * NUM_RANKS + rank)
-    if (channel == num_channels - 1) & (tl.load(tokens_per_rank + rank) != before + counted):
-        problem = tl.full((), WRONG_RANK_COUNT, tl.int64) + 4 * rank
+        problem = wrong_word(WRONG_TOKEN, wrong_token * NUM_RANKS + rank)
+    elif (channel == num_channels - 1) & (tl.load(tokens_per_rank + rank) != before + counted):
+        problem = wrong_word(WRONG_RANK_COUNT, rank.to(tl.int64))
     return problem
 
 
@@ -223,5 +230,5 @@ def check_experts(
     wrong_expert = tl.min(tl.where(is_expert & (said != by_expert), experts, NO_TOKEN), axis=0).to(tl.int64)
     problem = tl.full((), 0, tl.int64)
     if wrong_expert < NO_TOKEN:
-        problem = WRONG_EXPERT_COUNT + 4 * (rank * local_experts + wrong_expert)
+        problem = wrong_word(WRONG_EXPERT_COUNT, rank * local_experts + wrong_expert)
     return problem

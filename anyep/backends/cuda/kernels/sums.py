@@ -7,7 +7,13 @@ import triton.language as tl
 
 from anyep.backends.cuda import facts as words_of
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows, values_at
-from anyep.backends.cuda.kernels.windows import is_below, num_rows_there, refuse_rows_beyond, rows_of_tokens
+from anyep.backends.cuda.kernels.windows import (
+    is_below,
+    num_rows_there,
+    refuse_rows_beyond,
+    rows_at,
+    rows_of_tokens,
+)
 
 PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
 PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
@@ -153,7 +159,7 @@ def sum_weights(
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         is_token = tokens < num_tokens
         rows_of_all = rows_of_tokens(send_head, tokens, is_token, ranks, NUM_RANKS)
-        refuse_rows_beyond(state, places, rows_of_all, ranks, NUM_RANKS)
+        refuse_rows_beyond(state, rows_of_all, rows_at(places, ranks, NUM_RANKS), ranks)
         if TOPK_BLOCK:
             slots = tl.arange(0, TOPK_BLOCK)
             is_slot = (slots < num_topk)[None, :]

@@ -33,12 +33,17 @@ def rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS: tl.con
 
 
 @triton.jit
-def refuse_rows_beyond(state, places, rows, receivers, NUM_RECEIVERS: tl.constexpr):
+def rows_at(places, receivers, NUM_RECEIVERS: tl.constexpr):
+    """How many rows each receiver has room for."""
+    return tl.load(places + PLACE_WORDS * receivers + PLACE_ROWS, mask=receivers < NUM_RECEIVERS, other=0)
+
+
+@triton.jit
+def refuse_rows_beyond(state, rows, limit, receivers):
     """If a receiver does not have a row, `state` says so: 5 (bad handle) + 16 * receiver; of several, any.
 
     Of 2 rows at each receiver the rows [[0, 2], [-1, 1]] are too many for receiver 1.
     """
-    limit = tl.load(places + PLACE_WORDS * receivers + PLACE_ROWS, mask=receivers < NUM_RECEIVERS, other=0)
     problem = receivers.to(tl.int64) * NUM_CODES + BAD_HANDLE
     # Each value by itself: to find the first would take a meeting of all threads.
     said = state + BAD_ROWS + 0 * rows
@@ -159,11 +164,11 @@ def send_sources(
     """Tell all receivers at once which token each row of theirs is: it takes as long as to tell one."""
     receivers = tl.arange(0, RECEIVER_BLOCK)
     rows = rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS)
-    refuse_rows_beyond(state, places, rows, receivers, NUM_RECEIVERS)
+    limit = rows_at(places, receivers, NUM_RECEIVERS)
+    refuse_rows_beyond(state, rows, limit, receivers)
     is_receiver = receivers < NUM_RECEIVERS
     there = tl.load(places + PLACE_WORDS * receivers + 1, mask=is_receiver, other=0)
     has_window = tl.load(places + PLACE_WORDS * receivers, mask=is_receiver, other=0) != 0
-    limit = tl.load(places + PLACE_WORDS * receivers + PLACE_ROWS, mask=is_receiver, other=0)
     is_sent = is_below(rows, tl.where(has_window, limit, 0).to(tl.int32)[None, :])
     sources = there.to(tl.pointer_type(tl.int32))[None, :] + rows.to(tl.int64)
     tl.store(sources, tl.broadcast_to(tokens[:, None], rows.shape), mask=is_sent)
