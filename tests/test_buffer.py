@@ -580,7 +580,8 @@ def forget_a_buffer(context: RankContext) -> str:
 
 def test_the_free_list_merges_and_reuses() -> None:
     chance = random.Random(5)
-    heap = FreeList(1 << 16)
+    num_bytes = (1 << 16) + 100
+    heap = FreeList(num_bytes)
     used: dict[int, int] = {}
     for _ in range(2000):
         if used and chance.random() < 0.5:
@@ -591,13 +592,17 @@ def test_the_free_list_merges_and_reuses() -> None:
             size = chance.randrange(1, 3000)
             offset_or_none = heap.allocate(size)
             if offset_or_none is not None:
-                used[offset_or_none] = -(-size // 128) * 128
+                used[offset_or_none] = min(-(-size // 256) * 256, num_bytes - offset_or_none)
         spans = sorted([*used.items(), *heap.blocks()])
+        assert all(start % 256 == 0 for start, _ in spans)
         assert all(start + size == following for (start, size), (following, _) in pairwise(spans))
-        assert sum(size for _, size in spans) == 1 << 16
+        assert sum(size for _, size in spans) == num_bytes
         assert heap.used_bytes == sum(used.values())
         offers = heap.offers(3)
         assert len(offers) <= 3
         assert not heap.blocks() or max(heap.blocks(), key=lambda block: block[1]) in offers
     with pytest.raises(ValueError, match="no free block"):
         heap.allocate_at(1, 1)
+    exact = FreeList(640)
+    assert exact.allocate(640) == 0
+    assert exact.blocks() == []
