@@ -332,7 +332,7 @@ class ControlRegion:
         # (kind, bytes that one peer writes, number of peers, number of alternating sets)
         kinds = (
             ("status", STATUS_BYTES, 1, 1),
-            ("alarm", COUNTER_BYTES, 1, 1),
+            ("alarm", 2 * COUNTER_BYTES, 1, 1),
             ("sleepers", COUNTER_BYTES, 1, 1),
             ("doorbell", COUNTER_BYTES, 1, 1),
             ("mailbox", self.letter_bytes, self.num_ranks, NUM_MAILBOXES),

@@ -480,7 +480,8 @@ def hold_results(context: RankContext) -> None:
             poison_windows(buffer)
             assert torch.equal(last_row, right[seed][-1:])
             del last_row
-            assert windows.used_bytes < used
+            # To some of many ranks no row comes, and they hold nothing.
+            assert (windows.used_bytes < used) is bool(len(right[seed]))
             again, *_ = buffer.dispatch(rows_of(buffer, seed), handle=handle, config=FEW_SMS)
             assert torch.equal(again, right[seed])
             del again

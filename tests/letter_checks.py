@@ -147,6 +147,7 @@ class Call:
             heap=SimpleNamespace(address=self.heaps[self.me].data_ptr()),
             conversation=SimpleNamespace(timeout_s=patience_ns / 1e9),
             report=self.report,
+            _at_host=0,
         )
         return GpuTalk._facts(talk)  # type: ignore[arg-type]
 
@@ -158,8 +159,8 @@ class Call:
         """A word that `peer` wrote at a rank."""
         return int(self._word(kind, rank, peer, word))
 
-    def store(self, kind: str, value: int, rank: int, peer: int = 0) -> None:
-        self._word(kind, rank, peer).fill_(value)
+    def store(self, kind: str, value: int, rank: int, peer: int = 0, word: int = 0) -> None:
+        self._word(kind, rank, peer, word).fill_(value)
 
     def alarms(self) -> list[int]:
         return [self.load("alarm", rank) for rank in range(self.num_ranks)]
@@ -244,20 +245,6 @@ class Call:
         self.start_to_meet(flags_at, unless_rings)
         synchronize(self.device)
         return self.outcome
-
-    def raise_alarms(self, gone: int, everywhere: bool) -> None:
-        launch(
-            letters.raise_alarms,
-            self.device,
-            1,
-            self.facts,
-            self.addresses,
-            gone,
-            num_warps=1,
-            EVERYWHERE=everywhere,
-            **self.blocks,
-        )
-        synchronize(self.device)
 
     @property
     def outcome(self) -> int:
@@ -658,22 +645,33 @@ def check_meet_after_trouble(device: str) -> None:
     assert not any(call.alarms())
 
 
-def check_alarms(device: str) -> None:
-    """raise_alarms: here, or at every rank."""
-    # The example: rank 1 of 2 is gone.
-    for everywhere in (False, True):
-        call = plain_call(device, 0, 2)
-        call.raise_alarms(-1, everywhere)
-        assert call.alarms() == [0, 0]
-        assert call.given_up() == [[0, 0], [0, 0]]
-        call.raise_alarms(1, everywhere)
-        assert call.alarms() == [2, 2 if everywhere else 0]
-        assert call.given_up() == [[0, 1], [0, 1] if everywhere else [0, 0]]
+def check_what_the_host_says(device: str) -> None:
+    """Who waits long enough is told by the host, too: said_by_host and raise_alarm."""
+    said = random_letters(3, 2, 2, 8)
+    # The example: the host says 2, since rank 1 is gone.
+    call = Call(device, 0, said, (1,))
+    host = pinned_words(1)
+    call.store("alarm", int(host.ctypes.data), rank=0, word=1)
+    host[0] = 2
+    call.exchange()
+    assert call.outcome == outcomes.outcome_of(outcomes.STOPPED, 1)
+    assert call.alarms() == [2, 1, 1], "by the host here; everywhere else this rank gives up"
+    call.assert_reported(call.outcome, Kind.DISPATCH, waited_for=facts.MAILBOX_AT)
     call = plain_call(device, 2, 3)
-    call.raise_alarms(1, False)
-    call.raise_alarms(0, False)
-    assert call.alarms() == [0, 0, 2]
-    assert call.given_up() == [[0, 0, 0], [0, 0, 0], [1, 1, 0]]
+    call.store("alarm", int(host.ctypes.data), rank=2, word=1)
+    call.store("window arrival", call.number, rank=2, peer=0)
+    assert call.meet(facts.ARRIVED_AT) == outcomes.outcome_of(outcomes.STOPPED, 1)
+    # It is not asked as long as all goes well, nor if it says nothing.
+    call = Call(device, 0, said)
+    call.store("alarm", 1, rank=0, word=1)
+    call.exchange()
+    assert call.outcome == 0
+    host[0] = 0
+    call = Call(device, 0, said, (1,), patience_ns=10**6)
+    call.store("alarm", int(host.ctypes.data), rank=0, word=1)
+    call.exchange()
+    assert call.outcome == outcomes.outcome_of(outcomes.LATE, 1)
+    assert host[0] == 0
 
 
 def check_new_block(device: str) -> None:
@@ -751,6 +749,6 @@ CHECKS = (
     check_meet,
     check_meet_unless_rings,
     check_meet_after_trouble,
-    check_alarms,
+    check_what_the_host_says,
     check_new_block,
 )

@@ -22,6 +22,7 @@ import torch
 from anyep import outcomes
 from anyep.backends import cpu
 from anyep.backends.cuda import facts
+from anyep.backends.cuda.pinned import pinned_words
 from anyep.sizes import TokenLayout
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
@@ -629,6 +630,14 @@ def check_who_waits_in_vain_says_so(device: str) -> None:
             said, _ = call.run(ranks, [0])
             assert said[0] == expected
             assert int(ranks.words(0, ALARM_AT, 1)) == (alarm or 1)
+        # Or its host says that rank 1 is gone.
+        host = pinned_words(1)
+        host[0] = 2
+        ranks = Ranks(call.sizes, device)
+        ranks.words(0, ALARM_AT + 8, 1).fill_(int(host.ctypes.data))
+        said, _ = replace(call, patience_ns=PATIENCE_NS).run(ranks, [0])
+        assert said[0] == STOPPED
+        assert int(ranks.words(0, ALARM_AT, 1)) == 2
 
 
 def check_who_finds_no_room_says_so(device: str) -> None:

@@ -96,6 +96,12 @@ class SimulatedGpu:
     def words(self, count: int) -> Any:
         return np.zeros(count, np.int64)
 
+    def let_kernels_read(self, address: int, num_bytes: int) -> bool:
+        return True
+
+    def let_no_kernel_read(self, address: int) -> None:
+        pass
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # Whatever is read before it is written should be noticed.
         num_bytes = math.prod(shape) * dtype.itemsize

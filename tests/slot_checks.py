@@ -17,6 +17,7 @@ import torch
 from anyep import formats, outcomes
 from anyep.backends.cpu.kernels import slots as cpu
 from anyep.backends.cuda import facts
+from anyep.backends.cuda.pinned import pinned_words
 from anyep.layout import NOTE_HEADER_BYTES, ControlRegion
 from anyep.modes.letters import Kind
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
@@ -303,6 +304,27 @@ def check_receive_notes(device: str) -> None:
     receive(setting, can_shrink=True)
     assert setting.outcome == 0
     assert setting.generations.tolist() == [1, 0]
+
+
+def check_what_the_host_says(device: str) -> None:
+    """Who waits long enough is told by the host, too."""
+    for can_shrink, block, index, value, generations in (
+        (False, "alarm", 1, 1, [0, 0]),
+        # Rank 0 is gone, and masked for it; or the host was told that it is masked, in round 1.
+        (True, "given up", 0, 1, [1, 0]),
+        (True, "mask", 0, 3, [3, 0]),
+    ):
+        setting = Setting(device, 2, rank=1, patience_ns=10**11)
+        host = pinned_words(setting.control.num_bytes // 8)
+        setting.facts[facts.AT_HOST] = int(host.ctypes.data)
+        alarm_at = setting.control.block("alarm").start + 8
+        setting.word(1, "alarm", 0, index=1).fill_(int(host.ctypes.data) + alarm_at)
+        host[setting.control.block(block).start // 8 + index] = value
+        setting.put_header([7])
+        setting.note(1, 1)[0] = 7
+        receive(setting, can_shrink=can_shrink)
+        assert setting.outcome == (0 if can_shrink else outcomes.outcome_of(outcomes.STOPPED, 0))
+        assert setting.generations.tolist() == generations
 
 
 # Dispatch
@@ -824,6 +846,7 @@ CHECKS: tuple[Any, ...] = (
     check_masks,
     check_finish_call,
     check_receive_notes,
+    check_what_the_host_says,
     check_send_tokens,
     check_lists_of_tokens,
     check_pack_tokens,

@@ -485,11 +485,15 @@ def test_a_rank_that_destroys_its_buffer_while_others_wait(three_ranks: World) -
     gpu_scenarios.check_a_rank_that_destroys_its_buffer(three_ranks, 4)
 
 
-def wait_in_vain(context: RankContext) -> tuple[str, str, float]:
-    """Rank 0 is interrupted while it waits for rank 2; rank 1 waits as well."""
+def wait_in_vain(context: RankContext, after_a_combine: bool) -> tuple[str, str, float]:
+    """Rank 0 is interrupted while it waits for rank 2; rank 1 waits as well. Its kernels may wait already in
+    the call before, and with them the stream that it calls from."""
     gpu_scenarios.load_kernels(context)
     buffer = new_buffer(context)
     interrupted = [0.0]
+    rows, *_, handle, _ = good_dispatch(buffer)
+    torch.cuda.synchronize()
+    dist.barrier(group=context.group)
     if context.rank == 2:
         time.sleep(1.5)
     if context.rank == 0:
@@ -501,6 +505,8 @@ def wait_in_vain(context: RankContext) -> tuple[str, str, float]:
 
         threading.Timer(0.4, interrupt).start()
     try:
+        if after_a_combine:
+            buffer.combine(rows, handle, config=gpu_scenarios.FEW_SMS)
         for _ in range(2):
             good_dispatch(buffer)
             torch.cuda.synchronize()
@@ -509,8 +515,9 @@ def wait_in_vain(context: RankContext) -> tuple[str, str, float]:
     return "none", "", 0.0
 
 
-def test_ctrl_c_out_of_a_wait(three_ranks: World) -> None:
-    outcomes = three_ranks.run(wait_in_vain)
+@pytest.mark.parametrize("after_a_combine", [False, True])
+def test_ctrl_c_out_of_a_wait(three_ranks: World, after_a_combine: bool) -> None:
+    outcomes = three_ranks.run(wait_in_vain, after_a_combine)
     kind, _, seconds = outcomes[0]
     assert kind == "KeyboardInterrupt"
     assert seconds < 0.5
@@ -519,10 +526,11 @@ def test_ctrl_c_out_of_a_wait(three_ranks: World) -> None:
         assert "rank 0" in message
 
 
-def test_a_killed_rank() -> None:
+@pytest.mark.parametrize("call", [2, 3])
+def test_a_killed_rank(call: int) -> None:
     """In a world of its own; afterwards the GPU works as before."""
     gpu_world(2)
     with World(NUM_RANKS) as fresh:
         fresh.run(prepare, "60")
-        gpu_scenarios.check_a_killed_rank(fresh, 3)
+        gpu_scenarios.check_a_killed_rank(fresh, call)
     gpu_world(2).run(run_gpu_case, Case((5, 6), num_biases=1), timeout=TIMEOUT_S)

@@ -220,7 +220,7 @@ def test_control_region_in_full() -> None:
         found.setdefault(region.kind, []).append((region.slot_set, region.peer, region.num_bytes))
     expected = {
         "status": (8192, 1, 1),
-        "alarm": (8, 1, 1),
+        "alarm": (16, 1, 1),
         "sleepers": (8, 1, 1),
         "doorbell": (8, 1, 1),
         "mailbox": (4992, 2, 2),

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -61,20 +60,6 @@ def simulate(context: RankContext, timeout_s: str = "20") -> None:
     # Memory that nobody has written yet holds NaN and the like: who reads it is found out. Only now, since
     # it loads Triton.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    let_another_thread_raise_the_alarm()
-
-
-def let_another_thread_raise_the_alarm() -> None:
-    """The interpreter runs one kernel at a time: beside one that waits the host writes what another would."""
-    from anyep.backends.cuda import facts
-    from anyep.modes.gpu_talk import GpuTalk
-
-    def forget(talk: Any, rank: int) -> None:
-        given_up = int(talk.facts[facts.GIVEN_UP_AT] + rank * talk.facts[facts.FLAG_STRIDE])
-        for offset, value in ((given_up, 1), (int(talk.facts[facts.ALARM_AT]), rank + 1)):
-            talk.heap.tensor(offset, (1,), torch.int64).clamp_(min=value)
-
-    GpuTalk.forget = forget  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

@@ -32,21 +32,7 @@ def use_simulated_gpus(context: RankContext) -> None:
     from tests.simulated_gpu import use_simulated_gpu
 
     use_simulated_gpu()
-    # Whoever notices a peer's death is another thread, and the interpreter has room for one.
-    from anyep.modes.gpu_talk import GpuTalk
-
-    GpuTalk.forget = forget  # type: ignore[method-assign]
     context.keep["device"] = "cuda"
-
-
-def forget(talk: Any, rank: int) -> None:
-    """What the kernel `raise_alarms` does here."""
-    from anyep.backends.cuda import facts
-
-    words = talk._facts()
-    gone = words[facts.GIVEN_UP_AT] + rank * words[facts.FLAG_STRIDE]
-    talk.heap.tensor(gone, (1,), torch.int64).fill_(1)
-    talk.heap.tensor(words[facts.ALARM_AT], (1,), torch.int64).fill_(rank + 1)
 
 
 def simulated_world(num_ranks: int) -> World:

@@ -131,7 +131,9 @@ class Conversation:
         self._broken: AnyEPError | None = None
         self.on_failure: Callable[[], None] = _nothing
         """Called when this rank has failed and said so: kernels on a GPU hear of it, too."""
-        self._addresses = np.array([heap.address for heap in heaps], np.int64)
+        self.regions: list[int] = [heap.address for heap in heaps]
+        """Where every rank's control region lies in this process."""
+        self._addresses = np.array(self.regions, np.int64)
         self._statuses = [
             StatusBlock(backend, heap, rank, pid)
             for rank, (heap, pid) in enumerate(zip(heaps, pids, strict=True))

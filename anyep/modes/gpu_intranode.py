@@ -155,7 +155,6 @@ class GpuIntranode:
         # First for people: who is told by a kernel looks for the reason there.
         self.conversation.close()
         self.talk.give_up()
-        self._gpu.synchronize()
 
     def counts_of(
         self,

@@ -2,13 +2,17 @@
 
 What people and processes need to know of each other (who is dead, who failed and why, why a call was refused)
 goes through the hosts' shared memory, as on the CPU: that is the `Conversation`. Letters, flags and call
-numbers are in the GPUs' memory, and only kernels touch them.
+numbers are in the GPUs' memory, and only kernels touch them. A kernel that has waited for a while looks into
+the host's memory, too, whether a rank is gone: no other kernel could tell it, as long as the caller's stream
+waits for this one.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +36,7 @@ SPIN_S: Final = 200e-6
 NAP_S: Final = 50e-6
 LOOK_S: Final = 0.2
 NUM_ADDRESSES: Final = 5
+NEXT_WORD: Final = 8
 KIND: Final = int(Field.KIND)
 WAITS: Final = {
     facts.MAILBOX_AT: ("letter", Phase.NOTIFY),
@@ -41,6 +46,7 @@ WAITS: Final = {
 }
 FAILURES: Final = (outcomes.LATE, outcomes.STOPPED)
 """After these the ranks are not at one any more."""
+log = logging.getLogger("anyep")
 
 
 class GpuTalk:
@@ -63,6 +69,7 @@ class GpuTalk:
         """What the letters of the last dispatch with counts said: the rows that come to each rank."""
         self.headers = Headers(NUM_WORDS, gpu.words, gpu.now)
         self._addresses = Headers(NUM_ADDRESSES, gpu.words, gpu.now)
+        self._at_host = self._shown_to_kernels(conversation.regions[self.rank])
         self.facts = gpu.table(self._facts())
         self.alarm = heap.address + control.block("alarm").start
         self.patience_ns = int(conversation.timeout_s * 1e9)
@@ -73,13 +80,21 @@ class GpuTalk:
         self._meetings: dict[tuple[int, bool], Launcher] = {}
         self._totals_address = int(self.totals.ctypes.data)
         self._rows_of_address = int(self.rows_of.ctypes.data)
-        self._raise_here = Launcher(kernels.raise_alarms, 1, {"EVERYWHERE": False, **self._blocks})
-        self._raise_everywhere = Launcher(kernels.raise_alarms, 1, {"EVERYWHERE": True, **self._blocks})
-        # When they are needed it is too late to load them.
-        for launch in (self._raise_here, self._raise_everywhere):
-            launch(gpu.side_stream, (1,), self.facts, self.heaps, -1)
         conversation.on_failure = self.give_up
         self._watch = Watch(conversation.pids_of_peers, self.forget)
+
+    def _shown_to_kernels(self, region: int) -> int:
+        """This rank's control region in the host's memory, when its kernels can read it; 0 if they cannot."""
+        if not self.gpu.let_kernels_read(region, self.control.num_bytes):
+            log.warning(
+                "the kernels of rank %d cannot read the host's memory: if a rank is killed they wait for it"
+                " until their time is up (ANYEP_TIMEOUT_S)",
+                self.rank,
+            )
+            return 0
+        said_at = self.control.block("alarm").start + NEXT_WORD
+        self.heap.tensor(said_at, (1,), torch.int64).copy_(torch.tensor([region + said_at]))
+        return region
 
     def _facts(self) -> list[int]:
         control = self.control
@@ -87,6 +102,7 @@ class GpuTalk:
         words = [0] * facts.NUM_FACTS
         words[facts.RANK] = self.rank
         words[facts.OWN_HEAP] = self.heap.address
+        words[facts.AT_HOST] = self._at_host
         words[facts.PATIENCE_NS] = int(self.conversation.timeout_s * 1e9)
         words[facts.ALARM_AT] = control.block("alarm").start
         # The heap of a GPU has no use for the block of a rank's status: the host's has it.
@@ -347,16 +363,27 @@ class GpuTalk:
     # The end
 
     def close(self) -> None:
-        """Stop watching the peers."""
+        """Stop watching the peers, when no kernel runs any more."""
         self._watch.close()
+        region, self._at_host = self._at_host, 0
+        if region:
+            self.gpu.let_no_kernel_read(region)
 
     def give_up(self) -> None:
         """Let no kernel of any rank wait for this rank any more."""
-        self._raise_everywhere(self.gpu.side_stream, (1,), self.facts, self.heaps, self.rank)
+        self._say_gone(self.rank, self.conversation.regions)
 
     def forget(self, rank: int) -> None:
         """Let no kernel here wait for a rank that is gone."""
-        self._raise_here(self.gpu.side_stream, (1,), self.facts, self.heaps, rank)
+        self._say_gone(rank, [self.conversation.regions[self.rank]])
+
+    def _say_gone(self, rank: int, regions: Iterable[int]) -> None:
+        """Tell the kernels that look into these regions of hosts."""
+        given_up_at = self.control.block("given up").offset(rank)
+        said_at = self.control.block("alarm").start + NEXT_WORD
+        for region in regions:
+            ctypes.c_int64.from_address(region + given_up_at).value = 1
+            ctypes.c_int64.from_address(region + said_at).value = 1 + rank
 
 
 def contradiction(wrong: int, num_ranks: int) -> str:

@@ -13,7 +13,8 @@ from typing import Final
 RANK: Final = 0
 PATIENCE_NS: Final = 1
 ALARM_AT: Final = 2
-"""In the heap: not 0 when nobody should wait any more, since a rank has given up."""
+"""In the heap: not 0 when nobody should wait any more, since a rank has given up or is gone. The next word is
+the address of the one by which the host says so, 0 where kernels cannot read it."""
 NUMBER_AT: Final = 3
 """In the heap: the number of the last call."""
 MAILBOX_AT: Final = 4
@@ -32,6 +33,9 @@ GIVEN_UP_AT: Final = 14
 """In the heap: a word per rank, not 0 when it has given up; as far apart as flags are."""
 OWN_HEAP: Final = 15
 """The address of this rank's heap."""
+AT_HOST: Final = 16
+"""The address of this rank's control region in the host's memory, laid out like that of the heap; 0 where
+kernels cannot read it."""
 NUM_FACTS: Final = 32
 
 # The state of a call.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import mmap
+from typing import Any, Final
 
 import torch
 
 from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.backends.cuda.pinned import Array, pinned_words
 from anyep.backends.cuda.stream import Stream
+from anyep.sizes import align
+
+REGISTER_MAPPED: Final = 1 | 2
+"""Memory that the kernels of all GPUs of the process see at its own address."""
 
 
 class Gpu:
@@ -22,7 +27,8 @@ class Gpu:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.stream = Stream()
         self.side_stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        """For what must run while a kernel waits."""
+        """For what need not wait for a kernel that waits. Where ranks share a GPU it does all the same, while
+        the caller's stream waits, too."""
         self._events: list[Any] = []
         """Events to be used again."""
         properties = torch.cuda.get_device_properties(self.device)
@@ -37,6 +43,22 @@ class Gpu:
     def words(self, count: int) -> Array:
         """Words that both the host and kernels read and write."""
         return pinned_words(count)
+
+    def let_kernels_read(self, address: int, num_bytes: int) -> bool:
+        """Let kernels read memory of the host, from the start of a page on; whether they can."""
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        whole_pages = align(num_bytes, mmap.PAGESIZE)
+        if runtime.cudaHostRegister(address, whole_pages, REGISTER_MAPPED) == runtime.cudaError.success:
+            return True
+        with contextlib.suppress(RuntimeError):
+            # Or somebody else is told of the error.
+            torch.zeros(1, device=self.device)
+        return False
+
+    def let_no_kernel_read(self, address: int) -> None:
+        """The end of that, before the memory goes."""
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(address)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

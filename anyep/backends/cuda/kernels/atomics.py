@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+ASKS_HOST_AFTER_NS = tl.constexpr(100_000)
+"""Who has waited so long asks the host as well, whose memory is further away than the GPUs'."""
+
 
 @triton.jit
 def release_max(flags, value, mask):
@@ -60,20 +63,43 @@ def is_raised(alarm):
 
 
 @triton.jit
+def said_by_host(alarm, is_time):
+    """What the host says of the ranks, if it is time to ask: 1 + the rank that is gone, or 0.
+
+    Only a kernel could raise the alarm itself; and where ranks share a GPU, no other kernel of this process
+    runs while the caller's stream waits for ours. The word after the alarm is the address of the host's, or
+    0. If that says 2 (rank 1 is gone), so does this.
+    """
+    there = tl.load(alarm.to(tl.pointer_type(tl.int64)) + 1, mask=is_time, other=0)
+    is_asked = is_time & (there != 0)
+    return tl.load(there.to(tl.pointer_type(tl.int64)), mask=is_asked, other=0, volatile=True)
+
+
+@triton.jit
+def raise_alarm(alarm, said):
+    """Raise this rank's alarm to `said`, if that is not 0. Only for programs of one warp."""
+    if said != 0:
+        release_max(alarm.to(tl.pointer_type(tl.int64)), said, said != 0)
+
+
+@triton.jit
 def wait_for_all(flags, mask, expected, patience_ns, alarm):
     """Spin until all flags have reached `expected`, but no longer than this, nor once the alarm is raised.
 
     What the flags hold then. Only for programs of one warp: each reads its own clock. A rank may raise the
     alarm because all flags came and it has left: so one more look at the end.
     """
-    deadline = nanoseconds() + patience_ns
+    start = nanoseconds()
     seen = tl.where(mask, load_acquire(flags, mask), expected)
     is_waiting = tl.min(seen, axis=0) < expected
     while is_waiting:
-        # Relaxed, and before the flags: then both are on their way at once.
+        waited = nanoseconds() - start
+        # Relaxed, and before the flags: then all are on their way at once.
         raised = tl.atomic_add(alarm.to(tl.pointer_type(tl.int64)), 0, sem="relaxed", scope="sys")
+        said = said_by_host(alarm, waited > ASKS_HOST_AFTER_NS)
         seen = tl.where(mask, load_acquire(flags, mask), expected)
-        is_waiting = (tl.min(seen, axis=0) < expected) & (raised == 0) & (nanoseconds() < deadline)
+        raise_alarm(alarm, said)
+        is_waiting = (tl.min(seen, axis=0) < expected) & (raised == 0) & (waited < patience_ns)
     if tl.min(seen, axis=0) < expected:
         is_raised(alarm)
         seen = tl.where(mask, load_acquire(flags, mask), expected)

@@ -556,22 +556,3 @@ def fill_send_head(
     place = tl.load(send_head + index, mask=is_place, other=-1)
     tl.store(send_head + index, tl.where(place >= 0, place + before[None, :], -1), mask=is_place)
     tl.store(in_rank + index, (place >= 0).to(tl.int8), mask=is_place)
-
-
-@triton.jit(do_not_specialize=["gone"])
-def raise_alarms(
-    facts, heaps, gone, EVERYWHERE: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr
-):
-    """Say that a rank has given up or is gone: nobody waits for it any more; here, or at every rank.
-
-    The host launches it beside a kernel that waits. With `gone` 1 of 2 the alarm here becomes 2 and the word
-    of rank 1 becomes 1; with -1 nothing happens.
-    """
-    ranks = tl.arange(0, RANK_BLOCK)
-    is_told = (ranks < NUM_RANKS) & (gone >= 0)
-    if not EVERYWHERE:
-        is_told = is_told & (ranks == tl.load(facts + RANK))
-    there = tl.load(heaps + ranks, mask=is_told, other=0)
-    given_up = there + tl.load(facts + GIVEN_UP_AT) + gone * tl.load(facts + FLAG_STRIDE)
-    release_max(words_at(given_up), 1, is_told)
-    release_max(words_at(there + tl.load(facts + ALARM_AT)), gone + 1, is_told)

@@ -24,7 +24,14 @@ import triton.language as tl
 
 from anyep import outcomes
 from anyep.backends.cuda import facts
-from anyep.backends.cuda.kernels.atomics import is_raised, load_acquire, nanoseconds, release_max
+from anyep.backends.cuda.kernels.atomics import (
+    ASKS_HOST_AFTER_NS,
+    is_raised,
+    load_acquire,
+    nanoseconds,
+    release_max,
+    said_by_host,
+)
 from anyep.backends.cuda.kernels.floats import FP32, load_rows, store_rows, values_at
 
 GOOD = tl.constexpr(outcomes.GOOD)
@@ -210,13 +217,19 @@ def rows_of_tile(send_head, tokens, is_token, is_wanted, ranks, NUM_RANKS: tl.co
 
 @triton.jit
 def is_hopeless(deadline, waiting):
-    """Whether to wait no longer: the alarm is raised, perhaps by this program, when its deadline has passed.
+    """Whether to wait no longer: the alarm is raised, perhaps by this program, when its deadline has passed,
+    or when the host says that a rank is gone.
 
     Warps read different times. One thread raises the alarm, and all warps see the same alarm: were they to go
     by their own clocks, some would leave a loop whose barriers hold up the others.
     """
     alarm = waiting.alarm.to(tl.pointer_type(tl.int64))
-    release_max(alarm, (1 + waiting.rank).to(tl.int64), nanoseconds() >= deadline)
+    now = nanoseconds()
+    # Many warps wait at once, so each asks in an eighth of the time only.
+    is_time = (now > deadline - waiting.patience_ns + ASKS_HOST_AFTER_NS) & ((now >> 12) % 8 == 0)
+    said = said_by_host(waiting.alarm, is_time)
+    is_late = now >= deadline
+    release_max(alarm, tl.where(is_late, 1 + waiting.rank, said).to(tl.int64), is_late | (said != 0))
     return is_raised(waiting.alarm)
 
 

@@ -21,10 +21,13 @@ import triton.language as tl
 from anyep import formats, layout, outcomes, sizes
 from anyep.backends.cuda import facts as words_of
 from anyep.backends.cuda.kernels.atomics import (
+    ASKS_HOST_AFTER_NS,
     is_raised,
     load_acquire,
     nanoseconds,
+    raise_alarm,
     release_max,
+    said_by_host,
 )
 from anyep.backends.cuda.kernels.casts import (
     CHANNELS,
@@ -89,6 +92,7 @@ NOTE_STRIDE = tl.constexpr(words_of.NOTE_STRIDE)
 NOTE_SET_STRIDE = tl.constexpr(words_of.NOTE_SET_STRIDE)
 PACKED_AT = tl.constexpr(words_of.PACKED_AT)
 PACKED_SET_STRIDE = tl.constexpr(words_of.PACKED_SET_STRIDE)
+AT_HOST = tl.constexpr(words_of.AT_HOST)
 MASK_AT = tl.constexpr(words_of.MASK_AT)
 MASK_STRIDE = tl.constexpr(words_of.MASK_STRIDE)
 NUM_SENT = tl.constexpr(words_of.NUM_SENT)
@@ -117,6 +121,23 @@ def known_generations(facts, generations, ranks, is_rank):
     is_pair = is_rank[:, None] & is_rank[None, :]
     told = tl.where(is_pair, load_acquire(rows[:, None] + ranks[None, :], is_pair), 0)
     return tl.maximum(tl.load(generations + ranks, mask=is_rank, other=0), tl.max(told, axis=0))
+
+
+@triton.jit
+def generations_by_host(facts, ranks, is_rank, is_time):
+    """The same, as hosts have told this one, if it is time to ask it; else zeros."""
+    host = tl.load(facts + AT_HOST)
+    rows = words_at(host + tl.load(facts + MASK_AT) + ranks * tl.load(facts + MASK_STRIDE))
+    is_asked = is_rank[:, None] & is_rank[None, :] & is_time & (host != 0)
+    return tl.max(tl.load(rows[:, None] + ranks[None, :], mask=is_asked, other=0, volatile=True), axis=0)
+
+
+@triton.jit
+def gone_by_host(facts, ranks, is_rank, is_time):
+    """Which ranks are gone, as this rank's host knows, if it is time to ask it; else none."""
+    host = tl.load(facts + AT_HOST)
+    words = words_at(host + tl.load(facts + GIVEN_UP_AT) + ranks * tl.load(facts + FLAG_STRIDE))
+    return tl.load(words, mask=is_rank & is_time & (host != 0), other=0, volatile=True) != 0
 
 
 @triton.jit
@@ -190,19 +211,24 @@ def await_flags(
     took = tl.where(seen >= expected, nanoseconds() - start, -1)
     goes_on = tl.min(seen, axis=0) < expected
     while goes_on:
+        # Who has waited so long asks the host, too.
+        is_time = nanoseconds() > start + ASKS_HOST_AFTER_NS
         if CAN_SHRINK:
-            known = known_generations(facts, generations, ranks, is_rank)
+            told = generations_by_host(facts, ranks, is_rank, is_time)
+            known = tl.maximum(known_generations(facts, generations, ranks, is_rank), told)
             is_open = is_rank & (known % 2 == 0)
-            is_gone = load_acquire(given_up, is_rank) != 0
+            is_gone = (load_acquire(given_up, is_rank) != 0) | gone_by_host(facts, ranks, is_rank, is_time)
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
             is_waited_for = (seen < expected) & ~is_gone
             # Who is masked himself waits for nobody.
             is_in = tl.max((is_open & (ranks == rank)).to(tl.int32), axis=0) > 0
             goes_on = (tl.max(is_waited_for.to(tl.int32), axis=0) > 0) & is_in
         else:
-            # Relaxed, and before the flags: then both are on their way at once.
+            # Relaxed, and before the flags: then all are on their way at once.
             raised = tl.atomic_add(words_at(alarm), 0, sem="relaxed", scope="sys")
+            said = said_by_host(alarm, is_time)
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
+            raise_alarm(alarm, said)
             goes_on = (tl.min(seen, axis=0) < expected) & (raised == 0)
         now = nanoseconds()
         took = tl.where((took < 0) & (seen >= expected), now - start, took)
