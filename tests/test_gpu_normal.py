@@ -491,7 +491,9 @@ def wait_in_vain(context: RankContext, after_a_combine: bool) -> tuple[str, str,
     gpu_scenarios.load_kernels(context)
     buffer = new_buffer(context)
     interrupted = [0.0]
-    rows, *_, handle, _ = good_dispatch(buffer)
+    # Now, since what torch copies to a GPU waits for the caller's stream, and cannot be interrupted.
+    arguments = gpu_scenarios.good_arguments(buffer)
+    rows, *_, handle, _ = buffer.dispatch(**arguments)
     torch.cuda.synchronize()
     dist.barrier(group=context.group)
     if context.rank == 2:
@@ -508,7 +510,7 @@ def wait_in_vain(context: RankContext, after_a_combine: bool) -> tuple[str, str,
         if after_a_combine:
             buffer.combine(rows, handle, config=gpu_scenarios.FEW_SMS)
         for _ in range(2):
-            good_dispatch(buffer)
+            buffer.dispatch(**arguments)
             torch.cuda.synchronize()
     except BaseException as error:
         return type(error).__name__, str(error), time.monotonic() - interrupted[0]
