@@ -76,7 +76,7 @@ class FreeList:
 
 
 def first_fit(blocks: list[tuple[int, int]], num_bytes: int) -> int | None:
-    """The offset of the first block that holds `num_bytes`; every rank decides alike from a peer's offers.
+    """The offset of the first block that holds `num_bytes`; so ranks choose among a peer's offers, too.
 
     >>> first_fit([(0, 256), (768, 512)], 300)
     768

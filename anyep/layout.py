@@ -332,6 +332,7 @@ class ControlRegion:
         # (kind, bytes that one peer writes, number of peers, number of alternating sets)
         kinds = (
             ("status", STATUS_BYTES, 1, 1),
+            # The second word is for kernels on a GPU: what the host says to them.
             ("alarm", 2 * COUNTER_BYTES, 1, 1),
             ("sleepers", COUNTER_BYTES, 1, 1),
             ("doorbell", COUNTER_BYTES, 1, 1),

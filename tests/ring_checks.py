@@ -542,7 +542,6 @@ class Combine:
                 TILE_WORDS=16,
                 STAGES=2,
                 TILE_VALUES=32,
-                SUM_STAGES=2,
                 IN_HARDWARE=ranks.device != "cpu",
                 **ranks.options,
             )

@@ -313,6 +313,8 @@ def check_what_the_host_says(device: str) -> None:
         # Rank 0 is gone, and masked for it; or the host was told that it is masked, in round 1.
         (True, "given up", 0, 1, [1, 0]),
         (True, "mask", 0, 3, [3, 0]),
+        # This rank itself has given up: it masks nobody.
+        (True, "given up", 16, 1, [0, 0]),
     ):
         setting = Setting(device, 2, rank=1, patience_ns=10**11)
         host = pinned_words(setting.control.num_bytes // 8)
@@ -323,7 +325,7 @@ def check_what_the_host_says(device: str) -> None:
         setting.put_header([7])
         setting.note(1, 1)[0] = 7
         receive(setting, can_shrink=can_shrink)
-        assert setting.outcome == (0 if can_shrink else outcomes.outcome_of(outcomes.STOPPED, 0))
+        assert setting.outcome == (0 if any(generations) else outcomes.outcome_of(outcomes.STOPPED, 0))
         assert setting.generations.tolist() == generations
 
 

@@ -44,8 +44,7 @@ def combine(num_ranks: int, num_warps: int, stages: int, dtype: int, num_biases:
     values = dict.fromkeys(("out", "bias_0", "bias_1"), "*fp32" if dtype == cpu.FP32 else "*u16")
     blocks = {"NUM_RANKS": num_ranks, "RANK_BLOCK": num_ranks, "TOPK_BLOCK": 8}
     # 16 bytes per thread at least.
-    tile = {"TILE_TOKENS": 16, "TILE_WORDS": 8 * num_warps, "TILE_VALUES": 16 * num_warps}
-    tile |= {"STAGES": 2 * stages - 1, "SUM_STAGES": stages}
+    tile = {"TILE_TOKENS": 16, "TILE_WORDS": 8 * num_warps, "TILE_VALUES": 16 * num_warps, "STAGES": stages}
     kind = {"DTYPE": dtype, "NUM_BIASES": num_biases, "IN_HARDWARE": True}
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     return rings.combine_through_rings, TYPES | values, blocks | tile | kind, options
@@ -55,7 +54,7 @@ KERNELS = {
     "dispatch between 2": dispatch(2, 32, 3),
     "dispatch between 8": dispatch(8, 16, 4, scale_block=64),
     "dispatch in one stage": dispatch(4, 32, 1),
-    "combine of bf16 between 8": combine(8, 16, 2, cpu.BF16),
+    "combine of bf16 between 8": combine(8, 16, 4, cpu.BF16),
     "combine of bf16 in one stage": combine(4, 16, 1, cpu.BF16),
     "combine of fp16": combine(2, 32, 3, cpu.FP16, num_biases=1),
     "combine of float32": combine(2, 16, 3, cpu.FP32, num_biases=2),

@@ -18,7 +18,7 @@ import triton.language as tl
 from anyep import outcomes
 from anyep.backends import cpu
 from anyep.backends.cuda import facts
-from anyep.backends.cuda.kernels import counting, letters, sums, windows
+from anyep.backends.cuda.kernels import atomics, counting, letters, sums, windows
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows
 from anyep.backends.cuda.launch import Launcher
 
@@ -731,7 +731,7 @@ def check_sums_that_are_not_made(device: str) -> None:
 
 
 @triton.jit
-def ask_parts(codes, headers, rows, answers):  # type: ignore[no-untyped-def]
+def ask_parts(codes, headers, rows, times, answers):  # type: ignore[no-untyped-def]
     """What the small functions say in the examples of their docstrings."""
     ranks = tl.arange(0, 4)
     is_rank = ranks < 3
@@ -745,14 +745,18 @@ def ask_parts(codes, headers, rows, answers):  # type: ignore[no-untyped-def]
     tl.store(answers + 7, letters.aligned(tl.full((), 130, tl.int64)))
     tl.store(answers + 8, letters.bytes_of_window(tl.full((), 3, tl.int64), 64, 0, 0))
     tl.store(answers + 9, letters.bytes_of_window(tl.full((), 0, tl.int64), 64, 0, 0))
+    for index in tl.static_range(3):
+        now = tl.load(times + index)
+        tl.store(answers + 10 + index, atomics.is_time_to_ask(now, 0).to(tl.int64))
 
 
 def check_parts(device: str) -> None:
     """The small functions."""
-    answers = guarded((10,), torch.int64, device)
+    answers = guarded((13,), torch.int64, device)
     codes, headers = int32([0, 1, 2], device), int64([1, 2, 3, 4], device)
-    launch(ask_parts, device, 1, codes, headers, int32([-1, 0, 3, 2], device), answers)
-    assert answers.tolist() == [1 + 16 * 1, 2, 4, 0, 1, 0, 1, 256, 256 + 128, 128]
+    times = int64([98_304, 110_592, 131_072], device)
+    launch(ask_parts, device, 1, codes, headers, int32([-1, 0, 3, 2], device), times, answers)
+    assert answers.tolist() == [1 + 16 * 1, 2, 4, 0, 1, 0, 1, 256, 256 + 128, 128, 0, 0, 1]
 
 
 @triton.jit(do_not_specialize=["num_loaded"])

@@ -132,7 +132,7 @@ class Conversation:
         self.on_failure: Callable[[], None] = _nothing
         """Called when this rank has failed and said so: kernels on a GPU hear of it, too."""
         self.regions: list[int] = [heap.address for heap in heaps]
-        """Where every rank's control region lies in this process."""
+        """Where every rank's control region lies in this process, as long as this object lives."""
         self._addresses = np.array(self.regions, np.int64)
         self._statuses = [
             StatusBlock(backend, heap, rank, pid)

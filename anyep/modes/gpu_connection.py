@@ -57,7 +57,11 @@ class GpuConnection:
         if wishes.num_window_bytes is not None:
             first_bytes = wishes.num_window_bytes
         if first_bytes:
-            self._add_windows(first_bytes)
+            try:
+                self._add_windows(first_bytes)
+            except BaseException:
+                self.talk.close()
+                raise
         if self.ranks_on_gpu > 1 and rendezvous.rank == 0 and not MultiProcessService.is_running():
             log.warning(
                 "%d ranks share a GPU without NVIDIA's multi-process service: they take turns of some"

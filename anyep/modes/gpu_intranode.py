@@ -150,11 +150,14 @@ class GpuIntranode:
 
     def close(self) -> None:
         """Finish the calls that are under way; kernels of peers wait for this rank no longer."""
-        self._gpu.synchronize()
-        self.talk.close()
-        # First for people: who is told by a kernel looks for the reason there.
-        self.conversation.close()
-        self.talk.give_up()
+        try:
+            # Some are in graphs, or on streams of the caller's.
+            self._gpu.synchronize_device()
+            self.talk.close()
+        finally:
+            # First for people: whose kernel hears of it looks for the reason there.
+            self.conversation.close()
+            self.talk.give_up()
 
     def counts_of(
         self,
@@ -812,7 +815,6 @@ class GpuIntranode:
             TILE_WORDS=tile.words,
             STAGES=tile.stages,
             TILE_VALUES=tile_values,
-            SUM_STAGES=1,
             IN_HARDWARE=self._gpu.rounds_in_hardware,
         )
         launch(

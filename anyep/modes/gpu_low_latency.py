@@ -25,6 +25,7 @@ from anyep import outcomes
 from anyep.backends import cpu
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import slots as kernels
+from anyep.backends.cuda.tiles import block_of
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.modes import notes
@@ -226,7 +227,7 @@ class GpuLowLatency(LowLatency):
     def _launch_tokens(self, stream: Any, state: torch.Tensor, places: Any, tokens: Tokens) -> None:
         num_tokens, num_topk = tokens.topk_idx.shape
         sizes = tokens.sizes
-        slot_block = _power_of_two(num_topk)
+        slot_block = max(2, block_of(num_topk))
         num_shares = self._shares(num_tokens, -(-sizes.hidden // (CAST_BLOCKS * CHANNELS)))
         send = self._talk.launcher(
             kernels.send_tokens,
@@ -369,7 +370,7 @@ class GpuLowLatency(LowLatency):
             4,
             USE_LOGFMT=outputs.use_logfmt,
             NUM_TOPK=num_topk,
-            SLOT_BLOCK=_power_of_two(num_topk),
+            SLOT_BLOCK=max(2, block_of(num_topk)),
             TILE_LIST=SEARCH_TILE,
             TILE_BLOCKS=tile_blocks,
             IN_HARDWARE=self._gpu.rounds_in_hardware,
@@ -483,7 +484,7 @@ class GpuLowLatency(LowLatency):
         return number
 
     def _tell_mask(self, rank: int, generation: int) -> None:
-        """Tell everyone's kernels the generation of a rank, the kernels that run now included."""
+        """Tell everyone's kernels the generation of a rank. One that waits reads it at its host, too."""
         tell = self._talk.launcher(kernels.mask_rank, 1, **self._blocks)
         tell(self._gpu.side_stream, (1,), self._facts_there, self._talk.heaps, rank, generation)
 
@@ -607,7 +608,7 @@ class GpuLowLatency(LowLatency):
             kernels.receive_notes,
             1,
             HAS_STATS=wait_stats is not None,
-            TILE_EXPERTS=min(NOTE_TILE, _power_of_two(num_experts)),
+            TILE_EXPERTS=min(NOTE_TILE, max(2, block_of(num_experts))),
             **self._shrink,
         )
         launch(stream, (1,), *self._common(state), state if wait_stats is None else wait_stats, num_experts)
@@ -722,7 +723,7 @@ class GpuMasks(Masks):
         super().adopt()
 
     def beside_kernels(self) -> contextlib.AbstractContextManager[Any]:
-        """What torch does inside does not wait for kernels that wait."""
+        """What torch does inside need not wait for kernels that wait (but see `side_stream`)."""
         side = self._gpu.side_stream
         return contextlib.nullcontext() if side is None else torch.cuda.stream(side)
 
@@ -807,7 +808,3 @@ class _GpuPlaces:
 
 def _not_captured(function: str) -> InvalidCall:
     return InvalidCall(f"{function} cannot be captured in a CUDA graph: call it before")
-
-
-def _power_of_two(count: int) -> int:
-    return max(2, 1 << (count - 1).bit_length()) if count else 2

@@ -23,6 +23,7 @@ from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import letters as kernels
 from anyep.backends.cuda.launch import Launcher
 from anyep.backends.cuda.pinned import Headers
+from anyep.backends.cuda.tiles import block_of
 from anyep.errors import AnyEPError, Disagreement, InvalidCall
 from anyep.headers import REFUSED_BY_COUNTS, Field
 from anyep.layout import NUM_MAX_CHANNELS, ControlRegion
@@ -36,7 +37,8 @@ SPIN_S: Final = 200e-6
 NAP_S: Final = 50e-6
 LOOK_S: Final = 0.2
 NUM_ADDRESSES: Final = 5
-NEXT_WORD: Final = 8
+SAID: Final = 8
+"""Bytes after the alarm: in the host's region what it says to kernels, in the heap the address of that."""
 KIND: Final = int(Field.KIND)
 WAITS: Final = {
     facts.MAILBOX_AT: ("letter", Phase.NOTIFY),
@@ -57,7 +59,7 @@ class GpuTalk:
         self.conversation = conversation
         self.control = control
         self.rank, self.num_ranks = conversation.rank, conversation.num_ranks
-        self.rank_block = max(2, 1 << (self.num_ranks - 1).bit_length())
+        self.rank_block = block_of(self.num_ranks)
         self.heap = heap
         self.heaps = gpu.table(self.heap.addresses)
         self.state = gpu.table([0] * facts.NUM_STATES)
@@ -69,8 +71,6 @@ class GpuTalk:
         """What the letters of the last dispatch with counts said: the rows that come to each rank."""
         self.headers = Headers(NUM_WORDS, gpu.words, gpu.now)
         self._addresses = Headers(NUM_ADDRESSES, gpu.words, gpu.now)
-        self._at_host = self._shown_to_kernels(conversation.regions[self.rank])
-        self.facts = gpu.table(self._facts())
         self.alarm = heap.address + control.block("alarm").start
         self.patience_ns = int(conversation.timeout_s * 1e9)
         self._ticket = 0
@@ -82,19 +82,26 @@ class GpuTalk:
         self._rows_of_address = int(self.rows_of.ctypes.data)
         conversation.on_failure = self.give_up
         self._watch = Watch(conversation.pids_of_peers, self.forget)
+        self._at_host = 0
+        try:
+            self._show_host_to_kernels(conversation.regions[self.rank])
+            self.facts = gpu.table(self._facts())
+        except BaseException:
+            self.close()
+            raise
 
-    def _shown_to_kernels(self, region: int) -> int:
-        """This rank's control region in the host's memory, when its kernels can read it; 0 if they cannot."""
+    def _show_host_to_kernels(self, region: int) -> None:
+        """Let kernels read this rank's control region in the host's memory, where they can."""
         if not self.gpu.let_kernels_read(region, self.control.num_bytes):
             log.warning(
-                "the kernels of rank %d cannot read the host's memory: if a rank is killed they wait for it"
-                " until their time is up (ANYEP_TIMEOUT_S)",
+                "the kernels of rank %d cannot read the host's memory: when a rank is killed, fails, is"
+                " interrupted or destroys its Buffer, they wait until their time is up (ANYEP_TIMEOUT_S)",
                 self.rank,
             )
-            return 0
-        said_at = self.control.block("alarm").start + NEXT_WORD
+            return
+        self._at_host = region
+        said_at = self.control.block("alarm").start + SAID
         self.heap.tensor(said_at, (1,), torch.int64).copy_(torch.tensor([region + said_at]))
-        return region
 
     def _facts(self) -> list[int]:
         control = self.control
@@ -363,7 +370,7 @@ class GpuTalk:
     # The end
 
     def close(self) -> None:
-        """Stop watching the peers, when no kernel runs any more."""
+        """Stop watching the peers; no kernel may run any more."""
         self._watch.close()
         region, self._at_host = self._at_host, 0
         if region:
@@ -380,7 +387,7 @@ class GpuTalk:
     def _say_gone(self, rank: int, regions: Iterable[int]) -> None:
         """Tell the kernels that look into these regions of hosts."""
         given_up_at = self.control.block("given up").offset(rank)
-        said_at = self.control.block("alarm").start + NEXT_WORD
+        said_at = self.control.block("alarm").start + SAID
         for region in regions:
             ctypes.c_int64.from_address(region + given_up_at).value = 1
             ctypes.c_int64.from_address(region + said_at).value = 1 + rank

@@ -71,6 +71,10 @@ class Masks:
 
     def adopt(self) -> None:
         """Take over what peers have said, and pass it on."""
+        self.adopt_from_hosts()
+
+    def adopt_from_hosts(self) -> None:
+        """The same, but for what only kernels have said."""
         with self._lock:
             if self.backend.adopt_masks(
                 self._own, self._stride, self.generations, self.masked, self._changed
@@ -81,12 +85,16 @@ class Masks:
     def look(self) -> None:
         """Take over what peers have said, and raise if they go on without this rank."""
         self.adopt()
+        self._raise_if_masked_out()
+
+    def _raise_if_masked_out(self) -> None:
         if self.is_masked_out:
             raise self.masked_out()
 
     def mask(self, ranks: Sequence[int], reason: str) -> None:
-        """Go on without these ranks, and tell everyone."""
-        self.look()
+        """Go on without these ranks, and tell everyone; kernels are not asked, as they may wait for them."""
+        self.adopt_from_hosts()
+        self._raise_if_masked_out()
         for rank in ranks:
             if not self.masked[rank]:
                 self.mask_in(rank, 2 * self.round + 1, reason)

@@ -30,7 +30,8 @@ HEAD_AT: Final = 12
 RING_STRIDE: Final = 13
 """From one peer's tails or heads to the next one's."""
 GIVEN_UP_AT: Final = 14
-"""In the heap: a word per rank, not 0 when it has given up; as far apart as flags are."""
+"""In the heap, and in the host's region: a word per rank, not 0 when it has given up or is gone; as far apart
+as flags are."""
 OWN_HEAP: Final = 15
 """The address of this rank's heap."""
 AT_HOST: Final = 16

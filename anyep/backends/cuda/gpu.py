@@ -27,8 +27,8 @@ class Gpu:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.stream = Stream()
         self.side_stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        """For what need not wait for a kernel that waits. Where ranks share a GPU it does all the same, while
-        the caller's stream waits, too."""
+        """For what need not wait for our kernels. Where ranks share a GPU it does all the same, as long as
+        the caller's stream waits for them."""
         self._events: list[Any] = []
         """Events to be used again."""
         properties = torch.cuda.get_device_properties(self.device)
@@ -56,9 +56,10 @@ class Gpu:
         return False
 
     def let_no_kernel_read(self, address: int) -> None:
-        """The end of that, before the memory goes."""
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostUnregister(address)
+        """The end of that, before the memory goes, and when no kernel runs any more."""
+        with torch.cuda.device(self.device):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(address)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -95,7 +96,10 @@ class Gpu:
         self._events.append(event)
 
     def is_idle(self) -> bool:
-        idle: bool = self.stream.stream.query()
+        """Whether nothing is left to do that this rank's calls may be part of, as far as one can tell."""
+        if self.stream.is_capturing():
+            return False
+        idle: bool = self.stream.stream.query() and self.stream.current().query()
         return idle
 
     def synchronize(self) -> None:

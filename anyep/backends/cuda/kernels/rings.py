@@ -25,8 +25,8 @@ import triton.language as tl
 from anyep import outcomes
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels.atomics import (
-    ASKS_HOST_AFTER_NS,
     is_raised,
+    is_time_to_ask,
     load_acquire,
     nanoseconds,
     release_max,
@@ -225,9 +225,7 @@ def is_hopeless(deadline, waiting):
     """
     alarm = waiting.alarm.to(tl.pointer_type(tl.int64))
     now = nanoseconds()
-    # Many warps wait at once, so each asks in an eighth of the time only.
-    is_time = (now > deadline - waiting.patience_ns + ASKS_HOST_AFTER_NS) & ((now >> 12) % 8 == 0)
-    said = said_by_host(waiting.alarm, is_time)
+    said = said_by_host(waiting.alarm, is_time_to_ask(now, deadline - waiting.patience_ns))
     is_late = now >= deadline
     release_max(alarm, tl.where(is_late, 1 + waiting.rank, said).to(tl.int64), is_late | (said != 0))
     return is_raised(waiting.alarm)
@@ -608,7 +606,6 @@ def combine_through_rings(
     TILE_WORDS: tl.constexpr,
     STAGES: tl.constexpr,
     TILE_VALUES: tl.constexpr,
-    SUM_STAGES: tl.constexpr,
     IN_HARDWARE: tl.constexpr = True,
 ):
     """Push this rank's rows back to their sources, unless they lie in a window, and sum its own tokens' rows.
@@ -688,7 +685,6 @@ def combine_through_rings(
                 TOPK_BLOCK,
                 TILE_TOKENS,
                 TILE_VALUES,
-                SUM_STAGES,
                 IN_HARDWARE,
             )
 
@@ -775,7 +771,6 @@ def sum_tokens(
     TOPK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_VALUES: tl.constexpr,
-    SUM_STAGES: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
 ):
     """Add up the rows of a channel's tokens, tile by tile: from windows where they lie, else from rings."""
@@ -818,7 +813,7 @@ def sum_tokens(
                     source = float32_at(tl.where(is_pushed, slot + weights_at, in_window))
                     mask = (is_pushed | is_pulled)[:, None] & (slots < num_topk)[None, :]
                     weights += (tl.load(source[:, None] + slots[None, :], mask=mask, other=0.0),)
-            for start in tl.range(0, hidden, TILE_VALUES, num_stages=SUM_STAGES):
+            for start in tl.range(0, hidden, TILE_VALUES, num_stages=1):
                 columns = start + tl.arange(0, TILE_VALUES)
                 is_column = (columns < hidden)[None, :]
                 is_value = is_token[:, None] & is_column

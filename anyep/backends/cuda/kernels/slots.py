@@ -21,8 +21,8 @@ import triton.language as tl
 from anyep import formats, layout, outcomes, sizes
 from anyep.backends.cuda import facts as words_of
 from anyep.backends.cuda.kernels.atomics import (
-    ASKS_HOST_AFTER_NS,
     is_raised,
+    is_time_to_ask,
     load_acquire,
     nanoseconds,
     raise_alarm,
@@ -124,20 +124,22 @@ def known_generations(facts, generations, ranks, is_rank):
 
 
 @triton.jit
-def generations_by_host(facts, ranks, is_rank, is_time):
-    """The same, as hosts have told this one, if it is time to ask it; else zeros."""
-    host = tl.load(facts + AT_HOST)
-    rows = words_at(host + tl.load(facts + MASK_AT) + ranks * tl.load(facts + MASK_STRIDE))
-    is_asked = is_rank[:, None] & is_rank[None, :] & is_time & (host != 0)
-    return tl.max(tl.load(rows[:, None] + ranks[None, :], mask=is_asked, other=0, volatile=True), axis=0)
+def hear_the_host(facts, ranks, is_rank):
+    """Take over into the heap what hosts have told this one: who is gone, and everyone's generations.
 
-
-@triton.jit
-def gone_by_host(facts, ranks, is_rank, is_time):
-    """Which ranks are gone, as this rank's host knows, if it is time to ask it; else none."""
-    host = tl.load(facts + AT_HOST)
-    words = words_at(host + tl.load(facts + GIVEN_UP_AT) + ranks * tl.load(facts + FLAG_STRIDE))
-    return tl.load(words, mask=is_rank & is_time & (host != 0), other=0, volatile=True) != 0
+    If the host's word for rank 1 is 1, so is the one here; if its rows say that rank 1 has generation 3, this
+    rank's own row here says so, too.
+    """
+    own, host = tl.load(facts + OWN_HEAP), tl.load(facts + AT_HOST)
+    is_asked = is_rank & (host != 0)
+    given_up = tl.load(facts + GIVEN_UP_AT) + ranks * tl.load(facts + FLAG_STRIDE)
+    gone = tl.load(words_at(host + given_up), mask=is_asked, other=0, volatile=True)
+    release_max(words_at(own + given_up), gone, gone != 0)
+    mask_at, stride = tl.load(facts + MASK_AT), tl.load(facts + MASK_STRIDE)
+    rows = words_at(host + mask_at + ranks * stride)
+    is_pair = is_asked[:, None] & is_asked[None, :]
+    told = tl.max(tl.load(rows[:, None] + ranks[None, :], mask=is_pair, other=0, volatile=True), axis=0)
+    release_max(words_at(own + mask_at + tl.load(facts + RANK) * stride) + ranks, told, told != 0)
 
 
 @triton.jit
@@ -211,17 +213,17 @@ def await_flags(
     took = tl.where(seen >= expected, nanoseconds() - start, -1)
     goes_on = tl.min(seen, axis=0) < expected
     while goes_on:
-        # Who has waited so long asks the host, too.
-        is_time = nanoseconds() > start + ASKS_HOST_AFTER_NS
+        is_time = is_time_to_ask(nanoseconds(), start)
         if CAN_SHRINK:
-            told = generations_by_host(facts, ranks, is_rank, is_time)
-            known = tl.maximum(known_generations(facts, generations, ranks, is_rank), told)
+            if is_time:
+                hear_the_host(facts, ranks, is_rank)
+            known = known_generations(facts, generations, ranks, is_rank)
             is_open = is_rank & (known % 2 == 0)
-            is_gone = (load_acquire(given_up, is_rank) != 0) | gone_by_host(facts, ranks, is_rank, is_time)
+            is_gone = load_acquire(given_up, is_rank) != 0
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
             is_waited_for = (seen < expected) & ~is_gone
-            # Who is masked himself waits for nobody.
-            is_in = tl.max((is_open & (ranks == rank)).to(tl.int32), axis=0) > 0
+            # Who is masked himself waits for nobody, nor who has given up.
+            is_in = tl.max((is_open & ~is_gone & (ranks == rank)).to(tl.int32), axis=0) > 0
             goes_on = (tl.max(is_waited_for.to(tl.int32), axis=0) > 0) & is_in
         else:
             # Relaxed, and before the flags: then all are on their way at once.
@@ -238,13 +240,19 @@ def await_flags(
         waited = tl.load(stats + ranks, mask=is_open, other=0)
         tl.store(stats + ranks, waited + took, mask=is_open)
     if CAN_SHRINK:
+        is_gone = load_acquire(given_up, is_rank) != 0
+        # Who is gone may have sent all before: so one more look.
+        seen = tl.where(is_open, load_acquire(flags, is_open), expected)
         is_in = tl.max((is_open & (ranks == rank)).to(tl.int32), axis=0) > 0
+        has_given_up = tl.max((is_gone & (ranks == rank)).to(tl.int32), axis=0) > 0
         is_late = is_open & (seen < expected)
         generation = 2 * (tl.load(state + NUMBER) >> ROUND_BITS) + 1
-        known = tl.where(is_late & is_in & (ranks != rank), generation, known)
+        known = tl.where(is_late & is_in & ~has_given_up & (ranks != rank), generation, known)
         tell_generations(facts, heaps, generations, known, ranks, is_rank, RANK_BLOCK)
         is_open = is_rank & (known % 2 == 0)
-        late = first_bad(tl.where(is_late & (ranks == rank), LATE, GOOD), ranks, is_rank, RANK_BLOCK)
+        # Ranks that are late are masked: they are no reason to fail, but for who has given up himself.
+        why = tl.where(has_given_up, STOPPED, tl.where(ranks == rank, LATE, GOOD))
+        late = first_bad(tl.where(is_late, why, GOOD), ranks, is_rank, RANK_BLOCK)
         outcome = tl.where(is_in, late, rank * NUM_CODES + MASKED)
     else:
         if tl.min(seen, axis=0) < expected:
