@@ -16,6 +16,14 @@ from anyep.cli.bench_table import print_report
 from anyep.cli.checks import check_experts, check_folder
 from anyep.cli.gpus import check_device, placed
 from anyep.cli.nodes import count_ranks, nodes_of
+from anyep.cli.options import (
+    DeviceOption,
+    NetworkOption,
+    NodesOption,
+    RanksPerNodeOption,
+    TopkNodesOption,
+    TopkOption,
+)
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import CHANNELS_PER_SCALE, Config, check_row_bytes
 
@@ -41,20 +49,13 @@ USUAL: Final = {
 
 def bench(
     mode: Annotated[str, typer.Option(help="What to measure: normal or low-latency.")] = "normal",
-    device: Annotated[
-        str, typer.Option(help="Where ranks compute and communicate: cpu or cuda; they may share a GPU.")
-    ] = "cpu",
+    device: DeviceOption = "cpu",
     ranks: Annotated[
         int | None,
         typer.Option(help="Number of ranks, as processes on this machine; 8, on cuda in normal mode 2."),
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            help="Virtual nodes to put the ranks on; in normal mode a token crosses once from one to another."
-        ),
-    ] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each virtual node.")] = None,
+    nodes: NodesOption = None,
+    ranks_per_node: RanksPerNodeOption = None,
     tokens: Annotated[
         int | None,
         typer.Option(help="Tokens per rank; 512 in normal mode, on cuda 4096; 128 in low-latency mode."),
@@ -63,11 +64,8 @@ def bench(
     experts: Annotated[
         int | None, typer.Option(help="Experts of all ranks together; 64, on cuda 256.")
     ] = None,
-    topk: Annotated[int, typer.Option(help="Experts per token.")] = 8,
-    topk_nodes: Annotated[
-        int | None,
-        typer.Option(help="Nodes that a token's experts may be on; half of them where not given."),
-    ] = None,
+    topk: TopkOption = 8,
+    topk_nodes: TopkNodesOption = None,
     repeats: Annotated[int, typer.Option(help="Repeats of each case; medians are shown.")] = 15,
     seed: Annotated[int, typer.Option(help="Seed of the data and the routing.")] = 0,
     sms: Annotated[
@@ -76,7 +74,7 @@ def bench(
     sweep_sms: Annotated[
         bool, typer.Option("--sweep-sms", help="Also tell the rates with 4 to 32 SMs per rank, on cuda.")
     ] = False,
-    network: Annotated[str | None, typer.Option(help="What joins the nodes: auto, loopback or nixl.")] = None,
+    network: NetworkOption = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the records to this file; - for stdout.")
     ] = None,

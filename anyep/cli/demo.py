@@ -20,6 +20,14 @@ from anyep.cli.checks import check_experts
 from anyep.cli.demo_job import DecodeJob, Job, decode_on_rank, train_on_rank
 from anyep.cli.gpus import check_device, placed
 from anyep.cli.nodes import count_ranks, nodes_of
+from anyep.cli.options import (
+    DeviceOption,
+    NetworkOption,
+    NodesOption,
+    RanksPerNodeOption,
+    TopkNodesOption,
+    TopkOption,
+)
 from anyep.cli.ranks import run_ranks
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import CHANNELS_PER_SCALE, check_row_bytes
@@ -47,13 +55,8 @@ def demo(
     ranks: Annotated[
         int | None, typer.Option(help="Number of ranks, as processes on this machine; 8 where not given.")
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            help="Virtual nodes to put the ranks on; in normal mode a token crosses once from one to another."
-        ),
-    ] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each virtual node.")] = None,
+    nodes: NodesOption = None,
+    ranks_per_node: RanksPerNodeOption = None,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens per rank and step; 256 in normal mode, 8 in low-latency mode.")
     ] = None,
@@ -64,11 +67,8 @@ def demo(
         ),
     ] = None,
     experts: Annotated[int, typer.Option(help="Experts of all ranks together.")] = 16,
-    topk: Annotated[int, typer.Option(help="Experts per token.")] = 4,
-    topk_nodes: Annotated[
-        int | None,
-        typer.Option(help="Nodes that a token's experts may be on; half of them where not given."),
-    ] = None,
+    topk: TopkOption = 4,
+    topk_nodes: TopkNodesOption = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -77,14 +77,12 @@ def demo(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
-    device: Annotated[
-        str, typer.Option(help="Where ranks compute and communicate: cpu or cuda; they may share a GPU.")
-    ] = "cpu",
+    device: DeviceOption = "cpu",
     path: Annotated[
         str | None,
         typer.Option(help="How rows travel in normal mode: auto, window or ring; auto where not given."),
     ] = None,
-    network: Annotated[str | None, typer.Option(help="What joins the nodes: auto, loopback or nixl.")] = None,
+    network: NetworkOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a Mixture-of-Experts layer over several ranks, and check it against one process."""
