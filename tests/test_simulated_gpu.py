@@ -6,6 +6,7 @@ for another would wait for ever.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -268,6 +269,35 @@ def test_a_rank_that_is_done_may_die(world: World) -> None:
     for status in outcomes[1:]:
         assert status.count("is dead") == 1
         assert status.count("its last call was combine (call 9)") == 2
+
+
+def call_where_kernels_do_not_see_the_host(context: RankContext) -> list[str]:
+    """What is logged when a Buffer is made; and it works."""
+    from anyep.backends.cuda.gpu import Gpu
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("anyep")
+    log.addHandler(handler)
+    usual = Gpu.let_kernels_read
+    Gpu.let_kernels_read = lambda *_: False  # type: ignore[method-assign]
+    try:
+        with new_buffer(context) as buffer:
+            check_case(context, GOOD, buffer)
+            dist.barrier(group=context.group)
+    finally:
+        Gpu.let_kernels_read = usual  # type: ignore[method-assign]
+        log.removeHandler(handler)
+    return [record.getMessage() for record in records]
+
+
+def test_kernels_that_do_not_see_the_host(worlds: dict[int, World]) -> None:
+    for rank, messages in enumerate(worlds[3].run(call_where_kernels_do_not_see_the_host)):
+        said = [message for message in messages if "cannot read the host's memory" in message]
+        assert len(said) == 1
+        assert said[0].startswith(f"the kernels of rank {rank} cannot")
+        assert "ANYEP_TIMEOUT_S" in said[0]
 
 
 def look_at_each_other(context: RankContext) -> list[str]:
