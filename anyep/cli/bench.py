@@ -11,19 +11,12 @@ from typing import Annotated, Final
 
 import typer
 
+from anyep.cli import options
 from anyep.cli.bench_measure import Report, Setup, measure
 from anyep.cli.bench_table import print_report
 from anyep.cli.checks import check_experts, check_folder
 from anyep.cli.gpus import check_device, placed
 from anyep.cli.nodes import count_ranks, nodes_of
-from anyep.cli.options import (
-    DeviceOption,
-    NetworkOption,
-    NodesOption,
-    RanksPerNodeOption,
-    TopkNodesOption,
-    TopkOption,
-)
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import CHANNELS_PER_SCALE, Config, check_row_bytes
 
@@ -49,13 +42,13 @@ USUAL: Final = {
 
 def bench(
     mode: Annotated[str, typer.Option(help="What to measure: normal or low-latency.")] = "normal",
-    device: DeviceOption = "cpu",
+    device: options.Device = "cpu",
     ranks: Annotated[
         int | None,
         typer.Option(help="Number of ranks, as processes on this machine; 8, on cuda in normal mode 2."),
     ] = None,
-    nodes: NodesOption = None,
-    ranks_per_node: RanksPerNodeOption = None,
+    nodes: options.Nodes = None,
+    ranks_per_node: options.RanksPerNode = None,
     tokens: Annotated[
         int | None,
         typer.Option(help="Tokens per rank; 512 in normal mode, on cuda 4096; 128 in low-latency mode."),
@@ -64,8 +57,8 @@ def bench(
     experts: Annotated[
         int | None, typer.Option(help="Experts of all ranks together; 64, on cuda 256.")
     ] = None,
-    topk: TopkOption = 8,
-    topk_nodes: TopkNodesOption = None,
+    topk: options.Topk = 8,
+    topk_nodes: options.TopkNodes = None,
     repeats: Annotated[int, typer.Option(help="Repeats of each case; medians are shown.")] = 15,
     seed: Annotated[int, typer.Option(help="Seed of the data and the routing.")] = 0,
     sms: Annotated[
@@ -74,7 +67,7 @@ def bench(
     sweep_sms: Annotated[
         bool, typer.Option("--sweep-sms", help="Also tell the rates with 4 to 32 SMs per rank, on cuda.")
     ] = False,
-    network: NetworkOption = None,
+    network: options.Network = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the records to this file; - for stdout.")
     ] = None,

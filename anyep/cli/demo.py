@@ -15,19 +15,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from anyep.cli import demo_decode_results, demo_results
+from anyep.cli import demo_decode_results, demo_results, options
 from anyep.cli.checks import check_experts
 from anyep.cli.demo_job import DecodeJob, Job, decode_on_rank, train_on_rank
 from anyep.cli.gpus import check_device, placed
 from anyep.cli.nodes import count_ranks, nodes_of
-from anyep.cli.options import (
-    DeviceOption,
-    NetworkOption,
-    NodesOption,
-    RanksPerNodeOption,
-    TopkNodesOption,
-    TopkOption,
-)
 from anyep.cli.ranks import run_ranks
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import CHANNELS_PER_SCALE, check_row_bytes
@@ -55,8 +47,8 @@ def demo(
     ranks: Annotated[
         int | None, typer.Option(help="Number of ranks, as processes on this machine; 8 where not given.")
     ] = None,
-    nodes: NodesOption = None,
-    ranks_per_node: RanksPerNodeOption = None,
+    nodes: options.Nodes = None,
+    ranks_per_node: options.RanksPerNode = None,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens per rank and step; 256 in normal mode, 8 in low-latency mode.")
     ] = None,
@@ -67,8 +59,8 @@ def demo(
         ),
     ] = None,
     experts: Annotated[int, typer.Option(help="Experts of all ranks together.")] = 16,
-    topk: TopkOption = 4,
-    topk_nodes: TopkNodesOption = None,
+    topk: options.Topk = 4,
+    topk_nodes: options.TopkNodes = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -77,12 +69,12 @@ def demo(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
-    device: DeviceOption = "cpu",
+    device: options.Device = "cpu",
     path: Annotated[
         str | None,
         typer.Option(help="How rows travel in normal mode: auto, window or ring; auto where not given."),
     ] = None,
-    network: NetworkOption = None,
+    network: options.Network = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a Mixture-of-Experts layer over several ranks, and check it against one process."""

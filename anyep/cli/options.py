@@ -1,4 +1,4 @@
-"""Options that several commands have, in the same words."""
+"""Options that several commands have, in the same words: `topk: options.Topk = 8`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Annotated
 
 import typer
 
-DeviceOption = Annotated[
+Device = Annotated[
     str, typer.Option(help="Where ranks compute and communicate: cpu or cuda; they may share a GPU.")
 ]
-NodesOption = Annotated[
+Nodes = Annotated[
     int | None,
     typer.Option(
         help="Virtual nodes to put the ranks on; in normal mode a token crosses once from one to another."
     ),
 ]
-RanksPerNodeOption = Annotated[int | None, typer.Option(help="Ranks of each virtual node.")]
-TopkOption = Annotated[int, typer.Option(help="Experts per token.")]
-TopkNodesOption = Annotated[
+RanksPerNode = Annotated[int | None, typer.Option(help="Ranks of each virtual node.")]
+Topk = Annotated[int, typer.Option(help="Experts per token.")]
+TopkNodes = Annotated[
     int | None,
     typer.Option(help="Nodes that a token's experts may be on; half of them where not given."),
 ]
-NetworkOption = Annotated[str | None, typer.Option(help="What joins the nodes: auto, loopback or nixl.")]
+Network = Annotated[str | None, typer.Option(help="What joins the nodes: auto, loopback or nixl.")]

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from anyep.cli import options
 from anyep.cli.checks import check_folder
 from anyep.cli.memory_plan import ELEMENT_BYTES, MemoryPlan, Workload
-from anyep.cli.options import TopkOption
 from anyep.cli.units import format_bytes, parse_bytes
 from anyep.errors import InvalidCall
 from anyep.sizes import NUM_DEFAULT_SMS, NUM_MAX_NVL_PEERS, Config
@@ -24,7 +24,7 @@ def plan(
     hidden: Annotated[int, typer.Option(help="Hidden size: values per token.")] = 7168,
     dtype: Annotated[str, typer.Option(help=f"What travels: {', '.join(ELEMENT_BYTES)}.")] = "bf16",
     tokens: Annotated[int, typer.Option(help="Tokens per rank in one dispatch.")] = 4096,
-    topk: TopkOption = 8,
+    topk: options.Topk = 8,
     experts: Annotated[int, typer.Option(help="Experts of all ranks together.")] = 256,
     num_sms: Annotated[
         int, typer.Option(help="SMs for communication; two make a channel.")

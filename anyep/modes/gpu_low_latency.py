@@ -227,7 +227,7 @@ class GpuLowLatency(LowLatency):
     def _launch_tokens(self, stream: Any, state: torch.Tensor, places: Any, tokens: Tokens) -> None:
         num_tokens, num_topk = tokens.topk_idx.shape
         sizes = tokens.sizes
-        slot_block = max(2, block_of(num_topk))
+        slot_block = block_of(num_topk)
         num_shares = self._shares(num_tokens, -(-sizes.hidden // (CAST_BLOCKS * CHANNELS)))
         send = self._talk.launcher(
             kernels.send_tokens,
@@ -370,7 +370,7 @@ class GpuLowLatency(LowLatency):
             4,
             USE_LOGFMT=outputs.use_logfmt,
             NUM_TOPK=num_topk,
-            SLOT_BLOCK=max(2, block_of(num_topk)),
+            SLOT_BLOCK=block_of(num_topk),
             TILE_LIST=SEARCH_TILE,
             TILE_BLOCKS=tile_blocks,
             IN_HARDWARE=self._gpu.rounds_in_hardware,
