@@ -240,9 +240,11 @@ def await_flags(
         waited = tl.load(stats + ranks, mask=is_open, other=0)
         tl.store(stats + ranks, waited + took, mask=is_open)
     if CAN_SHRINK:
-        is_gone = load_acquire(given_up, is_rank) != 0
-        # Who is gone may have sent all before: so one more look.
-        seen = tl.where(is_open, load_acquire(flags, is_open), expected)
+        is_gone = ranks < 0
+        if tl.min(seen, axis=0) < expected:
+            is_gone = load_acquire(given_up, is_rank) != 0
+            # Who is gone may have sent all before: so one more look.
+            seen = tl.where(is_open, load_acquire(flags, is_open), expected)
         is_in = tl.max((is_open & (ranks == rank)).to(tl.int32), axis=0) > 0
         has_given_up = tl.max((is_gone & (ranks == rank)).to(tl.int32), axis=0) > 0
         is_late = is_open & (seen < expected)
