@@ -264,8 +264,9 @@ class Buffer:
             raise InvalidCall(
                 f"size {list(shape)} takes {wanted} bytes, but only {num_bytes - offset} are there"
             )
-        tensor: torch.Tensor = self._heap.tensor(start + offset, shape, dtype)
-        return tensor
+        # With a storage of its own, which may outlive the Buffer.
+        lent: torch.Tensor = self._heap.lend(start + offset, (wanted,), torch.uint8, lambda: None)
+        return lent.view(dtype).view(shape)
 
     def status(self) -> list[RankStatus]:
         """What every rank is doing, without waiting for any of them; `print(*buffer.status(), sep="\\n")`."""
@@ -728,11 +729,14 @@ class Buffer:
 
         Calls that are under way beside the caller are finished first. Results stay valid.
         """
-        if self.runtime is None:
+        runtime = self.runtime
+        if runtime is None:
             return
-        runtime, self.runtime = self.runtime, None
         if self._generation is not _generation:
+            self.runtime = None
             return
+        runtime.check_can_close()
+        self.runtime = None
         conversation = self._conversation
         try:
             runtime.close()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from anyep.backends import cpu
+from anyep.backends.cuda import postponed
 from anyep.events import EventHandle, EventOverlap
 
 
@@ -67,6 +68,9 @@ class SimulatedStream:
     def is_capturing(self) -> bool:
         return False
 
+    def let_others_capture(self) -> None:
+        pass
+
 
 class SimulatedEvent:
     """A moment that has come."""
@@ -91,6 +95,7 @@ class SimulatedGpu:
         self.side_stream = None
 
     def new_block(self, num_bytes: int) -> SimulatedBlock:
+        self.do_postponed()
         return SimulatedBlock(num_bytes)
 
     def words(self, count: int) -> Any:
@@ -126,13 +131,19 @@ class SimulatedGpu:
         pass
 
     def is_idle(self) -> bool:
-        return True
+        return not self.stream.is_capturing()
 
     def synchronize(self) -> None:
         pass
 
     def synchronize_device(self) -> None:
         pass
+
+    def postpone(self, work: Callable[[], object]) -> None:
+        postponed.postpone(work)
+
+    def do_postponed(self) -> None:
+        postponed.do_postponed()
 
     def look_for_errors(self) -> None:
         pass

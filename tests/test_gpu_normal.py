@@ -6,11 +6,13 @@ ANYEP_SOAK_PAIRS is the number of dispatches and combines of the long test, of a
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
 import time
+import weakref
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 
 from anyep import Config
+from anyep.backends.cuda import postponed
 from anyep.buffer import Buffer
 from anyep.events import EventHandle, EventOverlap
 from tests import gpu_scenarios
@@ -319,6 +322,67 @@ def capture_what_waits(context: RankContext) -> str:
 def test_a_graph_of_what_waits_is_refused(world: World) -> None:
     for message in world.run(capture_what_waits):
         assert message.startswith("a dispatch that waits for its counts cannot be captured in a CUDA graph")
+
+
+def die_while_a_graph_is_captured(context: RankContext, what: str) -> None:
+    """What dies then is freed later; the graph is not harmed. Nobody asked for it: garbage is collected at
+    any time."""
+    prepare_rank()
+    buffer = new_buffer(context)
+    numbers = torch.zeros(8, device=device_of(buffer))
+    (rows, *_, handle, _), heap = good_dispatch(buffer), weakref.ref(buffer.runtime.talk.heap)
+    local = buffer.get_local_buffer_tensor(torch.float32)
+    # Compiled now, and not when it has to be under way.
+    buffer.combine(rows, handle, config=gpu_scenarios.FEW_SMS)
+    torch.cuda.synchronize()
+    dist.barrier(group=context.group)
+    if what == "results of a destroyed Buffer":
+        buffer.destroy()
+        dying: list[Any] = [rows, handle, local]
+        del buffer
+    elif what == "a Buffer":
+        dying = [buffer, rows, handle, local]
+        del buffer
+    else:
+        # It is closed by a thread of its own, when its last call is over: that is while we capture.
+        torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
+        buffer.combine(rows, handle, config=gpu_scenarios.FEW_SMS)
+        dying = [rows, handle, local]
+        del buffer
+    del rows, handle, local
+    dying.append(dying)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        # As torch captures unless told otherwise: no thread of the process may disturb it.
+        graph.capture_begin(capture_error_mode="global")
+        numbers += 1
+        del dying
+        gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "anyep-close":
+                thread.join()
+        numbers *= 2
+        graph.capture_end()
+    assert (heap() is None) is (what == "results of a destroyed Buffer")
+    assert postponed._waiting
+    for _ in range(3):
+        graph.replay()
+    assert numbers.tolist() == [14.0] * 8
+    with new_buffer(context) as other:
+        assert heap() is None
+        assert not postponed._waiting
+        truth, tally = (
+            Truth(Shape(context.num_ranks), 7, context.rank, device_of(other)),
+            Tally(device_of(other)),
+        )
+        check_pair(other, truth, "cached", False, tally, 0)
+        tally.check()
+        dist.barrier(group=context.group)
+
+
+@pytest.mark.parametrize("what", ["results of a destroyed Buffer", "a Buffer", "a Buffer in a call"])
+def test_what_dies_while_a_graph_is_captured(world: World, what: str) -> None:
+    world.run(die_while_a_graph_is_captured, what, timeout=TIMEOUT_S)
 
 
 # Streams

@@ -6,15 +6,20 @@ for another would wait for ever.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
 import signal
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +34,7 @@ from tests.gpu_scenarios import (
     GOOD,
     NUM_RANKS,
     SCENARIOS,
+    attempt,
     check_a_killed_rank,
     check_a_rank_that_destroys_its_buffer,
     check_a_rank_that_raises,
@@ -189,6 +195,117 @@ def test_windows_grow(worlds: dict[int, World], first_bytes: int) -> None:
 
 def test_windows_are_held_by_results(worlds: dict[int, World]) -> None:
     worlds[3].run(hold_results)
+
+
+# The end of a Buffer
+
+
+def blocks_of(buffer: Buffer) -> list[weakref.ref[Any]]:
+    """Its memory on the GPU: the heap, and the windows."""
+    return [weakref.ref(block) for block in (buffer.runtime.talk.heap, *buffer.runtime.windows._blocks)]
+
+
+def destroy_without_garbage_collection(context: RankContext) -> None:
+    unused, buffer = new_buffer(context), new_buffer(context)
+    (heap, windows), blocks = blocks_of(buffer), blocks_of(unused)
+    rows, _, _, _, handle, _ = good_dispatch(buffer)
+    right = rows.clone()
+    dist.barrier(group=context.group)
+    # What is left to the garbage collector may be freed while a graph is captured.
+    gc.disable()
+    try:
+        buffer.destroy()
+        unused.destroy()
+        assert [block() for block in (heap, *blocks)] == [None] * 3
+    finally:
+        gc.enable()
+    assert windows() is not None
+    assert torch.equal(rows, right)
+    del rows, handle
+    # Now it has to be, since the interpreter of kernels makes cycles.
+    gc.collect()
+    assert windows() is None
+
+
+def test_destroy_frees_memory_at_once(worlds: dict[int, World]) -> None:
+    worlds[2].run(destroy_without_garbage_collection)
+
+
+def end_while_a_graph_is_captured(context: RankContext) -> list[str]:
+    """Destroy a Buffer, then drop it; what its peers see of it then, and when the next Buffer is there."""
+    buffer, other = new_buffer(context), new_buffer(context)
+    good_dispatch(buffer)
+    dist.barrier(group=context.group)
+    stream, blocks, seen = buffer.runtime.talk.gpu.stream, blocks_of(buffer), []
+    stream.is_capturing = lambda: context.rank == 0
+    seen.append(attempt(buffer.destroy) if context.rank == 0 else "")
+    if context.rank == 0:
+        assert "is idle" in str(buffer.status()[0])
+        del buffer
+        gc.collect()
+        assert all(block() is not None for block in blocks)
+        stream.is_capturing = lambda: False
+    dist.barrier(group=context.group)
+    if context.rank:
+        seen.append(str(buffer.status()[0]))
+    dist.barrier(group=context.group)
+    with new_buffer(context) as third:
+        check_case(context, GOOD, third)
+        if context.rank:
+            seen.append(str(buffer.status()[0]))
+        else:
+            assert not [block for block in blocks if block() is not None]
+        dist.barrier(group=context.group)
+    other.destroy()
+    return seen
+
+
+def test_a_buffer_that_ends_while_a_graph_is_captured(worlds: dict[int, World]) -> None:
+    (refused,), (_, while_captured, afterwards), _ = worlds[3].run(end_while_a_graph_is_captured)
+    assert refused == (
+        "InvalidCall: a Buffer cannot be destroyed while a CUDA graph is captured: do it before or afterwards"
+    )
+    assert "is idle" in while_captured
+    assert "destroyed" in afterwards
+
+
+def drop_while_calls_are_under_way(context: RankContext) -> str:
+    """What is closed in a thread is freed with the next Buffer."""
+    from anyep.backends.cuda.gpu import Gpu
+
+    buffer = new_buffer(context)
+    good_dispatch(buffer)
+    dist.barrier(group=context.group)
+    blocks = blocks_of(buffer)
+    over = threading.Event()
+    usual = Gpu.is_idle, Gpu.now
+    event = SimpleNamespace(synchronize=over.wait)
+    Gpu.is_idle, Gpu.now = (lambda _: False), (lambda _: event)  # type: ignore[method-assign,assignment,return-value]
+    if context.rank == 0:
+        del buffer
+        gc.collect()
+    Gpu.is_idle, Gpu.now = usual  # type: ignore[method-assign]
+    dist.barrier(group=context.group)
+    seen = str(buffer.status()[0]) if context.rank else ""
+    dist.barrier(group=context.group)
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "anyep-close":
+            thread.join(20)
+    assert all(block() is not None for block in blocks)
+    dist.barrier(group=context.group)
+    seen += ", then " + str(buffer.status()[0]) if context.rank else ""
+    dist.barrier(group=context.group)
+    with new_buffer(context) as other:
+        check_case(context, GOOD, other)
+        assert context.rank or not [block for block in blocks if block() is not None]
+        dist.barrier(group=context.group)
+    return seen
+
+
+def test_a_buffer_dropped_while_calls_are_under_way(worlds: dict[int, World]) -> None:
+    seen = worlds[3].run(drop_while_calls_are_under_way)[1]
+    assert re.search("is idle.*, then .*destroyed", seen)
 
 
 # What goes wrong

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 
 from anyep.buffer import Buffer
@@ -125,6 +128,25 @@ def test_statistics_say_who_was_waited_for() -> None:
             if rank != 1:
                 assert waited[1] > 0.1e9
                 assert waited[1] > max(waited[0], waited[2])
+
+
+def destroy_without_garbage_collection(context: RankContext) -> None:
+    buffer = new_buffer(context)
+    check_case(context.rank, Case(tokens=(3,) * context.num_ranks, hidden=64), buffer)
+    dist.barrier(group=context.group)
+    # What the interpreter of kernels left; the Buffer itself must leave nothing of the kind.
+    gc.collect()
+    heap = weakref.ref(buffer.runtime.talk.heap)
+    gc.disable()
+    try:
+        buffer.destroy()
+        assert heap() is None
+    finally:
+        gc.enable()
+
+
+def test_destroy_frees_memory_at_once() -> None:
+    shared_world(2).run(destroy_without_garbage_collection)
 
 
 # What goes wrong is raised by the next call

@@ -619,6 +619,7 @@ class Conversation:
         if self.wire is not None:
             self.wire.close()
         self._broken = BufferBroken("it was destroyed")
+        self.on_failure = _nothing
         for descriptor in self._pidfds:
             os.close(descriptor)
         self._pidfds = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -141,23 +141,54 @@ class GpuIntranode:
 
     def close_after(self, work: Callable[[], None]) -> None:
         """Do a last piece of work after all calls, without waiting for them."""
+        if self._gpu.stream.is_capturing():
+            # The caller's stream can be neither waited for nor given an event to wait for.
+            self._gpu.postpone(partial(self._close_and, work))
+            return
+        last_uses = (self._gpu.last_use(), self._gpu.now())
 
-        def wait_and_close() -> None:
-            self.close()
-            work()
+        def wait_and_say_so() -> None:
+            self._gpu.stream.let_others_capture()
+            try:
+                for last_use in last_uses:
+                    last_use.synchronize()
+            finally:
+                self._say_closed()
+                work()
+                # Not in a thread, as another one may capture a graph.
+                self._gpu.postpone(self._free)
 
-        threading.Thread(target=wait_and_close, name="anyep-close", daemon=True).start()
+        threading.Thread(target=wait_and_say_so, name="anyep-close", daemon=True).start()
+
+    def _close_and(self, work: Callable[[], None]) -> None:
+        self.close()
+        work()
+
+    def check_can_close(self) -> None:
+        """Refuse where nothing can be waited for."""
+        if self._gpu.stream.is_capturing():
+            raise InvalidCall(
+                "a Buffer cannot be destroyed while a CUDA graph is captured: do it before or afterwards"
+            )
 
     def close(self) -> None:
         """Finish the calls that are under way; kernels of peers wait for this rank no longer."""
         try:
-            # Some are in graphs, or on streams of the caller's.
-            self._gpu.synchronize_device()
-            self.talk.close()
+            self._free()
         finally:
-            # First for people: whose kernel hears of it looks for the reason there.
-            self.conversation.close()
-            self.talk.give_up()
+            self._say_closed()
+            self._gpu.do_postponed()
+
+    def _free(self) -> None:
+        # Some calls are in graphs, or on streams of the caller's.
+        self._gpu.synchronize_device()
+        self.talk.close()
+
+    def _say_closed(self) -> None:
+        self.talk.stop_watching()
+        # First for people: whose kernel hears of it looks for the reason there.
+        self.conversation.close()
+        self.talk.give_up()
 
     def counts_of(
         self,

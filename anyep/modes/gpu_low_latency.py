@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -93,11 +94,19 @@ class GpuLowLatency(LowLatency):
         self._blocks = {"NUM_RANKS": self._num_ranks, "RANK_BLOCK": talk.rank_block}
         self._shrink = {"CAN_SHRINK": can_shrink, **self._blocks}
         self._programs = max(1, PROGRAMS_PER_SM * int(self._gpu.num_sms) // connection.ranks_on_gpu)
-        self.masks: GpuMasks = GpuMasks(
-            self._conversation, self._control, self._heap, self._gpu, self._tell_mask
+        # It tells everyone's kernels the generation of a rank. One that waits reads it at its host, too.
+        tell_kernels = partial(
+            talk.launcher(kernels.mask_rank, 1, **self._blocks),
+            self._gpu.side_stream,
+            (1,),
+            self._facts_there,
+            talk.heaps,
         )
         # When it is needed it may be too late to load it.
-        self._tell_mask(-1, 0)
+        tell_kernels(-1, 0)
+        self.masks: GpuMasks = GpuMasks(
+            self._conversation, self._control, self._heap, self._gpu, tell_kernels
+        )
 
         # What `LowLatency` keeps, too; its methods that only look at these are used as they are.
         self._last_call = 0
@@ -482,11 +491,6 @@ class GpuLowLatency(LowLatency):
     def _number(self) -> torch.Tensor:
         number: torch.Tensor = self._heap.tensor(self._words[facts.CALLS_AT], (1,), torch.int64)
         return number
-
-    def _tell_mask(self, rank: int, generation: int) -> None:
-        """Tell everyone's kernels the generation of a rank. One that waits reads it at its host, too."""
-        tell = self._talk.launcher(kernels.mask_rank, 1, **self._blocks)
-        tell(self._gpu.side_stream, (1,), self._facts_there, self._talk.heaps, rank, generation)
 
     def _forget_what_is_in_flight(self) -> None:
         super()._forget_what_is_in_flight()

@@ -369,9 +369,13 @@ class GpuTalk:
 
     # The end
 
-    def close(self) -> None:
-        """Stop watching the peers; no kernel may run any more."""
+    def stop_watching(self) -> None:
+        """Kernels hear no more of peers that die."""
         self._watch.close()
+
+    def close(self) -> None:
+        """Stop watching the peers, and let no kernel read the host's memory: none may run any more."""
+        self.stop_watching()
         region, self._at_host = self._at_host, 0
         if region:
             self.gpu.let_no_kernel_read(region)

@@ -226,6 +226,9 @@ class Intranode:
         idle: bool = self.stream.is_idle
         return idle
 
+    def check_can_close(self) -> None:
+        """Calls that are under way can always be waited for."""
+
     def close_after(self, work: Callable[[], None]) -> None:
         """Do a last piece of work after all calls, without waiting for them."""
         self.stream.close_after(work)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
+from anyep.backends.cuda import postponed
 from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.backends.cuda.pinned import Array, pinned_words
 from anyep.backends.cuda.stream import Stream
@@ -38,6 +40,7 @@ class Gpu:
 
     def new_block(self, num_bytes: int) -> SymmetricBlock:
         """Memory that all ranks of a group make, and then connect."""
+        self.do_postponed()
         return SymmetricBlock(num_bytes)
 
     def words(self, count: int) -> Array:
@@ -110,6 +113,13 @@ class Gpu:
     def synchronize_device(self) -> None:
         """Return when all streams are done."""
         torch.cuda.synchronize(self.device)
+
+    def postpone(self, work: Callable[[], object]) -> None:
+        """Do a piece of work when no graph is captured."""
+        postponed.postpone(work)
+
+    def do_postponed(self) -> None:
+        postponed.do_postponed()
 
     def look_for_errors(self) -> None:
         """Raise what CUDA found wrong."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
 
+from anyep.backends.cuda.postponed import postpone
 from anyep.errors import NotSupported
 
 TYPES: Final = {
@@ -28,6 +31,10 @@ TYPES_BY_SIZE: Final = {1: "|u1", 2: "<i2"}
 
 class SymmetricBlock:
     """A rank's memory, and the addresses of its peers'. It lives until the last tensor over it is gone."""
+
+    _memory: Any = None
+    _handle: Any = None
+    """It holds the peers' memory: without it the next kernel would fault."""
 
     def __init__(self, num_bytes: int) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -50,14 +57,14 @@ class SymmetricBlock:
         """Open the memory of all ranks of a group, when all have made theirs."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        # The handle holds the peers' memory: without it the next kernel would fault.
         self._handle = symmetric_memory.rendezvous(self._memory, group)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over a part of this rank's memory."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        return self._memory[offset : offset + num_bytes].view(dtype).view(shape)
+        tensor: torch.Tensor = self._memory[offset : offset + num_bytes].view(dtype).view(shape)
+        return tensor
 
     def lend(
         self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, on_death: Callable[[], None]
@@ -67,6 +74,10 @@ class SymmetricBlock:
         loan = _Loan(self, offset, shape, known_as or TYPES_BY_SIZE[dtype.itemsize], on_death)
         tensor = torch.as_tensor(loan, device=self._memory.device)
         return tensor if known_as else tensor.view(dtype)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and torch._C._cuda_isCurrentStreamCapturing():
+            postpone(partial(_let_go, self._handle, self._memory))
 
 
 class _Loan:
@@ -91,3 +102,7 @@ class _Loan:
 
     def __del__(self) -> None:
         self._on_death()
+
+
+def _let_go(*held: Any) -> None:
+    """What was held dies with the call."""

@@ -63,3 +63,10 @@ class Stream:
             if ask(stream, ctypes.byref(status), ctypes.byref(number), None, None, None) == 0:
                 return number.value
         return 0
+
+    @staticmethod
+    def let_others_capture() -> None:
+        """Let this thread wait for events without harm to graphs that other threads capture."""
+        relaxed = ctypes.c_int(2)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
