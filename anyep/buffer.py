@@ -134,10 +134,14 @@ class Buffer:
             NUM_SPINS if self.group_size <= num_cores() else 0,
             self._connection.wire,
         )
-        if self._device.type == "cuda":
-            self._start_on_gpu(rendezvous)
-        else:
-            self._start_on_cpu()
+        try:
+            if self._device.type == "cuda":
+                self._start_on_gpu(rendezvous)
+            else:
+                self._start_on_cpu()
+        except BaseException:
+            self._conversation.close()
+            raise
 
     def _start_on_cpu(self) -> None:
         connection, conversation = self._connection, self._conversation
@@ -737,14 +741,16 @@ class Buffer:
             return
         runtime.check_can_close()
         self.runtime = None
-        conversation = self._conversation
         try:
-            runtime.close()
+            runtime.close(self._low_latency)
         finally:
-            conversation.close()
+            self._conversation.close()
             self._last_handle = None
             self._low_latency = None
             del self._connection, self._conversation, self._heap
+        free_what_died = runtime.free_what_died
+        del runtime  # now it is dead, too
+        free_what_died()
 
     def __enter__(self) -> Buffer:
         return self
@@ -768,13 +774,12 @@ class Buffer:
             warnings.warn(
                 "a Buffer made with explicitly_destroy=True was dropped without destroy()", stacklevel=1
             )
-        runtime = self.runtime
-        if runtime is None or runtime.is_idle:
+        if self.runtime.is_idle:
             self.destroy()
         else:
             # Whoever dropped it may be the one that its last calls wait for.
-            self.runtime = None
-            runtime.close_after(self._conversation.close)
+            runtime, self.runtime = self.runtime, None
+            runtime.close_later(self._low_latency)
 
     # Helpers
 
@@ -905,6 +910,8 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
         raise NotSupported("device is 'cuda', but torch finds no GPU here: pass device='cpu'")
     if find_spec("triton") is None:
         raise NotSupported("kernels for GPUs are compiled by Triton, which is missing: pip install triton")
+    if torch.cuda.is_current_stream_capturing():
+        raise InvalidCall("a Buffer cannot be made while a CUDA graph is captured: make it before")
     current = torch.cuda.current_device()
     if wanted.index not in (None, current):
         raise InvalidCall(

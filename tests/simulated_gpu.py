@@ -9,9 +9,12 @@ a process that has not loaded any kernels yet.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,10 @@ import torch.distributed as dist
 from anyep.backends import cpu
 from anyep.backends.cuda import postponed
 from anyep.events import EventHandle, EventOverlap
+
+_numbers = itertools.count()
+_lenders: dict[int, SimulatedBlock] = {}
+"""They live as long as what they lent."""
 
 
 class SimulatedBlock:
@@ -42,13 +49,22 @@ class SimulatedBlock:
         self._own.close()
         self.addresses = [block.address for block in self._opened]
 
+    def __del__(self) -> None:
+        postponed.postpone(partial(list, [self._own, *self._opened]))
+
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._own.tensor(offset, shape, dtype)
 
     def lend(
         self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, on_death: Callable[[], None]
     ) -> torch.Tensor:
-        return self._own.lend(offset, shape, dtype, on_death)
+        def died() -> None:
+            on_death()
+            del _lenders[number]
+
+        number = next(_numbers)
+        _lenders[number] = self
+        return self._own.lend(offset, shape, dtype, died)
 
 
 class SimulatedStream:
@@ -68,7 +84,7 @@ class SimulatedStream:
     def is_capturing(self) -> bool:
         return False
 
-    def let_others_capture(self) -> None:
+    def relax_this_thread(self) -> None:
         pass
 
 
@@ -91,6 +107,7 @@ class SimulatedGpu:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self._thread = threading.get_ident()
         self.stream = SimulatedStream()
         self.side_stream = None
 
@@ -130,8 +147,11 @@ class SimulatedGpu:
     def wait_before_next_call(self, event: Any) -> None:
         pass
 
+    def can_wait(self) -> bool:
+        return threading.get_ident() == self._thread and not self.stream.is_capturing()
+
     def is_idle(self) -> bool:
-        return not self.stream.is_capturing()
+        return self.can_wait()
 
     def synchronize(self) -> None:
         pass
@@ -143,7 +163,8 @@ class SimulatedGpu:
         postponed.postpone(work)
 
     def do_postponed(self) -> None:
-        postponed.do_postponed()
+        if not self.stream.is_capturing():
+            postponed.do_postponed()
 
     def look_for_errors(self) -> None:
         pass

@@ -5,10 +5,13 @@ Memory that nobody has written holds NaN here, so that a result which is not fil
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
+import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from anyep.backends.cuda import postponed
 from anyep.buffer import Buffer
 from tests import low_latency_oracle, oracle
 from tests.cases import ROUTINGS
@@ -282,6 +286,58 @@ def use_several_streams(context: RankContext) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_halves_on_other_streams(num_ranks: int) -> None:
     gpu_world(num_ranks).run(use_several_streams, timeout=TIMEOUT_S)
+
+
+# The end of a Buffer
+
+
+def end_around_a_graph(context: RankContext, what: str) -> None:
+    """A Buffer ends before a graph is captured, or while it is; what callers still hold dies there, too."""
+    case = Case((6,) * context.num_ranks, hidden=256)
+    buffer = new_buffer(context, case)
+    check_case(context.rank, case, buffer, device="cuda")
+    mine = on("cuda", inputs_of(case)[context.rank])
+    dispatch = (mine.x, mine.topk_idx, case.max_tokens, case.num_experts)
+    received, _, handle, _, _ = buffer.low_latency_dispatch(*dispatch, use_fp8=False)
+    rows = buffer.get_next_low_latency_combine_buffer(handle)
+    *_, hook = buffer.low_latency_dispatch(*dispatch, use_fp8=False, return_recv_hook=True)
+    torch.cuda.synchronize()
+    torch.distributed.barrier(context.group)
+    heap = weakref.ref(buffer.runtime.talk.heap)
+    dying = [received, handle, rows, hook]
+    numbers = torch.zeros(8, device="cuda")
+    if what == "destroyed":
+        buffer.destroy()
+    elif what == "dropped in a call":
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
+        buffer.low_latency_dispatch(*dispatch, use_fp8=False, async_finish=True)
+    else:
+        dying.append(buffer)
+    del buffer, received, handle, rows, hook
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        graph.capture_begin(capture_error_mode="global")
+        numbers += 1
+        del dying
+        gc.collect()
+        closing = [thread for thread in threading.enumerate() if thread.name == "anyep-close"]
+        assert len(closing) == (what == "dropped in a call")
+        for thread in closing:
+            thread.join()
+        graph.capture_end()
+    graph.replay()
+    assert numbers.tolist() == [1.0] * 8
+    with new_buffer(context, case) as other:
+        assert heap() is None
+        assert not postponed._waiting
+        check_case(context.rank, case, other, device="cuda")
+        torch.distributed.barrier(context.group)
+
+
+@pytest.mark.parametrize("what", ["destroyed", "dropped in a graph", "dropped in a call"])
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_the_end_around_a_graph(num_ranks: int, what: str) -> None:
+    gpu_world(num_ranks).run(end_around_a_graph, what, timeout=TIMEOUT_S)
 
 
 # Masks

@@ -338,6 +338,7 @@ def die_while_a_graph_is_captured(context: RankContext, what: str) -> None:
     dist.barrier(group=context.group)
     if what == "results of a destroyed Buffer":
         buffer.destroy()
+        assert not postponed._waiting
         dying: list[Any] = [rows, handle, local]
         del buffer
     elif what == "a Buffer":
@@ -345,7 +346,7 @@ def die_while_a_graph_is_captured(context: RankContext, what: str) -> None:
         del buffer
     else:
         # It is closed by a thread of its own, when its last call is over: that is while we capture.
-        torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
         buffer.combine(rows, handle, config=gpu_scenarios.FEW_SMS)
         dying = [rows, handle, local]
         del buffer
@@ -358,9 +359,12 @@ def die_while_a_graph_is_captured(context: RankContext, what: str) -> None:
         numbers += 1
         del dying
         gc.collect()
-        for thread in threading.enumerate():
-            if thread.name == "anyep-close":
-                thread.join()
+        with pytest.raises(ValueError, match="cannot be made while a CUDA graph is captured"):
+            new_buffer(context)
+        closing = [thread for thread in threading.enumerate() if thread.name == "anyep-close"]
+        assert len(closing) == (what == "a Buffer in a call")
+        for thread in closing:
+            thread.join()
         numbers *= 2
         graph.capture_end()
     assert (heap() is None) is (what == "results of a destroyed Buffer")

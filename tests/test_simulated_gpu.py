@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,33 +203,69 @@ def test_windows_are_held_by_results(worlds: dict[int, World]) -> None:
 
 def blocks_of(buffer: Buffer) -> list[weakref.ref[Any]]:
     """Its memory on the GPU: the heap, and the windows."""
-    return [weakref.ref(block) for block in (buffer.runtime.talk.heap, *buffer.runtime.windows._blocks)]
+    blocks = (buffer.runtime.talk.heap, *buffer.runtime.windows._blocks)
+    return [weakref.ref(block._own) for block in blocks]
 
 
-def destroy_without_garbage_collection(context: RankContext) -> None:
-    unused, buffer = new_buffer(context), new_buffer(context)
-    (heap, windows), blocks = blocks_of(buffer), blocks_of(unused)
+def end_without_garbage_collection(context: RankContext) -> None:
+    buffer, destroyed, dropped = (new_buffer(context) for _ in range(3))
+    (heap, windows), blocks = blocks_of(buffer), blocks_of(destroyed) + blocks_of(dropped)
     rows, _, _, _, handle, _ = good_dispatch(buffer)
     right = rows.clone()
     dist.barrier(group=context.group)
-    # What is left to the garbage collector may be freed while a graph is captured.
     gc.disable()
     try:
         buffer.destroy()
-        unused.destroy()
-        assert [block() for block in (heap, *blocks)] == [None] * 3
+        destroyed.destroy()
+        del dropped
+        assert [block() for block in (heap, *blocks)] == [None] * 5
     finally:
         gc.enable()
     assert windows() is not None
     assert torch.equal(rows, right)
     del rows, handle
-    # Now it has to be, since the interpreter of kernels makes cycles.
     gc.collect()
-    assert windows() is None
+    # A graph may be captured just now.
+    assert windows() is not None
+    with new_buffer(context):
+        assert windows() is None
+        dist.barrier(group=context.group)
 
 
-def test_destroy_frees_memory_at_once(worlds: dict[int, World]) -> None:
-    worlds[2].run(destroy_without_garbage_collection)
+def test_memory_is_freed_with_the_buffer(worlds: dict[int, World]) -> None:
+    """And not when garbage is collected."""
+    worlds[2].run(end_without_garbage_collection)
+
+
+def fail_to_make_a_buffer(context: RankContext) -> tuple[list[str], int, int]:
+    """What is raised, how many heaps are left, and how many descriptors more than before."""
+    from anyep.modes.gpu_connection import GpuConnection
+
+    def no_windows(connection: GpuConnection, num_bytes: int) -> int:
+        heaps.append(weakref.ref(connection.heap._own))
+        raise RuntimeError("there are no windows")
+
+    heaps: list[weakref.ref[Any]] = []
+    usual = GpuConnection._add_windows
+    gc.collect()
+    # It frees what others left.
+    new_buffer(context).destroy()
+    num_descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    GpuConnection._add_windows = no_windows  # type: ignore[method-assign]
+    try:
+        messages = [attempt(new_buffer, context) for _ in range(3)]
+    finally:
+        GpuConnection._add_windows = usual  # type: ignore[method-assign]
+    with new_buffer(context) as buffer:
+        num_left = sum(heap() is not None for heap in heaps)
+        check_case(context, GOOD, buffer)
+        dist.barrier(group=context.group)
+    return messages, num_left, len(list(Path("/proc/self/fd").iterdir())) - num_descriptors
+
+
+def test_nothing_is_left_of_a_buffer_that_could_not_be_made(worlds: dict[int, World]) -> None:
+    for outcome in worlds[3].run(fail_to_make_a_buffer):
+        assert outcome == (["RuntimeError: there are no windows"] * 3, 0, 0)
 
 
 def end_while_a_graph_is_captured(context: RankContext) -> list[str]:
@@ -267,6 +304,33 @@ def test_a_buffer_that_ends_while_a_graph_is_captured(worlds: dict[int, World]) 
     )
     assert "is idle" in while_captured
     assert "destroyed" in afterwards
+
+
+def drop_in_another_thread(context: RankContext) -> str:
+    """It cannot know whether this one captures a graph."""
+    buffer = new_buffer(context)
+    blocks = blocks_of(buffer)
+    dist.barrier(group=context.group)
+    if context.rank == 0:
+        held = [buffer]
+        del buffer
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+    dist.barrier(group=context.group)
+    seen = str(buffer.status()[0]) if context.rank else ""
+    dist.barrier(group=context.group)
+    assert all(block() is not None for block in blocks)
+    with new_buffer(context):
+        assert context.rank or not [block for block in blocks if block() is not None]
+        dist.barrier(group=context.group)
+        seen += ", then " + str(buffer.status()[0]) if context.rank else ""
+        dist.barrier(group=context.group)
+    return seen
+
+
+def test_a_buffer_dropped_in_another_thread(worlds: dict[int, World]) -> None:
+    assert re.search("is idle.*, then .*destroyed", worlds[2].run(drop_in_another_thread)[1])
 
 
 def drop_while_calls_are_under_way(context: RankContext) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,23 +132,70 @@ def test_statistics_say_who_was_waited_for() -> None:
                 assert waited[1] > max(waited[0], waited[2])
 
 
-def destroy_without_garbage_collection(context: RankContext) -> None:
+def end_without_garbage_collection(context: RankContext, how: str) -> None:
     buffer = new_buffer(context)
-    check_case(context.rank, Case(tokens=(3,) * context.num_ranks, hidden=64), buffer)
+    case = Case(tokens=(3,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    held: list[Any] = []
+    if "hook" in how:
+        held = [on_cpu.dispatch_by_hook(buffer, case, context.rank)[-1]]
+        if how == "a hook that was called":
+            held[0]()
+        elif how == "a dropped hook":
+            held.clear()
     dist.barrier(group=context.group)
     # What the interpreter of kernels left; the Buffer itself must leave nothing of the kind.
     gc.collect()
-    heap = weakref.ref(buffer.runtime.talk.heap)
+    heap = weakref.ref(buffer.runtime.talk.heap._own)
     gc.disable()
     try:
         buffer.destroy()
-        assert heap() is None
+        assert (heap() is None) is (how != "a hook that was not called")
+        if held:
+            message = message_of(held.pop())
+            assert message.startswith("nothing" if how == "a hook that was called" else "BufferBroken")
+        with new_buffer(context):
+            assert heap() is None
+            dist.barrier(group=context.group)
     finally:
         gc.enable()
 
 
-def test_destroy_frees_memory_at_once() -> None:
-    shared_world(2).run(destroy_without_garbage_collection)
+@pytest.mark.parametrize(
+    "how", ["calls in line", "a hook that was called", "a hook that was not called", "a dropped hook"]
+)
+def test_memory_is_freed_with_the_buffer(how: str) -> None:
+    shared_world(2).run(end_without_garbage_collection, how)
+
+
+def drop_while_a_call_is_under_way(context: RankContext) -> None:
+    """What kernels of low-latency calls read lives as long as they do."""
+    from anyep.backends.cuda.gpu import Gpu
+
+    buffer = new_buffer(context)
+    check_case(context.rank, Case(tokens=(3,) * context.num_ranks, hidden=64), buffer)
+    dist.barrier(group=context.group)
+    mode = weakref.ref(buffer._low_latency)
+    over = threading.Event()
+    usual, Gpu.is_idle = Gpu.is_idle, lambda _: False  # type: ignore[method-assign]
+    buffer._low_latency._order._done = SimpleNamespace(synchronize=over.wait)  # type: ignore[union-attr]
+    del buffer
+    gc.collect()
+    Gpu.is_idle = usual  # type: ignore[method-assign]
+    assert mode() is not None
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "anyep-close":
+            thread.join(20)
+    gc.collect()
+    assert mode() is not None
+    with new_buffer(context):
+        assert mode() is None
+        dist.barrier(group=context.group)
+
+
+def test_a_buffer_dropped_while_a_call_is_under_way() -> None:
+    shared_world(2).run(drop_while_a_call_is_under_way)
 
 
 # What goes wrong is raised by the next call

@@ -90,6 +90,8 @@ class GpuIntranode:
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
         self._unheard: AnyEPError | None = None
         """What went wrong in an earlier call, and nobody has heard yet."""
+        self.free_what_died: Callable[[], None] = self._gpu.do_postponed
+        """For whoever closed this object, when he has let it go."""
 
     @property
     def communication_stream(self) -> Any:
@@ -139,30 +141,27 @@ class GpuIntranode:
         idle: bool = self._gpu.is_idle()
         return idle
 
-    def close_after(self, work: Callable[[], None]) -> None:
-        """Do a last piece of work after all calls, without waiting for them."""
-        if self._gpu.stream.is_capturing():
-            # The caller's stream can be neither waited for nor given an event to wait for.
-            self._gpu.postpone(partial(self._close_and, work))
+    def close_later(self, low_latency: Any) -> None:
+        """Close after all calls, without waiting for them; until then the other mode is kept, if there is
+        one: its kernels read its tables."""
+        if not self._gpu.can_wait():
+            self._gpu.postpone(partial(self.close, low_latency))
             return
-        last_uses = (self._gpu.last_use(), self._gpu.now())
+        last_uses = [self._gpu.last_use(), self._gpu.now()]
+        if low_latency is not None:
+            last_uses += low_latency.last_uses()
 
         def wait_and_say_so() -> None:
-            self._gpu.stream.let_others_capture()
+            self._gpu.stream.relax_this_thread()
             try:
                 for last_use in last_uses:
                     last_use.synchronize()
             finally:
                 self._say_closed()
-                work()
-                # Not in a thread, as another one may capture a graph.
-                self._gpu.postpone(self._free)
+                # Not in this thread, as another one may capture a graph.
+                self._gpu.postpone(partial(self._free, low_latency))
 
         threading.Thread(target=wait_and_say_so, name="anyep-close", daemon=True).start()
-
-    def _close_and(self, work: Callable[[], None]) -> None:
-        self.close()
-        work()
 
     def check_can_close(self) -> None:
         """Refuse where nothing can be waited for."""
@@ -171,18 +170,19 @@ class GpuIntranode:
                 "a Buffer cannot be destroyed while a CUDA graph is captured: do it before or afterwards"
             )
 
-    def close(self) -> None:
-        """Finish the calls that are under way; kernels of peers wait for this rank no longer."""
+    def close(self, low_latency: Any) -> None:
+        """Finish the calls of both modes that are under way; no kernel of a peer waits for this rank then."""
         try:
-            self._free()
+            self._free(low_latency)
         finally:
             self._say_closed()
-            self._gpu.do_postponed()
 
-    def _free(self) -> None:
+    def _free(self, low_latency: Any) -> None:
         # Some calls are in graphs, or on streams of the caller's.
         self._gpu.synchronize_device()
         self.talk.close()
+        if low_latency is not None:
+            low_latency.close()
 
     def _say_closed(self) -> None:
         self.talk.stop_watching()

@@ -427,12 +427,13 @@ class GpuLowLatency(LowLatency):
             self._settle()
             number = int(state[facts.NUMBER])
             slots = places.slots
-            messages = self._heap.tensor(
+            messages: torch.Tensor = self._heap.lend(
                 slots.row_offset(number % NUM_SLOT_SETS, 0),
                 (slots.num_local_experts * places.rows_per_expert, places.message_bytes // 2),
                 torch.bfloat16,
+                lambda: None,
             )
-            rows: torch.Tensor = messages[:, LOW_LATENCY_HEADER_BYTES // 2 :][:, : sizes.hidden]
+            rows = messages[:, LOW_LATENCY_HEADER_BYTES // 2 :][:, : sizes.hidden]
             return rows.view(slots.num_local_experts, places.rows_per_expert, sizes.hidden)
 
         rows = self._guarded(call, whole_call)
@@ -495,6 +496,14 @@ class GpuLowLatency(LowLatency):
     def _forget_what_is_in_flight(self) -> None:
         super()._forget_what_is_in_flight()
         self._jobs.clear()
+
+    def close(self) -> None:
+        """Forget what will never be received: it knows us, and neither would be freed."""
+        self._jobs.clear()
+
+    def last_uses(self) -> list[Any]:
+        """An event after all that was launched so far; none if the last of it was captured in a graph."""
+        return self._order.last_uses()
 
     # Steps of a call
 
@@ -740,17 +749,19 @@ class _GpuHook:
     """Receives a call that was sent; a second time it does nothing."""
 
     def __init__(self, mode: GpuLowLatency, job: _Job) -> None:
-        self._mode = mode
-        self._job: _Job | None = job
+        self._left: tuple[GpuLowLatency, _Job] | None = (mode, job)
 
     def __call__(self) -> None:
-        job, self._job = self._job, None
-        if job is not None:
-            self._mode.receive_job(job)
+        left, self._left = self._left, None
+        if left is not None:
+            mode, job = left
+            mode.receive_job(job)
 
     def __del__(self) -> None:
-        if self._job is not None and not self._job.is_captured:
-            self._mode.hook_was_dropped(self._job.call)
+        if self._left is not None:
+            mode, job = self._left
+            if not job.is_captured:
+                mode.hook_was_dropped(job.call)
 
 
 class _Order:
@@ -776,6 +787,11 @@ class _Order:
             launch(stream)
             self._done.record(stream)
             self._last = (graph, stream)
+
+    def last_uses(self) -> list[Any]:
+        """The event after what was launched last, which nobody can wait for outside of its graph."""
+        with self._lock:
+            return [] if self._last[0] else [self._done]
 
 
 class _InLine:

@@ -229,12 +229,16 @@ class Intranode:
     def check_can_close(self) -> None:
         """Calls that are under way can always be waited for."""
 
-    def close_after(self, work: Callable[[], None]) -> None:
-        """Do a last piece of work after all calls, without waiting for them."""
-        self.stream.close_after(work)
+    @staticmethod
+    def free_what_died() -> None:
+        """Memory is given back where it dies."""
 
-    def close(self) -> None:
-        """Finish the calls that are under way, and give back what they needed."""
+    def close_later(self, low_latency: Any) -> None:
+        """Close after all calls, without waiting for them; they hold all that they need."""
+        self.stream.close_after(self.conversation.close)
+
+    def close(self, low_latency: Any) -> None:
+        """Finish the calls of both modes that are under way, and give back what they needed."""
         self.stream.close()
         self._team.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self._thread = threading.get_ident()
         self.stream = Stream()
         self.side_stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         """For what need not wait for our kernels. Where ranks share a GPU it does all the same, as long as
@@ -98,9 +100,13 @@ class Gpu:
         self.stream.stream.wait_event(event)
         self._events.append(event)
 
+    def can_wait(self) -> bool:
+        """Whether streams may be waited for here: in a thread that knows that no graph is captured."""
+        return threading.get_ident() == self._thread and not self.stream.is_capturing()
+
     def is_idle(self) -> bool:
         """Whether nothing is left to do that this rank's calls may be part of, as far as one can tell."""
-        if self.stream.is_capturing():
+        if not self.can_wait():
             return False
         idle: bool = self.stream.stream.query() and self.stream.current().query()
         return idle
@@ -119,7 +125,9 @@ class Gpu:
         postponed.postpone(work)
 
     def do_postponed(self) -> None:
-        postponed.do_postponed()
+        """Free what died, unless a graph is captured."""
+        if not self.stream.is_capturing():
+            postponed.do_postponed()
 
     def look_for_errors(self) -> None:
         """Raise what CUDA found wrong."""

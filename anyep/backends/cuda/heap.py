@@ -30,7 +30,8 @@ TYPES_BY_SIZE: Final = {1: "|u1", 2: "<i2"}
 
 
 class SymmetricBlock:
-    """A rank's memory, and the addresses of its peers'. It lives until the last tensor over it is gone."""
+    """A rank's memory, and the addresses of its peers'. It lives until the last tensor that was lent is gone;
+    then it is freed with what was postponed."""
 
     _memory: Any = None
     _handle: Any = None
@@ -61,7 +62,7 @@ class SymmetricBlock:
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over a part of this rank's memory."""
+        """A tensor over a part of this rank's memory, for as long as the block lives: never for a caller."""
         num_bytes = math.prod(shape) * dtype.itemsize
         tensor: torch.Tensor = self._memory[offset : offset + num_bytes].view(dtype).view(shape)
         return tensor
@@ -76,7 +77,7 @@ class SymmetricBlock:
         return tensor if known_as else tensor.view(dtype)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and torch._C._cuda_isCurrentStreamCapturing():
+        if not sys.is_finalizing():
             postpone(partial(_let_go, self._handle, self._memory))
 
 

@@ -1,15 +1,17 @@
-"""What waits until no graph is captured: while one is, CUDA frees no memory, and torch ends a process that
-tries.
+"""What waits until no graph is captured: while one is, in whatever thread, CUDA frees no memory, and torch
+ends a process that tries.
 
-A tensor or a Buffer may become garbage between any two calls, so also between two that a graph captures. What
-would be done then is done when the next Buffer is made or destroyed, or windows grow.
+A tensor or a Buffer may become garbage at any time and in any thread. So nothing is freed where it dies, but
+when a Buffer is destroyed, the next one is made, or windows grow.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
+log = logging.getLogger("anyep")
 _waiting: deque[Callable[[], object]] = deque()
 
 
@@ -19,10 +21,21 @@ def postpone(work: Callable[[], object]) -> None:
 
 
 def do_postponed() -> None:
-    """Do what was postponed; not while a graph is captured."""
-    for _ in range(len(_waiting)):
+    """Do what was postponed; not while a graph is captured.
+
+    >>> postpone(lambda: print("freed"))
+    >>> do_postponed()
+    freed
+    """
+    while _waiting:
         try:
             work = _waiting.popleft()
         except IndexError:
             return  # another thread was faster
-        work()
+        try:
+            work()
+        except Exception as error:
+            # Whoever comes by has nothing to do with it.
+            log.warning("what a Buffer left behind could not be given back: %s", error)
+        # What dies with it is postponed, too, and its turn comes now.
+        del work

@@ -65,8 +65,8 @@ class Stream:
         return 0
 
     @staticmethod
-    def let_others_capture() -> None:
-        """Let this thread wait for events without harm to graphs that other threads capture."""
+    def relax_this_thread() -> None:
+        """Let this thread wait for events, from now on, without harm to graphs that others capture."""
         relaxed = ctypes.c_int(2)
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
