@@ -112,7 +112,6 @@ class SimulatedGpu:
         self.side_stream = None
 
     def new_block(self, num_bytes: int) -> SimulatedBlock:
-        self.do_postponed()
         return SimulatedBlock(num_bytes)
 
     def words(self, count: int) -> Any:
@@ -150,9 +149,6 @@ class SimulatedGpu:
     def can_wait(self) -> bool:
         return threading.get_ident() == self._thread and not self.stream.is_capturing()
 
-    def is_idle(self) -> bool:
-        return self.can_wait()
-
     def synchronize(self) -> None:
         pass
 
@@ -164,7 +160,7 @@ class SimulatedGpu:
 
     def do_postponed(self) -> None:
         if not self.stream.is_capturing():
-            postponed.do_postponed()
+            postponed.do_postponed(self.synchronize_device)
 
     def look_for_errors(self) -> None:
         pass

@@ -309,24 +309,26 @@ def end_around_a_graph(context: RankContext, what: str) -> None:
     if what == "destroyed":
         buffer.destroy()
     elif what == "dropped in a call":
-        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]
         buffer.low_latency_dispatch(*dispatch, use_fp8=False, async_finish=True)
     else:
         dying.append(buffer)
     del buffer, received, handle, rows, hook
+    gc.collect()
+    closing = [thread for thread in threading.enumerate() if thread.name == "anyep-close"]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         graph.capture_begin(capture_error_mode="global")
+        were_closing = [thread.is_alive() for thread in closing]
         numbers += 1
-        del dying
-        gc.collect()
-        closing = [thread for thread in threading.enumerate() if thread.name == "anyep-close"]
-        assert len(closing) == (what == "dropped in a call")
+        dying.clear()
         for thread in closing:
             thread.join()
         graph.capture_end()
+    assert were_closing == [True] * (what == "dropped in a call")
     graph.replay()
     assert numbers.tolist() == [1.0] * 8
+    del graph
     with new_buffer(context, case) as other:
         assert heap() is None
         assert not postponed._waiting

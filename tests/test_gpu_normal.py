@@ -346,39 +346,41 @@ def die_while_a_graph_is_captured(context: RankContext, what: str) -> None:
         del buffer
     else:
         # It is closed by a thread of its own, when its last call is over: that is while we capture.
-        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]
         buffer.combine(rows, handle, config=gpu_scenarios.FEW_SMS)
         dying = [rows, handle, local]
         del buffer
     del rows, handle, local
-    dying.append(dying)
-    graph = torch.cuda.CUDAGraph()
+    gc.collect()
+    closing = [thread for thread in threading.enumerate() if thread.name == "anyep-close"]
+    graph, message = torch.cuda.CUDAGraph(), ""
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         # As torch captures unless told otherwise: no thread of the process may disturb it.
         graph.capture_begin(capture_error_mode="global")
+        were_closing = [thread.is_alive() for thread in closing]
         numbers += 1
-        del dying
-        gc.collect()
-        with pytest.raises(ValueError, match="cannot be made while a CUDA graph is captured"):
+        dying.clear()
+        try:
             new_buffer(context)
-        closing = [thread for thread in threading.enumerate() if thread.name == "anyep-close"]
-        assert len(closing) == (what == "a Buffer in a call")
+        except ValueError as error:
+            message = str(error)
         for thread in closing:
             thread.join()
         numbers *= 2
         graph.capture_end()
+    assert "cannot be made while a CUDA graph is captured" in message
+    assert were_closing == [True] * (what == "a Buffer in a call")
     assert (heap() is None) is (what == "results of a destroyed Buffer")
     assert postponed._waiting
     for _ in range(3):
         graph.replay()
     assert numbers.tolist() == [14.0] * 8
+    del graph
     with new_buffer(context) as other:
         assert heap() is None
         assert not postponed._waiting
-        truth, tally = (
-            Truth(Shape(context.num_ranks), 7, context.rank, device_of(other)),
-            Tally(device_of(other)),
-        )
+        device = device_of(other)
+        truth, tally = Truth(Shape(context.num_ranks), 7, context.rank, device), Tally(device)
         check_pair(other, truth, "cached", False, tally, 0)
         tally.check()
         dist.barrier(group=context.group)

@@ -207,6 +207,13 @@ def blocks_of(buffer: Buffer) -> list[weakref.ref[Any]]:
     return [weakref.ref(block._own) for block in blocks]
 
 
+def wait_for_closing_threads() -> None:
+    """They say that a dropped Buffer is gone."""
+    for thread in threading.enumerate():
+        if thread.name == "anyep-close":
+            thread.join(20)
+
+
 def end_without_garbage_collection(context: RankContext) -> None:
     buffer, destroyed, dropped = (new_buffer(context) for _ in range(3))
     (heap, windows), blocks = blocks_of(buffer), blocks_of(destroyed) + blocks_of(dropped)
@@ -218,6 +225,8 @@ def end_without_garbage_collection(context: RankContext) -> None:
         buffer.destroy()
         destroyed.destroy()
         del dropped
+        wait_for_closing_threads()
+        new_buffer(context).destroy()
         assert [block() for block in (heap, *blocks)] == [None] * 5
     finally:
         gc.enable()
@@ -342,20 +351,17 @@ def drop_while_calls_are_under_way(context: RankContext) -> str:
     dist.barrier(group=context.group)
     blocks = blocks_of(buffer)
     over = threading.Event()
-    usual = Gpu.is_idle, Gpu.now
     event = SimpleNamespace(synchronize=over.wait)
-    Gpu.is_idle, Gpu.now = (lambda _: False), (lambda _: event)  # type: ignore[method-assign,assignment,return-value]
+    usual, Gpu.now = Gpu.now, lambda _: event  # type: ignore[method-assign,assignment,return-value]
     if context.rank == 0:
         del buffer
         gc.collect()
-    Gpu.is_idle, Gpu.now = usual  # type: ignore[method-assign]
+    Gpu.now = usual  # type: ignore[method-assign]
     dist.barrier(group=context.group)
     seen = str(buffer.status()[0]) if context.rank else ""
     dist.barrier(group=context.group)
     over.set()
-    for thread in threading.enumerate():
-        if thread.name == "anyep-close":
-            thread.join(20)
+    wait_for_closing_threads()
     assert all(block() is not None for block in blocks)
     dist.barrier(group=context.group)
     seen += ", then " + str(buffer.status()[0]) if context.rank else ""

@@ -196,8 +196,12 @@ def on_all_ranks(rendezvous: Rendezvous, work: Callable[[], T]) -> list[T]:
         error = NotSupported(f"{type(caught).__name__}: {caught}")
         error.__cause__ = caught
     outcomes = rendezvous.all_gather((result, error))
-    if error is not None:
-        raise error
+    try:
+        if error is not None:
+            raise error
+    finally:
+        # Its traceback holds this frame, and with it those of all callers.
+        del error
     for rank, (_, other_error) in enumerate(outcomes):
         if other_error is not None:
             kind = InvalidCall if isinstance(other_error, InvalidCall) else NotSupported

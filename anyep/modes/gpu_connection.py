@@ -43,6 +43,8 @@ class GpuConnection:
             raise NotSupported(
                 "a Buffer on GPUs needs a torch process group, Gloo's is enough: pass group instead of comm"
             )
+        # On all ranks, since a rank's memory is free when its peers have closed it, too.
+        on_all_ranks(rendezvous, gpu.do_postponed)
         facts_of_ranks = rendezvous.all_gather((gpu.identity, gpu.free_memory_bytes()))
         self.ranks_on_gpu = [identity for identity, _ in facts_of_ranks].count(gpu.identity)
         share = min(free for _, free in facts_of_ranks) // SHARE_OF_FREE_MEMORY // self.ranks_on_gpu
@@ -56,13 +58,17 @@ class GpuConnection:
         first_bytes = min(FIRST_WINDOW_BYTES, share) // BLOCK_BYTES * BLOCK_BYTES
         if wishes.num_window_bytes is not None:
             first_bytes = wishes.num_window_bytes
-        if first_bytes:
-            try:
+        try:
+            if first_bytes:
                 self._add_windows(first_bytes)
-            except BaseException:
-                self.talk.close()
-                raise
-        if self.ranks_on_gpu > 1 and rendezvous.rank == 0 and not MultiProcessService.is_running():
+            self._warn_without_service()
+        except BaseException:
+            self.talk.close()
+            raise
+
+    def _warn_without_service(self) -> None:
+        """Say what it costs if ranks share a GPU as they are."""
+        if self.ranks_on_gpu > 1 and self._rendezvous.rank == 0 and not MultiProcessService.is_running():
             log.warning(
                 "%d ranks share a GPU without NVIDIA's multi-process service: they take turns of some"
                 " milliseconds, and every wait for another rank costs one; `anyep doctor` tells how to"

@@ -136,10 +136,8 @@ class GpuIntranode:
         self.conversation.stop()
         self.talk.give_up()
 
-    @property
-    def is_idle(self) -> bool:
-        idle: bool = self._gpu.is_idle()
-        return idle
+    is_idle = False
+    """Whether nothing is under way: to ask could harm a graph that another thread captures."""
 
     def close_later(self, low_latency: Any) -> None:
         """Close after all calls, without waiting for them; until then the other mode is kept, if there is
@@ -149,7 +147,7 @@ class GpuIntranode:
             return
         last_uses = [self._gpu.last_use(), self._gpu.now()]
         if low_latency is not None:
-            last_uses += low_latency.last_uses()
+            last_uses.append(low_latency.last_use())
 
         def wait_and_say_so() -> None:
             self._gpu.stream.relax_this_thread()
@@ -218,10 +216,14 @@ class GpuIntranode:
     def _guarded(self, call: Call, work: Callable[[], T]) -> T:
         """A whole call; raises what went wrong in an earlier one."""
         done = self.conversation.guarded(call, work)
-        error, self._unheard = self._unheard, None
-        if error is not None:
-            raise error
+        if self._unheard is not None:
+            raise self._heard()
         return done
+
+    def _heard(self) -> AnyEPError:
+        error, self._unheard = self._unheard, None
+        assert error is not None
+        return error
 
     def _new(self, previous: EventOverlap | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result, to be had before communication waits for the caller's stream: what that still

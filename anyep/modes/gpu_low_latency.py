@@ -501,9 +501,9 @@ class GpuLowLatency(LowLatency):
         """Forget what will never be received: it knows us, and neither would be freed."""
         self._jobs.clear()
 
-    def last_uses(self) -> list[Any]:
-        """An event after all that was launched so far; none if the last of it was captured in a graph."""
-        return self._order.last_uses()
+    def last_use(self) -> Any:
+        """An event after all that was launched outside of graphs."""
+        return self._order.last_use
 
     # Steps of a call
 
@@ -644,15 +644,22 @@ class GpuLowLatency(LowLatency):
 
     def _raise_unheard(self) -> None:
         error, self._unheard = self._unheard, None
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Its traceback holds this frame, and with it those of all callers.
+            del error
 
     def _reported(self) -> AnyEPError | None:
         """What a kernel found wrong since the last time that somebody looked."""
         error = self._talk.read_report(self._report, self._error_of)
-        if isinstance(error, Masked):
+        if not isinstance(error, Masked):
+            return error
+        try:
             raise error
-        return error
+        finally:
+            del error
 
     def _error_of(self, call: Call, code: int, rank: int) -> AnyEPError:
         if code == outcomes.DIFFERENT:
@@ -770,6 +777,8 @@ class _Order:
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
         self._done = gpu.now()
+        """After what was launched last outside of graphs."""
+        self._done_in_graph = gpu.now()
         self._last: tuple[int, Any] = (0, gpu.stream.stream)
         """The graph that was captured, 0 for none, and the stream of what was launched last."""
         self._lock = threading.Lock()
@@ -781,17 +790,18 @@ class _Order:
             if self._gpu.stream.is_capturing():
                 graph = self._gpu.stream.graph() or UNKNOWN_GRAPH
             last_graph, last_stream = self._last
+            done = self._done_in_graph if graph else self._done
             # A graph can wait only for what is in it; the caller orders its replays.
             if graph == last_graph != UNKNOWN_GRAPH and stream != last_stream:
-                stream.wait_event(self._done)
+                stream.wait_event(done)
             launch(stream)
-            self._done.record(stream)
+            done.record(stream)
             self._last = (graph, stream)
 
-    def last_uses(self) -> list[Any]:
-        """The event after what was launched last, which nobody can wait for outside of its graph."""
-        with self._lock:
-            return [] if self._last[0] else [self._done]
+    @property
+    def last_use(self) -> Any:
+        """An event after all that was launched outside of graphs."""
+        return self._done
 
 
 class _InLine:

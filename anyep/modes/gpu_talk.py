@@ -276,8 +276,12 @@ class GpuTalk:
     def raise_reported(self) -> None:
         """Raise what a kernel found wrong since the last time that somebody looked."""
         error = self.reported()
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Its traceback holds this frame, and with it those of all callers.
+            del error
 
     def reported(self) -> AnyEPError | None:
         """What a kernel found wrong since the last time; if it was a failure, it is raised."""
@@ -295,10 +299,13 @@ class GpuTalk:
             error = error_of(call, outcomes.code_of(outcome), outcomes.rank_of(outcome))
         finally:
             report[facts.NUM_READ] = report[facts.NUM_REPORTS]
-        if outcomes.code_of(outcome) in FAILURES:
-            self.conversation.fail(call, error)
+        if outcomes.code_of(outcome) not in FAILURES:
+            return error
+        self.conversation.fail(call, error)
+        try:
             raise error
-        return error
+        finally:
+            del error
 
     def _error_of(self, call: Call, code: int, rank: int) -> AnyEPError:
         if code == outcomes.DIFFERENT:

@@ -42,7 +42,6 @@ class Gpu:
 
     def new_block(self, num_bytes: int) -> SymmetricBlock:
         """Memory that all ranks of a group make, and then connect."""
-        self.do_postponed()
         return SymmetricBlock(num_bytes)
 
     def words(self, count: int) -> Array:
@@ -101,15 +100,8 @@ class Gpu:
         self._events.append(event)
 
     def can_wait(self) -> bool:
-        """Whether streams may be waited for here: in a thread that knows that no graph is captured."""
+        """Whether streams may be given events here: in a thread that knows that they are not captured."""
         return threading.get_ident() == self._thread and not self.stream.is_capturing()
-
-    def is_idle(self) -> bool:
-        """Whether nothing is left to do that this rank's calls may be part of, as far as one can tell."""
-        if not self.can_wait():
-            return False
-        idle: bool = self.stream.stream.query() and self.stream.current().query()
-        return idle
 
     def synchronize(self) -> None:
         """Return when all calls are done."""
@@ -127,7 +119,7 @@ class Gpu:
     def do_postponed(self) -> None:
         """Free what died, unless a graph is captured."""
         if not self.stream.is_capturing():
-            postponed.do_postponed()
+            postponed.do_postponed(self.synchronize_device)
 
     def look_for_errors(self) -> None:
         """Raise what CUDA found wrong."""

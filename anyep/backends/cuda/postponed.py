@@ -2,7 +2,7 @@
 ends a process that tries.
 
 A tensor or a Buffer may become garbage at any time and in any thread. So nothing is freed where it dies, but
-when a Buffer is destroyed, the next one is made, or windows grow.
+when a Buffer is destroyed or the next one is made.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ def postpone(work: Callable[[], object]) -> None:
     _waiting.append(work)
 
 
-def do_postponed() -> None:
-    """Do what was postponed; not while a graph is captured.
+def do_postponed(synchronize: Callable[[], None]) -> None:
+    """Do what was postponed, each piece when the device is done with all that it was given.
 
     >>> postpone(lambda: print("freed"))
-    >>> do_postponed()
+    >>> do_postponed(lambda: print("nothing runs"))
+    nothing runs
     freed
     """
     while _waiting:
         try:
+            # While another thread captures a graph it raises, and to free memory would end the process.
+            synchronize()
             work = _waiting.popleft()
         except IndexError:
             return  # another thread was faster
+        except Exception as error:
+            log.warning("memory of Buffers that are gone is freed later, since CUDA says now: %s", error)
+            return
         try:
             work()
         except Exception as error:
