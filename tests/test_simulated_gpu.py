@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -29,11 +29,13 @@ from hypothesis import HealthCheck, given, settings
 
 from anyep import Config
 from anyep.buffer import Buffer
+from anyep.errors import AnyEPError
 from tests.cases import Case, buffer_for, check_case, delays
 from tests.gpu_pairs import soak
 from tests.gpu_scenarios import (
     GOOD,
     NUM_RANKS,
+    NVL_BYTES,
     SCENARIOS,
     attempt,
     check_a_killed_rank,
@@ -384,6 +386,46 @@ def test_a_buffer_dropped_while_calls_are_under_way(worlds: dict[int, World]) ->
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_wrong_calls(worlds: dict[int, World], name: str) -> None:
     SCENARIOS[name].check(worlds[NUM_RANKS])
+
+
+def catch_errors(context: RankContext) -> list[str]:
+    """Of each error, what it says, and whether it keeps its caller's variables until garbage is collected:
+    they might be graphs, which must not be freed while another one is captured."""
+
+    class Variable:
+        pass
+
+    def catch(work: Callable[[], object]) -> tuple[str, weakref.ref[Variable]]:
+        variable = Variable()
+        try:
+            work()
+        except AnyEPError as error:
+            return str(error), weakref.ref(variable)
+        return "nothing was raised", weakref.ref(variable)
+
+    buffer = new_buffer(context)
+    arguments = good_arguments(buffer, to_rank_0=True)
+    works: list[Callable[[], object]] = [
+        lambda: Buffer(context.group, NVL_BYTES, device="cuda", num_window_bytes=-1),
+        lambda: buffer.dispatch(**arguments | {"num_tokens_per_rank": arguments["num_tokens_per_rank"] + 1}),
+        lambda: buffer.dispatch(**arguments, num_worst_tokens=1),
+        lambda: buffer.dispatch(**arguments, num_worst_tokens=100),
+    ]
+    gc.disable()
+    try:
+        caught = [catch(work) for work in works]
+        return [f"{message}; {'freed' if held() is None else 'kept'}" for message, held in caught]
+    finally:
+        gc.enable()
+        buffer.destroy()
+
+
+def test_errors_hold_nothing(worlds: dict[int, World]) -> None:
+    for made, counted, worst, after in worlds[NUM_RANKS].run(catch_errors):
+        assert re.match("num_window_bytes is -1.*; freed$", made)
+        assert re.match("num_tokens_per_rank.*; freed$", counted)
+        assert worst == "nothing was raised; freed"
+        assert re.match("num_worst_tokens is 1 on rank 0.*; freed$", after)
 
 
 def call_with_many_sms(context: RankContext) -> int:
