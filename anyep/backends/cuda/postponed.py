@@ -23,6 +23,7 @@ def postpone(work: Callable[[], object]) -> None:
 def do_postponed(synchronize: Callable[[], None]) -> None:
     """Do what was postponed, each piece when the device is done with all that it was given.
 
+    >>> do_postponed(lambda: None)  # what others have left
     >>> postpone(lambda: print("freed"))
     >>> do_postponed(lambda: print("nothing runs"))
     nothing runs
