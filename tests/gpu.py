@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from anyep.backends.cuda.mps import MultiProcessService
 from anyep.buffer import Buffer
 from tests.cases import Case, buffer_for, check_case, delays
+from tests.gpu_scenarios import closing_threads
 from tests.world import RankContext, World
 
 NEEDS_GPU = [
@@ -64,3 +67,27 @@ def run_gpu_case(context: RankContext, case: Case) -> None:
         check_case(context, case, buffer, "cuda")
     finally:
         conversation.between_steps = None
+
+
+def let_die_in_a_capture(dying: list[Any], meanwhile: Callable[[], None] = lambda: None) -> int:
+    """Empty a list while a graph is captured, and check that graph. How many threads that close Buffers were
+    waiting when that began; when it ends they are done."""
+    numbers = torch.zeros(8, device="cuda")
+    gc.collect()
+    closing = closing_threads()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        # As torch captures unless told otherwise: no thread of the process may disturb it.
+        graph.capture_begin(capture_error_mode="global")
+        num_waiting = sum(thread.is_alive() for thread in closing)
+        numbers += 1
+        dying.clear()
+        meanwhile()
+        for thread in closing:
+            thread.join()
+        numbers *= 2
+        graph.capture_end()
+    for _ in range(3):
+        graph.replay()
+    assert numbers.tolist() == [14.0] * 8
+    return num_waiting

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,6 +85,11 @@ def attempt(work: Callable[..., Any], *arguments: Any, **more: Any) -> str:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     return "fine"
+
+
+def closing_threads() -> list[threading.Thread]:
+    """They wait for the last calls of Buffers that were dropped."""
+    return [thread for thread in threading.enumerate() if thread.name == "anyep-close"]
 
 
 # Wrong calls

@@ -146,7 +146,7 @@ class SimulatedGpu:
     def wait_before_next_call(self, event: Any) -> None:
         pass
 
-    def can_wait(self) -> bool:
+    def may_record_events(self) -> bool:
         return threading.get_ident() == self._thread and not self.stream.is_capturing()
 
     def synchronize(self) -> None:

@@ -5,11 +5,9 @@ Memory that nobody has written holds NaN here, so that a result which is not fil
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
-import threading
 import time
 import weakref
 from dataclasses import replace
@@ -23,7 +21,7 @@ from anyep.backends.cuda import postponed
 from anyep.buffer import Buffer
 from tests import low_latency_oracle, oracle
 from tests.cases import ROUTINGS
-from tests.gpu import NEEDS_GPU, gpu_world, prepare_rank
+from tests.gpu import NEEDS_GPU, gpu_world, let_die_in_a_capture, prepare_rank
 from tests.low_latency_cases import (
     FORMATS,
     Case,
@@ -305,7 +303,6 @@ def end_around_a_graph(context: RankContext, what: str) -> None:
     torch.distributed.barrier(context.group)
     heap = weakref.ref(buffer.runtime.talk.heap)
     dying = [received, handle, rows, hook]
-    numbers = torch.zeros(8, device="cuda")
     if what == "destroyed":
         buffer.destroy()
     elif what == "dropped in a call":
@@ -314,21 +311,7 @@ def end_around_a_graph(context: RankContext, what: str) -> None:
     else:
         dying.append(buffer)
     del buffer, received, handle, rows, hook
-    gc.collect()
-    closing = [thread for thread in threading.enumerate() if thread.name == "anyep-close"]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        graph.capture_begin(capture_error_mode="global")
-        were_closing = [thread.is_alive() for thread in closing]
-        numbers += 1
-        dying.clear()
-        for thread in closing:
-            thread.join()
-        graph.capture_end()
-    assert were_closing == [True] * (what == "dropped in a call")
-    graph.replay()
-    assert numbers.tolist() == [1.0] * 8
-    del graph
+    assert let_die_in_a_capture(dying) == (what == "dropped in a call")
     with new_buffer(context, case) as other:
         assert heap() is None
         assert not postponed._waiting

@@ -6,7 +6,6 @@ ANYEP_SOAK_PAIRS is the number of dispatches and combines of the long test, of a
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -28,7 +27,14 @@ from anyep.buffer import Buffer
 from anyep.events import EventHandle, EventOverlap
 from tests import gpu_scenarios
 from tests.cases import Case
-from tests.gpu import NEEDS_GPU, gpu_world, poison_windows, prepare_rank, run_gpu_case
+from tests.gpu import (
+    NEEDS_GPU,
+    gpu_world,
+    let_die_in_a_capture,
+    poison_windows,
+    prepare_rank,
+    run_gpu_case,
+)
 from tests.gpu_oracle import Shape, Tally, Truth, experts
 from tests.gpu_pairs import CONFIG, KINDS, check_pair, layout_of, soak
 from tests.gpu_scenarios import NUM_RANKS, POISON, SCENARIOS, attempt, device_of, good_dispatch, new_buffer
@@ -329,7 +335,6 @@ def die_while_a_graph_is_captured(context: RankContext, what: str) -> None:
     any time."""
     prepare_rank()
     buffer = new_buffer(context)
-    numbers = torch.zeros(8, device=device_of(buffer))
     (rows, *_, handle, _), heap = good_dispatch(buffer), weakref.ref(buffer.runtime.talk.heap)
     local = buffer.get_local_buffer_tensor(torch.float32)
     # Compiled now, and not when it has to be under way.
@@ -351,31 +356,18 @@ def die_while_a_graph_is_captured(context: RankContext, what: str) -> None:
         dying = [rows, handle, local]
         del buffer
     del rows, handle, local
-    gc.collect()
-    closing = [thread for thread in threading.enumerate() if thread.name == "anyep-close"]
-    graph, message = torch.cuda.CUDAGraph(), ""
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        # As torch captures unless told otherwise: no thread of the process may disturb it.
-        graph.capture_begin(capture_error_mode="global")
-        were_closing = [thread.is_alive() for thread in closing]
-        numbers += 1
-        dying.clear()
+    messages: list[str] = []
+
+    def make_another() -> None:
         try:
             new_buffer(context)
         except ValueError as error:
-            message = str(error)
-        for thread in closing:
-            thread.join()
-        numbers *= 2
-        graph.capture_end()
-    assert "cannot be made while a CUDA graph is captured" in message
-    assert were_closing == [True] * (what == "a Buffer in a call")
+            messages.append(str(error))
+
+    assert let_die_in_a_capture(dying, make_another) == (what == "a Buffer in a call")
+    assert messages == ["a Buffer cannot be made while a CUDA graph is captured: make it before"]
     assert (heap() is None) is (what == "results of a destroyed Buffer")
     assert postponed._waiting
-    for _ in range(3):
-        graph.replay()
-    assert numbers.tolist() == [14.0] * 8
-    del graph
     with new_buffer(context) as other:
         assert heap() is None
         assert not postponed._waiting

@@ -42,6 +42,7 @@ from tests.gpu_scenarios import (
     check_a_rank_that_destroys_its_buffer,
     check_a_rank_that_raises,
     check_a_slow_rank,
+    closing_threads,
     good_arguments,
     good_dispatch,
     hold_results,
@@ -209,13 +210,6 @@ def blocks_of(buffer: Buffer) -> list[weakref.ref[Any]]:
     return [weakref.ref(block._own) for block in blocks]
 
 
-def wait_for_closing_threads() -> None:
-    """They say that a dropped Buffer is gone."""
-    for thread in threading.enumerate():
-        if thread.name == "anyep-close":
-            thread.join(20)
-
-
 def end_without_garbage_collection(context: RankContext) -> None:
     buffer, destroyed, dropped = (new_buffer(context) for _ in range(3))
     (heap, windows), blocks = blocks_of(buffer), blocks_of(destroyed) + blocks_of(dropped)
@@ -227,7 +221,8 @@ def end_without_garbage_collection(context: RankContext) -> None:
         buffer.destroy()
         destroyed.destroy()
         del dropped
-        wait_for_closing_threads()
+        for thread in closing_threads():
+            thread.join(20)
         new_buffer(context).destroy()
         assert [block() for block in (heap, *blocks)] == [None] * 5
     finally:
@@ -363,7 +358,8 @@ def drop_while_calls_are_under_way(context: RankContext) -> str:
     seen = str(buffer.status()[0]) if context.rank else ""
     dist.barrier(group=context.group)
     over.set()
-    wait_for_closing_threads()
+    for thread in closing_threads():
+        thread.join(20)
     assert all(block() is not None for block in blocks)
     dist.barrier(group=context.group)
     seen += ", then " + str(buffer.status()[0]) if context.rank else ""

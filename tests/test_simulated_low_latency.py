@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 
 from anyep.buffer import Buffer
 from tests import test_low_latency as on_cpu
+from tests.gpu_scenarios import closing_threads
 from tests.low_latency_cases import FORMATS, RDMA_BYTES, Case, buffer_for, check_case, inputs_of, run_case
 from tests.strategies import low_latency_cases
 from tests.world import RankContext, RankDied, World
@@ -175,14 +176,13 @@ def drop_while_a_call_is_under_way(context: RankContext) -> None:
     dist.barrier(group=context.group)
     mode = weakref.ref(buffer._low_latency)
     over = threading.Event()
-    buffer._low_latency._order._done = SimpleNamespace(synchronize=over.wait)  # type: ignore[union-attr]
+    buffer._low_latency._order.done = SimpleNamespace(synchronize=over.wait)  # type: ignore[union-attr]
     del buffer
     gc.collect()
     assert mode() is not None
     over.set()
-    for thread in threading.enumerate():
-        if thread.name == "anyep-close":
-            thread.join(20)
+    for thread in closing_threads():
+        thread.join(20)
     gc.collect()
     assert mode() is not None
     with new_buffer(context):

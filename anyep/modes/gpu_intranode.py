@@ -142,7 +142,7 @@ class GpuIntranode:
     def close_later(self, low_latency: Any) -> None:
         """Close after all calls, without waiting for them; until then the other mode is kept, if there is
         one: its kernels read its tables."""
-        if not self._gpu.can_wait():
+        if not self._gpu.may_record_events():
             self._gpu.postpone(partial(self.close, low_latency))
             return
         last_uses = [self._gpu.last_use(), self._gpu.now()]

@@ -503,7 +503,7 @@ class GpuLowLatency(LowLatency):
 
     def last_use(self) -> Any:
         """An event after all that was launched outside of graphs."""
-        return self._order.last_use
+        return self._order.done
 
     # Steps of a call
 
@@ -776,7 +776,7 @@ class _Order:
 
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
-        self._done = gpu.now()
+        self.done = gpu.now()
         """After what was launched last outside of graphs."""
         self._done_in_graph = gpu.now()
         self._last: tuple[int, Any] = (0, gpu.stream.stream)
@@ -790,18 +790,13 @@ class _Order:
             if self._gpu.stream.is_capturing():
                 graph = self._gpu.stream.graph() or UNKNOWN_GRAPH
             last_graph, last_stream = self._last
-            done = self._done_in_graph if graph else self._done
+            done = self._done_in_graph if graph else self.done
             # A graph can wait only for what is in it; the caller orders its replays.
             if graph == last_graph != UNKNOWN_GRAPH and stream != last_stream:
                 stream.wait_event(done)
             launch(stream)
             done.record(stream)
             self._last = (graph, stream)
-
-    @property
-    def last_use(self) -> Any:
-        """An event after all that was launched outside of graphs."""
-        return self._done
 
 
 class _InLine:

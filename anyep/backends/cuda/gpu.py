@@ -99,7 +99,7 @@ class Gpu:
         self.stream.stream.wait_event(event)
         self._events.append(event)
 
-    def can_wait(self) -> bool:
+    def may_record_events(self) -> bool:
         """Whether streams may be given events here: in a thread that knows that they are not captured."""
         return threading.get_ident() == self._thread and not self.stream.is_capturing()
 
