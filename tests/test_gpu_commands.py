@@ -40,7 +40,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert (set(processes()), folders()) == before
 
 
-def anyep(*arguments: str) -> subprocess.CompletedProcess[str]:
+def anyep(*arguments: str, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
     # The first call on a machine compiles the kernels.
     return subprocess.run(
         [sys.executable, "-m", "anyep", *arguments],
@@ -48,7 +48,7 @@ def anyep(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=280,
         check=False,
-        env=os.environ | ONE_GPU,
+        env=os.environ | ONE_GPU | {"PATH": path},
     )
 
 
@@ -83,6 +83,26 @@ def test_demo_for_people() -> None:
     assert finished.returncode == 0, finished.stderr
     assert "2 ranks on one GPU, 32 tokens per rank" in finished.stdout
     assert "matches the single-process reference" in finished.stdout
+
+
+def path_without_the_service(folder: Path) -> str:
+    """All programs of the path, but for those of the service."""
+    for program in (program for place in os.get_exec_path() for program in Path(place).glob("*")):
+        link = folder / program.name
+        if not program.name.startswith("nvidia-cuda-mps") and not link.is_symlink():
+            link.symlink_to(program)
+    return str(folder)
+
+
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_demo_without_the_service(tmp_path: Path, mode: str) -> None:
+    """The ranks take turns: what they compute is right, and what to expect is said first."""
+    options = ("--device", "cuda", "--ranks", "2", "--mode", mode, *TINY, "--steps", "2", "--json")
+    finished = anyep("demo", *options, path=path_without_the_service(tmp_path))
+    assert finished.returncode == 0, finished.stderr
+    assert "2 ranks share one GPU without NVIDIA's multi-process service" in finished.stderr
+    assert "a few milliseconds instead of microseconds" in finished.stderr
+    assert json.loads(finished.stdout)["ok"]
 
 
 def test_demo_of_low_latency() -> None:
