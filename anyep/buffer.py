@@ -188,15 +188,21 @@ class Buffer:
         gpu_connection = GpuConnection(
             Gpu(), self.group, rendezvous, self._connection, self._conversation, self._connection.wishes
         )
-        self._heap = gpu_connection.heap
-        self.runtime = GpuIntranode(gpu_connection, self.num_nvl_bytes)
-        if self.low_latency_mode:
-            from anyep.modes.gpu_low_latency import GpuLowLatency
+        try:
+            self._heap = gpu_connection.heap
+            runtime = GpuIntranode(gpu_connection, self.num_nvl_bytes)
+            if self.low_latency_mode:
+                from anyep.modes.gpu_low_latency import GpuLowLatency
 
-            start = self._connection.control.num_bytes + self.num_nvl_bytes
-            self._low_latency = GpuLowLatency(
-                gpu_connection, start, self.num_rdma_bytes, bool(self.enable_shrink)
-            )
+                start = self._connection.control.num_bytes + self.num_nvl_bytes
+                self._low_latency = GpuLowLatency(
+                    gpu_connection, start, self.num_rdma_bytes, bool(self.enable_shrink)
+                )
+        except BaseException:
+            gpu_connection.close()
+            raise
+        # Who has it is whole, and must be destroyed.
+        self.runtime = runtime
 
     # Sizes and settings
 

@@ -243,35 +243,48 @@ def test_memory_is_freed_with_the_buffer(worlds: dict[int, World]) -> None:
     worlds[2].run(end_without_garbage_collection)
 
 
-def fail_to_make_a_buffer(context: RankContext) -> tuple[list[str], int, int]:
-    """What is raised, how many heaps are left, and how many descriptors more than before."""
+def fail_to_make_a_buffer(context: RankContext, step: str) -> tuple[list[str], int, int, int]:
+    """What is raised, how many heaps are left, and how many descriptors and threads more than before."""
     from anyep.modes.gpu_connection import GpuConnection
+    from anyep.modes.gpu_intranode import GpuIntranode
+    from anyep.modes.gpu_low_latency import GpuLowLatency
 
-    def no_windows(connection: GpuConnection, num_bytes: int) -> int:
+    def fail(part: Any, *arguments: Any) -> None:
+        connection = part if isinstance(part, GpuConnection) else arguments[0]
         heaps.append(weakref.ref(connection.heap._own))
-        raise RuntimeError("there are no windows")
+        raise RuntimeError(f"no {step}")
 
+    def new() -> Buffer:
+        return Buffer(context.group, NVL_BYTES, 1 << 20, low_latency_mode=True, device="cuda")
+
+    owner, method = {
+        "windows": (GpuConnection, "_add_windows"),
+        "normal mode": (GpuIntranode, "__init__"),
+        "low latency": (GpuLowLatency, "__init__"),
+    }[step]
     heaps: list[weakref.ref[Any]] = []
-    usual = GpuConnection._add_windows
+    usual = getattr(owner, method)
     gc.collect()
     # It frees what others left.
-    new_buffer(context).destroy()
-    num_descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    GpuConnection._add_windows = no_windows  # type: ignore[method-assign]
+    new().destroy()
+    num_descriptors, num_threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    setattr(owner, method, fail)
     try:
-        messages = [attempt(new_buffer, context) for _ in range(3)]
+        messages = [attempt(new) for _ in range(3)]
     finally:
-        GpuConnection._add_windows = usual  # type: ignore[method-assign]
-    with new_buffer(context) as buffer:
+        setattr(owner, method, usual)
+    with new() as buffer:
         num_left = sum(heap() is not None for heap in heaps)
         check_case(context, GOOD, buffer)
         dist.barrier(group=context.group)
-    return messages, num_left, len(list(Path("/proc/self/fd").iterdir())) - num_descriptors
+    more_descriptors = len(list(Path("/proc/self/fd").iterdir())) - num_descriptors
+    return messages, num_left, more_descriptors, threading.active_count() - num_threads
 
 
-def test_nothing_is_left_of_a_buffer_that_could_not_be_made(worlds: dict[int, World]) -> None:
-    for outcome in worlds[3].run(fail_to_make_a_buffer):
-        assert outcome == (["RuntimeError: there are no windows"] * 3, 0, 0)
+@pytest.mark.parametrize("step", ["windows", "normal mode", "low latency"])
+def test_nothing_is_left_of_a_buffer_that_could_not_be_made(worlds: dict[int, World], step: str) -> None:
+    for outcome in worlds[3].run(fail_to_make_a_buffer, step):
+        assert outcome == ([f"RuntimeError: no {step}"] * 3, 0, 0, 0)
 
 
 def end_while_a_graph_is_captured(context: RankContext) -> list[str]:

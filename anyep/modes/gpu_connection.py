@@ -76,6 +76,13 @@ class GpuConnection:
                 self.ranks_on_gpu,
             )
 
+    def close(self) -> None:
+        """End what was begun for a Buffer that could not be made."""
+        try:
+            self._gpu.synchronize_device()
+        finally:
+            self.talk.close()
+
     def grow(self, num_bytes: int) -> int | None:
         """Add windows together with all ranks, large enough for so many bytes; where they begin.
 
