@@ -468,6 +468,33 @@ def check_a_rank_that_destroys_its_buffer(world: World, call: int) -> None:
         assert re.search(r"rank 1 \(pid \d+\) has destroyed its Buffer", outcome.status)
 
 
+def destroy_before_a_slow_rank_comes(context: RankContext) -> str:
+    """Rank 1 destroys its Buffer. Rank 2 stops waiting for it and for rank 0, which comes later, and fails
+    for the same reason before rank 2 looks for its own."""
+    load_kernels(context)
+    buffer = new_buffer(context)
+    arguments = good_arguments(buffer)
+    rows, *_, handle, _ = buffer.dispatch(**arguments)
+    buffer.runtime.talk.gpu.synchronize_device()
+    dist.barrier(group=context.group)
+    if context.rank == 1:
+        buffer.destroy()
+    time.sleep(1.0 if context.rank == 0 else 0.0)
+    outcome = attempt(buffer.combine, rows, handle, config=FEW_SMS)
+    assert (outcome == "fine") is (context.rank != 1)
+    time.sleep(3.0 if context.rank == 2 else 0.0)
+    return attempt(buffer.dispatch, **arguments)
+
+
+def check_who_destroyed_his_buffer_is_named(world: World) -> None:
+    outcomes = world.run(destroy_before_a_slow_rank_comes)
+    for rank in (0, 2):
+        pattern = (
+            rf"PeerLost: rank 1 \(pid \d+\) destroyed its Buffer while rank {rank} waited for its letter"
+        )
+        assert re.match(pattern, outcomes[rank]), outcomes
+
+
 # Windows
 
 

@@ -547,6 +547,10 @@ def test_a_rank_that_destroys_its_buffer_while_others_wait(three_ranks: World) -
     gpu_scenarios.check_a_rank_that_destroys_its_buffer(three_ranks, 4)
 
 
+def test_who_destroyed_his_buffer_is_named(three_ranks: World) -> None:
+    gpu_scenarios.check_who_destroyed_his_buffer_is_named(three_ranks)
+
+
 def wait_in_vain(context: RankContext, after_a_combine: bool) -> tuple[str, str, float]:
     """Rank 0 is interrupted while it waits for rank 2; rank 1 waits as well. Its kernels may wait already in
     the call before, and with them the stream that it calls from."""

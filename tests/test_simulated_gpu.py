@@ -42,6 +42,7 @@ from tests.gpu_scenarios import (
     check_a_rank_that_destroys_its_buffer,
     check_a_rank_that_raises,
     check_a_slow_rank,
+    check_who_destroyed_his_buffer_is_named,
     closing_threads,
     good_arguments,
     good_dispatch,
@@ -485,6 +486,11 @@ def test_a_slow_rank(world: World, call: int, function: str) -> None:
 def test_a_rank_that_destroys_its_buffer_while_others_wait(world: World, call: int) -> None:
     world.run(simulate)
     check_a_rank_that_destroys_its_buffer(world, call)
+
+
+def test_who_destroyed_his_buffer_is_named(world: World) -> None:
+    world.run(simulate)
+    check_who_destroyed_his_buffer_is_named(world)
 
 
 def finish_and_exit(context: RankContext) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -353,6 +354,30 @@ def test_a_killed_rank(world: World) -> None:
         messages, _ = outcomes[rank]
         assert messages[0] == "nothing was raised"
         assert messages[1].startswith("PeerLost: rank 1")
+
+
+def die_before_a_slow_rank_comes(context: RankContext) -> str:
+    """Rank 1 dies. Rank 2 stops waiting for it and for rank 0, which comes later, and fails for the same
+    reason before rank 2 looks for its own."""
+    buffer = new_buffer(context)
+    case = Case(tokens=(4,) * context.num_ranks, hidden=128)
+    check_case(context.rank, case, buffer)
+    dist.barrier(group=context.group)
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    given_ = inputs_of(case)[context.rank]
+    dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
+    time.sleep(1.0 if context.rank == 0 else 0.0)
+    assert message_of(buffer.low_latency_dispatch, *dispatch) == "nothing was raised"
+    time.sleep(3.0 if context.rank == 2 else 0.0)
+    return message_of(buffer.low_latency_dispatch, *dispatch)
+
+
+def test_who_died_is_named_and_not_who_failed_because_of_it(world: World) -> None:
+    outcomes = world.gather(die_before_a_slow_rank_comes)
+    for rank in (0, 2):
+        pattern = rf"PeerLost: rank 1 \(pid \d+\) died while rank {rank} waited for its note"
+        assert re.match(pattern, outcomes[rank]), outcomes
 
 
 def test_the_others_go_on_without_a_killed_rank(world: World) -> None:

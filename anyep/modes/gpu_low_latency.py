@@ -32,7 +32,7 @@ from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.modes import notes
 from anyep.modes.conversation import Array, Call, Conversation, Stall
 from anyep.modes.gpu_connection import GpuConnection
-from anyep.modes.gpu_talk import GpuTalk
+from anyep.modes.gpu_talk import GpuTalk, still_missing
 from anyep.modes.letters import Kind
 from anyep.modes.low_latency import REFUSAL_TEXTS, LowLatency, Outputs, Received, Sent, Tokens
 from anyep.modes.masks import Masks, log
@@ -685,14 +685,22 @@ class GpuLowLatency(LowLatency):
         slot_set = call.number % NUM_SLOT_SETS
         if self._report[facts.REPORTED_WAIT] == facts.NOTE_AT:
             what, phase, expected = "note", Phase.RECEIVE, call.number
-            offset = self._control.block("low-latency note").offset(rank, slot_set)
+            block = self._control.block("low-latency note")
         else:
             expected = call.number - NUM_SLOT_SETS
             what = f"receipt of {name_of_call(expected)} (by its hook, if it has one)"
             phase = Phase.ACKNOWLEDGE
-            offset = self._control.block("low-latency packed").offset(rank, slot_set)
-        seen = int(self._heap.tensor(offset, (1,), torch.int64))
-        return Stall([rank], what, seen, expected), phase.name.lower()
+            block = self._control.block("low-latency packed")
+        seen = [
+            # Nobody waits for who is masked.
+            expected if self.masks.masked[peer] else self._word_at(block.offset(peer, slot_set))
+            for peer in range(self._num_ranks)
+        ]
+        missing = still_missing(seen, expected, rank)
+        return Stall(missing, what, seen[missing[0]], expected), phase.name.lower()
+
+    def _word_at(self, offset: int) -> int:
+        return int(self._heap.tensor(offset, (1,), torch.int64))
 
     def _disagreement(self, call: Call) -> AnyEPError:
         headers = self._report[facts.REPORTED_HEADERS :].reshape(self._num_ranks, notes.NUM_WORDS)

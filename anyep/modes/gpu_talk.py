@@ -322,17 +322,13 @@ class GpuTalk:
             )
         flags = int(self.report[facts.REPORTED_WAIT])
         what, phase = WAITS[flags]
-        seen = self._flag_of(rank, flags, call.number)
+        seen = [self._flag_of(peer, flags, call.number) for peer in range(self.num_ranks)]
         # A ring's counter counts rows, of all calls: one more at least was waited for.
         if flags == facts.TAIL_AT:
-            return self.end_of_wait(call, code, Stall([rank], what, seen, seen + 1), phase.name.lower())
-        # The report names the first of those that were waited for.
-        others = [
-            other
-            for other in range(rank + 1, self.num_ranks)
-            if self._flag_of(other, flags, call.number) < call.number
-        ]
-        stall = Stall([rank, *others], what, seen, call.number)
+            stall = Stall([rank], what, seen[rank], seen[rank] + 1)
+        else:
+            missing = still_missing(seen, call.number, rank)
+            stall = Stall(missing, what, seen[missing[0]], call.number)
         return self.end_of_wait(call, code, stall, phase.name.lower())
 
     def end_of_wait(self, call: Call, code: int, stall: Stall, phase: str) -> AnyEPError:
@@ -402,6 +398,18 @@ class GpuTalk:
         for region in regions:
             ctypes.c_int64.from_address(region + given_up_at).value = 1
             ctypes.c_int64.from_address(region + said_at).value = 1 + rank
+
+
+def still_missing(seen: Sequence[int], expected: int, reported: int) -> list[int]:
+    """Whom to name for a wait that was in vain. A kernel reports the first rank that was not there; but that
+    may have come since, as others that were only late, and have failed for the same reason as this one.
+
+    >>> still_missing([7, 6, 5, 7], expected=7, reported=0)
+    [1, 2]
+    >>> still_missing([7, 7], expected=7, reported=0)
+    [0]
+    """
+    return [rank for rank, flag in enumerate(seen) if flag < expected] or [reported]
 
 
 def contradiction(wrong: int, num_ranks: int) -> str:
