@@ -18,7 +18,7 @@ from anyep.backends import cpu
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.machine import num_cores
-from anyep.modes.connection import NETWORKS, Wishes, connect, rdma_parts
+from anyep.modes.connection import NETWORKS, Wishes, connect, on_all_ranks, rdma_parts
 from anyep.modes.conversation import Call, Conversation
 from anyep.modes.internode import Internode
 from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Outputs, Payload
@@ -188,9 +188,10 @@ class Buffer:
         gpu_connection = GpuConnection(
             Gpu(), self.group, rendezvous, self._connection, self._conversation, self._connection.wishes
         )
-        try:
-            self._heap = gpu_connection.heap
-            runtime = GpuIntranode(gpu_connection, self.num_nvl_bytes)
+        made: list[GpuIntranode] = []
+
+        def make_modes() -> None:
+            made.append(GpuIntranode(gpu_connection, self.num_nvl_bytes))
             if self.low_latency_mode:
                 from anyep.modes.gpu_low_latency import GpuLowLatency
 
@@ -198,11 +199,14 @@ class Buffer:
                 self._low_latency = GpuLowLatency(
                     gpu_connection, start, self.num_rdma_bytes, bool(self.enable_shrink)
                 )
+
+        try:
+            on_all_ranks(rendezvous, make_modes)
         except BaseException:
             gpu_connection.close()
             raise
-        # Who has it is whole, and must be destroyed.
-        self.runtime = runtime
+        self._heap = gpu_connection.heap
+        [self.runtime] = made
 
     # Sizes and settings
 

@@ -244,8 +244,8 @@ def test_memory_is_freed_with_the_buffer(worlds: dict[int, World]) -> None:
     worlds[2].run(end_without_garbage_collection)
 
 
-def fail_to_make_a_buffer(context: RankContext, step: str) -> tuple[list[str], int, int, int]:
-    """What is raised, how many heaps are left, and how many descriptors and threads more than before."""
+def fail_to_make_a_buffer(context: RankContext, step: str, ranks: list[int]) -> tuple[list[str], list[int]]:
+    """Some ranks fail at one step. What is raised, and what is left: heaps, descriptors and threads."""
     from anyep.modes.gpu_connection import GpuConnection
     from anyep.modes.gpu_intranode import GpuIntranode
     from anyep.modes.gpu_low_latency import GpuLowLatency
@@ -253,10 +253,15 @@ def fail_to_make_a_buffer(context: RankContext, step: str) -> tuple[list[str], i
     def fail(part: Any, *arguments: Any) -> None:
         connection = part if isinstance(part, GpuConnection) else arguments[0]
         heaps.append(weakref.ref(connection.heap._own))
-        raise RuntimeError(f"no {step}")
+        if context.rank in ranks:
+            raise RuntimeError(f"no {step}")
+        usual(part, *arguments)
 
     def new() -> Buffer:
         return Buffer(context.group, NVL_BYTES, 1 << 20, low_latency_mode=True, device="cuda")
+
+    def count() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
     owner, method = {
         "windows": (GpuConnection, "_add_windows"),
@@ -268,24 +273,31 @@ def fail_to_make_a_buffer(context: RankContext, step: str) -> tuple[list[str], i
     gc.collect()
     # It frees what others left.
     new().destroy()
-    num_descriptors, num_threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    before = count()
     setattr(owner, method, fail)
     try:
         messages = [attempt(new) for _ in range(3)]
     finally:
         setattr(owner, method, usual)
+    assert len(heaps) == 3
     with new() as buffer:
         num_left = sum(heap() is not None for heap in heaps)
         check_case(context, GOOD, buffer)
         dist.barrier(group=context.group)
-    more_descriptors = len(list(Path("/proc/self/fd").iterdir())) - num_descriptors
-    return messages, num_left, more_descriptors, threading.active_count() - num_threads
+    return messages, [num_left, *(after - was for after, was in zip(count(), before, strict=True))]
 
 
-@pytest.mark.parametrize("step", ["windows", "normal mode", "low latency"])
-def test_nothing_is_left_of_a_buffer_that_could_not_be_made(worlds: dict[int, World], step: str) -> None:
-    for outcome in worlds[3].run(fail_to_make_a_buffer, step):
-        assert outcome == ([f"RuntimeError: no {step}"] * 3, 0, 0, 0)
+def test_nothing_is_left_of_a_buffer_that_has_no_windows(worlds: dict[int, World]) -> None:
+    for outcome in worlds[3].run(fail_to_make_a_buffer, "windows", [0, 1, 2]):
+        assert outcome == (["RuntimeError: no windows"] * 3, [0, 0, 0])
+
+
+@pytest.mark.parametrize("mode", ["normal mode", "low latency"])
+def test_nothing_is_left_of_a_buffer_that_one_rank_cannot_make(worlds: dict[int, World], mode: str) -> None:
+    reason = f"RuntimeError: no {mode}"
+    for rank, outcome in enumerate(worlds[3].run(fail_to_make_a_buffer, mode, [1])):
+        message = reason if rank == 1 else f"rank 1 could not make its Buffer: {reason}"
+        assert outcome == ([f"NotSupported: {message}"] * 3, [0, 0, 0])
 
 
 def end_while_a_graph_is_captured(context: RankContext) -> list[str]:
