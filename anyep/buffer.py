@@ -18,7 +18,7 @@ from anyep.backends import cpu
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.machine import num_cores
-from anyep.modes.connection import NETWORKS, Wishes, connect, on_all_ranks, rdma_parts
+from anyep.modes.connection import NETWORKS, Wishes, connect, made_on_all_ranks, rdma_parts
 from anyep.modes.conversation import Call, Conversation
 from anyep.modes.internode import Internode
 from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Outputs, Payload
@@ -186,12 +186,15 @@ class Buffer:
         from anyep.modes.gpu_intranode import GpuIntranode
 
         gpu_connection = GpuConnection(
-            Gpu(), self.group, rendezvous, self._connection, self._conversation, self._connection.wishes
+            made_on_all_ranks(rendezvous, Gpu),
+            self.group,
+            rendezvous,
+            self._connection,
+            self._conversation,
+            self._connection.wishes,
         )
-        made: list[GpuIntranode] = []
 
-        def make_modes() -> None:
-            made.append(GpuIntranode(gpu_connection, self.num_nvl_bytes))
+        def make_modes() -> GpuIntranode:
             if self.low_latency_mode:
                 from anyep.modes.gpu_low_latency import GpuLowLatency
 
@@ -199,14 +202,14 @@ class Buffer:
                 self._low_latency = GpuLowLatency(
                     gpu_connection, start, self.num_rdma_bytes, bool(self.enable_shrink)
                 )
+            return GpuIntranode(gpu_connection, self.num_nvl_bytes)
 
+        self._heap = gpu_connection.heap
         try:
-            on_all_ranks(rendezvous, make_modes)
+            self.runtime = made_on_all_ranks(rendezvous, make_modes)
         except BaseException:
             gpu_connection.close()
             raise
-        self._heap = gpu_connection.heap
-        [self.runtime] = made
 
     # Sizes and settings
 

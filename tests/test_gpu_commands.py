@@ -40,7 +40,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert (set(processes()), folders()) == before
 
 
-def anyep(*arguments: str, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
+def anyep(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     # The first call on a machine compiles the kernels.
     return subprocess.run(
         [sys.executable, "-m", "anyep", *arguments],
@@ -48,7 +48,7 @@ def anyep(*arguments: str, path: str = os.environ["PATH"]) -> subprocess.Complet
         text=True,
         timeout=280,
         check=False,
-        env=os.environ | ONE_GPU | {"PATH": path},
+        env=os.environ | ONE_GPU | variables,
     )
 
 
@@ -98,7 +98,11 @@ def path_without_the_service(folder: Path) -> str:
 def test_demo_without_the_service(tmp_path: Path, mode: str) -> None:
     """The ranks take turns: what they compute is right, and what to expect is said first."""
     options = ("--device", "cuda", "--ranks", "2", "--mode", mode, *TINY, "--steps", "2", "--json")
-    finished = anyep("demo", *options, path=path_without_the_service(tmp_path))
+    programs, nobody_serves = tmp_path / "programs", tmp_path / "nobody-serves"
+    programs.mkdir()
+    nobody_serves.mkdir()
+    path = path_without_the_service(programs)
+    finished = anyep("demo", *options, PATH=path, CUDA_MPS_PIPE_DIRECTORY=str(nobody_serves))
     assert finished.returncode == 0, finished.stderr
     assert "2 ranks share one GPU without NVIDIA's multi-process service" in finished.stderr
     assert "a few milliseconds instead of microseconds" in finished.stderr

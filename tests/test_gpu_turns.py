@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
+from anyep.backends.cuda.mps import MultiProcessService
 from tests import gpu_scenarios, low_latency_cases, test_gpu_low_latency
 from tests.cases import Case
-from tests.gpu import NEEDS_GPU, prepare_rank, run_gpu_case
+from tests.gpu import NEEDS_GPU, gpu_world, prepare_rank, run_gpu_case
 from tests.gpu_pairs import soak
 from tests.gpu_scenarios import NUM_RANKS, new_buffer
-from tests.world import RankContext, World
+from tests.world import RankContext, World, set_environment
 
 pytestmark = NEEDS_GPU
+MPS_ENABLED = 133
+"""The driver's number of this attribute of a device."""
 NUM_PAIRS = 30
 TIMEOUT_S = 200.0
 
 
-def leave_the_service(folder: str, rank: int) -> None:
-    """Look for the service where none is, before this rank uses the GPU."""
-    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = folder
-
-
 @pytest.fixture(scope="module")
-def nobody_serves(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("no-service"))
+def leave_the_service(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], None]:
+    """Lets a rank look for the service where none is."""
+    return partial(set_environment, {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path_factory.mktemp("no-service"))})
 
 
 @pytest.fixture(scope="module", params=[2, 4, 8])
-def world(request: pytest.FixtureRequest, nobody_serves: str) -> Iterator[World]:
-    with World(request.param, partial(leave_the_service, nobody_serves)) as world:
+def world(request: pytest.FixtureRequest, leave_the_service: Callable[[int], None]) -> Iterator[World]:
+    with World(request.param, leave_the_service) as world:
         yield world
 
 
 @pytest.fixture
-def three_ranks(nobody_serves: str) -> Iterator[World]:
-    with World(NUM_RANKS, partial(leave_the_service, nobody_serves)) as world:
+def three_ranks(leave_the_service: Callable[[int], None]) -> Iterator[World]:
+    with World(NUM_RANKS, leave_the_service) as world:
         world.run(set_timeout, "60")
         yield world
 
@@ -47,6 +47,20 @@ def three_ranks(nobody_serves: str) -> Iterator[World]:
 def set_timeout(context: RankContext, timeout_s: str) -> None:
     prepare_rank()
     os.environ["ANYEP_TIMEOUT_S"] = timeout_s
+
+
+def is_served(context: RankContext) -> bool:
+    """Whether the driver has this process served by the multi-process service."""
+    prepare_rank()
+    answer = ctypes.c_int(-1)
+    assert ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(ctypes.byref(answer), MPS_ENABLED, 0) == 0
+    return answer.value == 1
+
+
+def test_they_are_not_served(world: World) -> None:
+    assert not any(world.run(is_served, timeout=TIMEOUT_S))
+    if MultiProcessService.is_installed():
+        assert all(gpu_world(2).run(is_served, timeout=TIMEOUT_S))
 
 
 def warnings_of_a_new_buffer(context: RankContext) -> list[str]:

@@ -33,6 +33,7 @@ from anyep.errors import AnyEPError
 from tests.cases import Case, buffer_for, check_case, delays
 from tests.gpu_pairs import soak
 from tests.gpu_scenarios import (
+    FEW_SMS,
     GOOD,
     NUM_RANKS,
     NVL_BYTES,
@@ -246,13 +247,14 @@ def test_memory_is_freed_with_the_buffer(worlds: dict[int, World]) -> None:
 
 def fail_to_make_a_buffer(context: RankContext, step: str, ranks: list[int]) -> tuple[list[str], list[int]]:
     """Some ranks fail at one step. What is raised, and what is left: heaps, descriptors and threads."""
+    from anyep.backends.cuda.gpu import Gpu
     from anyep.modes.gpu_connection import GpuConnection
     from anyep.modes.gpu_intranode import GpuIntranode
     from anyep.modes.gpu_low_latency import GpuLowLatency
+    from anyep.modes.gpu_talk import GpuTalk
 
     def fail(part: Any, *arguments: Any) -> None:
-        connection = part if isinstance(part, GpuConnection) else arguments[0]
-        heaps.append(weakref.ref(connection.heap._own))
+        heaps.extend(weakref.ref(each.heap._own) for each in (part, *arguments) if hasattr(each, "heap"))
         if context.rank in ranks:
             raise RuntimeError(f"no {step}")
         usual(part, *arguments)
@@ -264,7 +266,10 @@ def fail_to_make_a_buffer(context: RankContext, step: str, ranks: list[int]) -> 
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
     owner, method = {
+        "gpu": (Gpu, "__init__"),
+        "talk": (GpuTalk, "__init__"),
         "windows": (GpuConnection, "_add_windows"),
+        "bases": (GpuTalk, "set_window_bases"),
         "normal mode": (GpuIntranode, "__init__"),
         "low latency": (GpuLowLatency, "__init__"),
     }[step]
@@ -279,7 +284,6 @@ def fail_to_make_a_buffer(context: RankContext, step: str, ranks: list[int]) -> 
         messages = [attempt(new) for _ in range(3)]
     finally:
         setattr(owner, method, usual)
-    assert len(heaps) == 3
     with new() as buffer:
         num_left = sum(heap() is not None for heap in heaps)
         check_case(context, GOOD, buffer)
@@ -292,10 +296,10 @@ def test_nothing_is_left_of_a_buffer_that_has_no_windows(worlds: dict[int, World
         assert outcome == (["RuntimeError: no windows"] * 3, [0, 0, 0])
 
 
-@pytest.mark.parametrize("mode", ["normal mode", "low latency"])
-def test_nothing_is_left_of_a_buffer_that_one_rank_cannot_make(worlds: dict[int, World], mode: str) -> None:
-    reason = f"RuntimeError: no {mode}"
-    for rank, outcome in enumerate(worlds[3].run(fail_to_make_a_buffer, mode, [1])):
+@pytest.mark.parametrize("step", ["gpu", "talk", "bases", "normal mode", "low latency"])
+def test_nothing_is_left_of_a_buffer_that_one_rank_cannot_make(worlds: dict[int, World], step: str) -> None:
+    reason = f"RuntimeError: no {step}"
+    for rank, outcome in enumerate(worlds[3].run(fail_to_make_a_buffer, step, [1])):
         message = reason if rank == 1 else f"rank 1 could not make its Buffer: {reason}"
         assert outcome == ([f"NotSupported: {message}"] * 3, [0, 0, 0])
 
@@ -503,6 +507,31 @@ def test_a_rank_that_destroys_its_buffer_while_others_wait(world: World, call: i
 def test_who_destroyed_his_buffer_is_named(world: World) -> None:
     world.run(simulate)
     check_who_destroyed_his_buffer_is_named(world)
+
+
+def die_in_a_call(context: RankContext) -> str:
+    """Rank 0 dies in a combine, when its letter is there. Rank 1 stops waiting for the letter of rank 2,
+    which comes later, and has failed when rank 1 looks for the reason."""
+    buffer = new_buffer(context)
+    arguments = good_arguments(buffer)
+    rows, *_, handle, _ = buffer.dispatch(**arguments)
+    dist.barrier(group=context.group)
+    if context.rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    time.sleep(2.0 if context.rank == 2 else 0.0)
+    assert attempt(buffer.combine, rows, handle, config=FEW_SMS) == "fine"
+    time.sleep(5.0 if context.rank == 1 else 0.0)
+    return attempt(buffer.dispatch, **arguments)
+
+
+def test_who_died_in_a_call_is_named(world: World) -> None:
+    world.run(simulate)
+    died, *outcomes = world.gather(die_in_a_call)
+    assert isinstance(died, RankDied)
+    waits = ((1, "rank 2's letter"), (2, "its acknowledgement"))
+    for outcome, (rank, whose) in zip(outcomes, waits, strict=True):
+        pattern = rf"PeerLost: rank 0 \(pid \d+\) died while rank {rank} waited for {whose} in combine"
+        assert re.match(pattern, outcome), outcomes
 
 
 def finish_and_exit(context: RankContext) -> str:

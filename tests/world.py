@@ -71,6 +71,11 @@ def hear_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def set_environment(variables: dict[str, str], rank: int) -> None:
+    """To prepare a rank: before anything is imported that reads them."""
+    os.environ.update(variables)
+
+
 class RankDied(Exception):
     """The rank's process ended while it should have answered."""
 

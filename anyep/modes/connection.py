@@ -207,3 +207,10 @@ def on_all_ranks(rendezvous: Rendezvous, work: Callable[[], T]) -> list[T]:
             kind = InvalidCall if isinstance(other_error, InvalidCall) else NotSupported
             raise kind(f"rank {rank} could not make its Buffer: {other_error}")
     return [outcome for outcome, _ in outcomes]
+
+
+def made_on_all_ranks(rendezvous: Rendezvous, make: Callable[[], T]) -> T:
+    """What this rank has made, when every rank has; if one cannot, every rank raises."""
+    made: list[T] = []
+    on_all_ranks(rendezvous, lambda: made.append(make()))
+    return made[0]

@@ -5,6 +5,7 @@ peers', and all hear of any trouble.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
@@ -12,7 +13,13 @@ import torch
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.mps import MultiProcessService
 from anyep.errors import NotSupported
-from anyep.modes.connection import SHARE_OF_FREE_MEMORY, Connection, Wishes, on_all_ranks
+from anyep.modes.connection import (
+    SHARE_OF_FREE_MEMORY,
+    Connection,
+    Wishes,
+    made_on_all_ranks,
+    on_all_ranks,
+)
 from anyep.modes.conversation import Conversation
 from anyep.modes.gpu_talk import GpuTalk
 from anyep.modes.gpu_windows import GpuWindows
@@ -45,7 +52,7 @@ class GpuConnection:
             )
         # On all ranks, since a rank's memory is free when its peers have closed it, too.
         on_all_ranks(rendezvous, gpu.do_postponed)
-        facts_of_ranks = rendezvous.all_gather((gpu.identity, gpu.free_memory_bytes()))
+        facts_of_ranks = on_all_ranks(rendezvous, lambda: (gpu.identity, gpu.free_memory_bytes()))
         self.ranks_on_gpu = [identity for identity, _ in facts_of_ranks].count(gpu.identity)
         share = min(free for _, free in facts_of_ranks) // SHARE_OF_FREE_MEMORY // self.ranks_on_gpu
         self._most_window_bytes = share if wishes.num_window_bytes is None else wishes.num_window_bytes
@@ -53,17 +60,24 @@ class GpuConnection:
             connection.control.num_bytes + wishes.num_nvl_bytes + wishes.num_rdma_bytes,
             connection.control.num_bytes,
         )
-        self.talk = GpuTalk(gpu, conversation, connection.control, self.heap)
         self.windows = GpuWindows(gpu)
+        self._begun = ExitStack()
         first_bytes = min(FIRST_WINDOW_BYTES, share) // BLOCK_BYTES * BLOCK_BYTES
         if wishes.num_window_bytes is not None:
             first_bytes = wishes.num_window_bytes
+
+        def start_talk() -> GpuTalk:
+            talk = GpuTalk(gpu, conversation, connection.control, self.heap)
+            self._begun.callback(talk.close)
+            return talk
+
         try:
+            self.talk = made_on_all_ranks(rendezvous, start_talk)
             if first_bytes:
                 self._add_windows(first_bytes)
             self._warn_without_service()
         except BaseException:
-            self.talk.close()
+            self.close()
             raise
 
     def _warn_without_service(self) -> None:
@@ -81,7 +95,7 @@ class GpuConnection:
         try:
             self._gpu.synchronize_device()
         finally:
-            self.talk.close()
+            self._begun.close()
 
     def grow(self, num_bytes: int) -> int | None:
         """Add windows together with all ranks, large enough for so many bytes; where they begin.
@@ -98,19 +112,19 @@ class GpuConnection:
 
     def _add_windows(self, num_bytes: int) -> int:
         first = self.windows.add(self._new_block(num_bytes, 0))
-        self.talk.set_window_bases(self.windows.addresses())
+        on_all_ranks(self._rendezvous, lambda: self.talk.set_window_bases(self.windows.addresses()))
         return first
 
     def _new_block(self, num_bytes: int, num_zeros: int) -> Any:
         """Memory of this rank, opened by all; its first bytes are zeros."""
 
         def make() -> Any:
-            made.append(self._gpu.new_block(num_bytes))
+            block = self._gpu.new_block(num_bytes)
             if num_zeros:
-                made[0].tensor(0, (num_zeros,), torch.uint8).zero_()
+                block.tensor(0, (num_zeros,), torch.uint8).zero_()
                 self._gpu.synchronize_device()
+            return block
 
-        made: list[Any] = []
-        on_all_ranks(self._rendezvous, make)
-        on_all_ranks(self._rendezvous, lambda: made[0].connect(self._group))
-        return made[0]
+        block = made_on_all_ranks(self._rendezvous, make)
+        on_all_ranks(self._rendezvous, lambda: block.connect(self._group))
+        return block

@@ -691,12 +691,9 @@ class GpuLowLatency(LowLatency):
             what = f"receipt of {name_of_call(expected)} (by its hook, if it has one)"
             phase = Phase.ACKNOWLEDGE
             block = self._control.block("low-latency packed")
-        seen = [
-            # Nobody waits for who is masked.
-            expected if self.masks.masked[peer] else self._word_at(block.offset(peer, slot_set))
-            for peer in range(self._num_ranks)
-        ]
-        missing = still_missing(seen, expected, rank)
+        seen = [self._word_at(block.offset(peer, slot_set)) for peer in range(self._num_ranks)]
+        # Where ranks can be masked, those that were late have been.
+        missing = [rank] if self._can_shrink else still_missing(seen, expected, rank)
         return Stall(missing, what, seen[missing[0]], expected), phase.name.lower()
 
     def _word_at(self, offset: int) -> int:

@@ -337,7 +337,10 @@ class GpuTalk:
             return self.conversation.too_late(call, stall, phase)
         gone = self.conversation.gone()
         if gone:
-            who = next((peer for peer in stall.peers if peer in gone), min(gone))
+            # If all have come since, somebody else was the reason.
+            waited_for = stall.peers if stall.seen < stall.expected else []
+            others = gone - set(stall.peers)
+            who = next((peer for peer in waited_for if peer in gone), min(others or gone))
         else:
             alarm = int(self.heap.tensor(self._facts()[facts.ALARM_AT], (1,), torch.int64))
             who = max(0, alarm - 1)
