@@ -468,6 +468,14 @@ def check_a_rank_that_destroys_its_buffer(world: World, call: int) -> None:
         assert re.search(r"rank 1 \(pid \d+\) has destroyed its Buffer", outcome.status)
 
 
+def wait_until_gone(buffer: Buffer, rank: int) -> None:
+    """Until it has failed, or has destroyed its Buffer after that."""
+    deadline = time.monotonic() + 30
+    while buffer.status()[rank].state == "alive":
+        assert time.monotonic() < deadline, buffer.status()
+        time.sleep(0.02)
+
+
 def destroy_before_a_slow_rank_comes(context: RankContext) -> str:
     """Rank 1 destroys its Buffer. Rank 2 stops waiting for it and for rank 0, which comes later, and fails
     for the same reason before rank 2 looks for its own."""
@@ -482,7 +490,8 @@ def destroy_before_a_slow_rank_comes(context: RankContext) -> str:
     time.sleep(1.0 if context.rank == 0 else 0.0)
     outcome = attempt(buffer.combine, rows, handle, config=FEW_SMS)
     assert (outcome == "fine") is (context.rank != 1)
-    time.sleep(3.0 if context.rank == 2 else 0.0)
+    if context.rank == 2:
+        wait_until_gone(buffer, 0)
     return attempt(buffer.dispatch, **arguments)
 
 

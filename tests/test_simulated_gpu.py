@@ -50,6 +50,7 @@ from tests.gpu_scenarios import (
     hold_results,
     new_buffer,
     poison_windows,
+    wait_until_gone,
 )
 from tests.strategies import cases
 from tests.world import RankContext, RankDied, World
@@ -520,7 +521,8 @@ def die_in_a_call(context: RankContext) -> str:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     time.sleep(2.0 if context.rank == 2 else 0.0)
     assert attempt(buffer.combine, rows, handle, config=FEW_SMS) == "fine"
-    time.sleep(5.0 if context.rank == 1 else 0.0)
+    if context.rank == 1:
+        wait_until_gone(buffer, 2)
     return attempt(buffer.dispatch, **arguments)
 
 

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 
 from anyep.buffer import Buffer
 from tests import test_low_latency as on_cpu
-from tests.gpu_scenarios import closing_threads
+from tests.gpu_scenarios import closing_threads, wait_until_gone
 from tests.low_latency_cases import FORMATS, RDMA_BYTES, Case, buffer_for, check_case, inputs_of, run_case
 from tests.strategies import low_latency_cases
 from tests.world import RankContext, RankDied, World
@@ -369,7 +369,8 @@ def die_before_a_slow_rank_comes(context: RankContext) -> str:
     dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
     time.sleep(1.0 if context.rank == 0 else 0.0)
     assert message_of(buffer.low_latency_dispatch, *dispatch) == "nothing was raised"
-    time.sleep(3.0 if context.rank == 2 else 0.0)
+    if context.rank == 2:
+        wait_until_gone(buffer, 0)
     return message_of(buffer.low_latency_dispatch, *dispatch)
 
 
