@@ -7,12 +7,14 @@ dispatch or a combine is one only for what happened before it.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +87,19 @@ def attempt(work: Callable[..., Any], *arguments: Any, **more: Any) -> str:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     return "fine"
+
+
+@contextmanager
+def warnings_heard() -> Iterator[list[str]]:
+    """What this rank's log says meanwhile."""
+    heard: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("anyep")
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        log.removeHandler(handler)
 
 
 def closing_threads() -> list[threading.Thread]:

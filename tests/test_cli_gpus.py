@@ -268,6 +268,16 @@ def test_doctor_on_a_gpu_with_the_service(tmp_path: Path) -> None:
     assert f"runs in {tmp_path} (CUDA_MPS_PIPE_DIRECTORY)" in running["detail"]
 
 
+def test_doctor_on_a_gpu_without_a_c_compiler(tmp_path: Path) -> None:
+    put_on_path(tmp_path, "nvidia-smi", LISTS_A_GPU)
+    triton = findings_of(PATH=str(tmp_path), CC="")["triton"]
+    assert triton["state"] == "missing"
+    assert triton["detail"].endswith("it builds a small module in C, but here is no C compiler")
+    assert "apt install gcc" in triton["next_step"]
+    assert "no C compiler" not in findings_of(PATH=str(tmp_path), CC="some-cc")["triton"]["detail"]
+    assert findings_of(PATH="", CC="", **NO_GPU)["triton"]["state"] == "ok"
+
+
 def test_doctor_without_triton(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as metadata\n"

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
 from anyep.backends.cuda.mps import MultiProcessService
-from tests import gpu_scenarios, low_latency_cases, test_gpu_low_latency
+from tests import gpu_scenarios, low_latency_cases, test_gpu_low_latency, test_gpu_normal
 from tests.cases import Case
 from tests.gpu import NEEDS_GPU, gpu_world, prepare_rank, run_gpu_case
-from tests.gpu_pairs import soak
-from tests.gpu_scenarios import NUM_RANKS, new_buffer
+from tests.gpu_scenarios import NUM_RANKS, new_buffer, warnings_heard
 from tests.world import RankContext, World, set_environment
 
 pytestmark = NEEDS_GPU
@@ -40,13 +37,8 @@ def world(request: pytest.FixtureRequest, leave_the_service: Callable[[int], Non
 @pytest.fixture
 def three_ranks(leave_the_service: Callable[[int], None]) -> Iterator[World]:
     with World(NUM_RANKS, leave_the_service) as world:
-        world.run(set_timeout, "60")
+        world.run(test_gpu_normal.prepare, "60")
         yield world
-
-
-def set_timeout(context: RankContext, timeout_s: str) -> None:
-    prepare_rank()
-    os.environ["ANYEP_TIMEOUT_S"] = timeout_s
 
 
 def is_served(context: RankContext) -> bool:
@@ -64,19 +56,9 @@ def test_they_are_not_served(world: World) -> None:
 
 
 def warnings_of_a_new_buffer(context: RankContext) -> list[str]:
-    heard: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
     prepare_rank()
-    log, listener = logging.getLogger("anyep"), Listener(logging.WARNING)
-    log.addHandler(listener)
-    try:
+    with warnings_heard() as heard:
         new_buffer(context).destroy()
-    finally:
-        log.removeHandler(listener)
     return heard
 
 
@@ -101,13 +83,8 @@ def test_low_latency(world: World, how: str) -> None:
     world.run(test_gpu_low_latency.run_gpu_case, case, timeout=TIMEOUT_S)
 
 
-def take_turns(context: RankContext, num_pairs: int) -> float:
-    prepare_rank()
-    return soak(context, num_pairs, 1 << 20, seed=num_pairs)
-
-
 def test_pairs(world: World) -> None:
-    seconds = max(world.run(take_turns, NUM_PAIRS, timeout=TIMEOUT_S))
+    seconds = max(world.run(test_gpu_normal.soak_on_a_gpu, NUM_PAIRS, 1 << 20, NUM_PAIRS, timeout=TIMEOUT_S))
     print(f"{NUM_PAIRS} pairs between {world.num_ranks} ranks: {seconds / NUM_PAIRS * 1e3:.1f} ms each")
 
 

@@ -7,7 +7,6 @@ for another would wait for ever.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import re
 import signal
@@ -51,6 +50,7 @@ from tests.gpu_scenarios import (
     new_buffer,
     poison_windows,
     wait_until_gone,
+    warnings_heard,
 )
 from tests.strategies import cases
 from tests.world import RankContext, RankDied, World
@@ -562,21 +562,15 @@ def call_where_kernels_do_not_see_the_host(context: RankContext) -> list[str]:
     """What is logged when a Buffer is made; and it works."""
     from anyep.backends.cuda.gpu import Gpu
 
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    log = logging.getLogger("anyep")
-    log.addHandler(handler)
     usual = Gpu.let_kernels_read
     Gpu.let_kernels_read = lambda *_: False  # type: ignore[method-assign]
     try:
-        with new_buffer(context) as buffer:
+        with warnings_heard() as heard, new_buffer(context) as buffer:
             check_case(context, GOOD, buffer)
             dist.barrier(group=context.group)
     finally:
         Gpu.let_kernels_read = usual  # type: ignore[method-assign]
-        log.removeHandler(handler)
-    return [record.getMessage() for record in records]
+    return heard
 
 
 def test_kernels_that_do_not_see_the_host(worlds: dict[int, World]) -> None:

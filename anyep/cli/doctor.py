@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -171,12 +172,30 @@ def check_numba() -> Iterator[Finding]:
 
 def check_triton() -> Iterator[Finding]:
     version = _installed("triton")
-    if version:
+    if version and _list_gpus() and (lacks := _what_triton_lacks()):
+        yield Finding(
+            "triton",
+            "missing",
+            f"{version}; when it first meets a GPU it builds a small module in C, but here is no {lacks}",
+            "install gcc or clang (or set CC) and Python's headers: apt install gcc python3-dev",
+        )
+    elif version:
         yield Finding("triton", "ok", f"{version}, compiles the kernels for GPUs")
     elif _list_gpus():
         yield Finding("triton", "missing", "not installed; the GPU here needs it", "pip install triton")
     else:
         yield Finding("triton", "note", "not installed; only GPUs need it", "pip install triton")
+
+
+def _what_triton_lacks() -> str:
+    """Of what it builds its own module with."""
+    has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if not has_compiler:
+        return "C compiler"
+    # As Triton looks for it: Debian's own place for what users install has no headers.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    return "" if header.exists() else str(header)
 
 
 def check_gpus() -> Iterator[Finding]:
