@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from anyep.backends.cuda.mps import MultiProcessService
 from anyep.buffer import Buffer
 from tests.cases import Case, buffer_for, check_case, delays
 from tests.gpu_scenarios import closing_threads
-from tests.world import RankContext, World
+from tests.world import RankContext, World, set_environment
 
 NEEDS_GPU = [
     pytest.mark.gpu,
@@ -27,18 +27,25 @@ _worlds: dict[int, World] = {}
 
 
 def gpu_world(num_ranks: int) -> World:
-    """Ranks that run side by side on GPU 0, by way of NVIDIA's multi-process service."""
-    if not _worlds:
-        if MultiProcessService.is_installed():
-            os.environ.update(_open.enter_context(MultiProcessService()))
-        atexit.register(_open.close)
+    """The ranks of this number that tests share; only those that were used last are alive."""
     for other in [size for size in _worlds if size != num_ranks]:
-        _open_world = _worlds.pop(other)
-        _open_world.close()
+        _worlds.pop(other).close()
     if num_ranks not in _worlds:
-        _worlds[num_ranks] = World(num_ranks)
+        _worlds[num_ranks] = new_gpu_world(num_ranks)
         _open.callback(_worlds[num_ranks].close)
     return _worlds[num_ranks]
+
+
+def new_gpu_world(num_ranks: int) -> World:
+    """Ranks that run side by side on GPU 0, by way of NVIDIA's multi-process service."""
+    return World(num_ranks, partial(set_environment, _service()))
+
+
+@cache
+def _service() -> dict[str, str]:
+    """The variables by which ranks find the service. It is started here, and ends with pytest."""
+    atexit.register(_open.close)
+    return _open.enter_context(MultiProcessService()) if MultiProcessService.is_installed() else {}
 
 
 def prepare_rank() -> None:

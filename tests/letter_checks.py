@@ -567,6 +567,53 @@ def check_letters_that_do_not_come(device: str) -> None:
     call.exchange()
     assert call.outcome == 0
     assert call.alarms() == [0, 1, 0]
+    # What others have written does not count if one is missing, whoever comes first.
+    for words in ({"ROW_BYTES": 128}, {"REFUSED": 1}, {"RESULT_ROWS": 0}):
+        call = Call(device, 2, [said[0].saying(**words), *said[1:]], (1,), patience_ns=10**6)
+        call.exchange()
+        assert call.outcome == outcomes.outcome_of(outcomes.LATE, 1)
+
+
+def check_letters_after_giving_up(device: str) -> None:
+    """exchange_letters of a rank that has waited in vain before: its last letter stays for those who wait."""
+    said = random_letters(3, 2, 2, 8)
+    call = Call(device, 0, said, (1,), patience_ns=10**6)
+    call.exchange()
+    assert call.outcome == outcomes.outcome_of(outcomes.LATE, 1)
+    first_box = call.heaps.clone()
+    call.last += 2
+    for peer in range(3):
+        call.store("mailbox", call.number, rank=0, peer=peer)
+    call.report[facts.NUM_READ] = call.report[facts.NUM_REPORTS]
+    for ticket in (7, 8):
+        call.exchange(ticket=ticket)
+        assert call.outcome == outcomes.outcome_of(outcomes.STOPPED, 0)
+        assert call.totals[: facts.TOTAL_ROWS].tolist() == [ticket, call.outcome]
+        assert call.meet(facts.ARRIVED_AT, call.outcome) == call.outcome
+    assert call.load("status", 0) == call.number, "calls are counted all the same"
+    assert (call.heaps[1:] == first_box[1:]).all()
+    assert call.report[facts.NUM_REPORTS] == 2
+
+
+def check_a_call_left_out(device: str) -> None:
+    """Flags that are further on than the call: their ranks have given it up."""
+    said = random_letters(3, 2, 2, 8)
+    call = Call(device, 0, said)
+    call.store("mailbox", call.number + 2, rank=0, peer=1)
+    call.exchange()
+    assert call.outcome == outcomes.outcome_of(outcomes.STOPPED, 1)
+    assert call.alarms() == [1, 1, 1]
+    # The example of why_not_there.
+    for alarm, outcome in ((2, outcomes.STOPPED), (0, outcomes.LATE)):
+        call = plain_call(device, 0, 3, patience_ns=0)
+        call.store("alarm", alarm, rank=0)
+        for peer, flag in enumerate((5, 4, 6)):
+            call.store("window arrival", flag, rank=0, peer=peer)
+        assert call.meet(facts.ARRIVED_AT) == outcomes.outcome_of(outcome, 1)
+    call = plain_call(device, 0, 3)
+    for peer, flag in enumerate((5, 5, 6)):
+        call.store("window arrival", flag, rank=0, peer=peer)
+    assert call.meet(facts.ARRIVED_AT) == outcomes.outcome_of(outcomes.STOPPED, 2)
 
 
 def check_reports(device: str) -> None:
@@ -606,10 +653,10 @@ def check_meet(device: str) -> None:
         for num_ranks in (1, 3, 5):
             call = plain_call(device, num_ranks // 2, num_ranks)
             for peer in range(num_ranks):
-                call.store(kind, call.number + peer, rank=call.me, peer=peer)
+                call.store(kind, call.number, rank=call.me, peer=peer)
             assert call.meet(fact) == 0
             flags = [call.load(kind, rank, peer=call.me) for rank in range(num_ranks)]
-            assert flags == [call.number + (rank == call.me) * call.me for rank in range(num_ranks)]
+            assert flags == [call.number] * num_ranks
             assert not call.report.any()
             assert not any(call.alarms())
     call = plain_call(device, 0, 2)
@@ -635,6 +682,9 @@ def check_meet_after_trouble(device: str) -> None:
         assert call.meet(facts.ARRIVED_AT, outcome) == outcome
         assert call.load("window arrival", 1) == 0
         assert call.report[facts.REPORTED_OUTCOME] == outcome
+        gives_up = code in (outcomes.LATE, outcomes.STOPPED)
+        assert call.alarms() == [gives_up] * 2
+        assert call.given_up() == [[gives_up, 0]] * 2
     call = plain_call(device, 0, 2)
     call.store("window pulled", call.number, rank=0, peer=1)
     outcome = outcomes.outcome_of(outcomes.BAD_HANDLE, 1)
@@ -745,6 +795,8 @@ CHECKS = (
     check_letters_of_wrong_counts,
     check_letters_that_refuse,
     check_letters_that_do_not_come,
+    check_letters_after_giving_up,
+    check_a_call_left_out,
     check_reports,
     check_meet,
     check_meet_unless_rings,

@@ -21,7 +21,7 @@ from anyep.backends.cuda import postponed
 from anyep.buffer import Buffer
 from tests import low_latency_oracle, oracle
 from tests.cases import ROUTINGS
-from tests.gpu import NEEDS_GPU, gpu_world, let_die_in_a_capture, prepare_rank
+from tests.gpu import NEEDS_GPU, gpu_world, let_die_in_a_capture, new_gpu_world, prepare_rank
 from tests.low_latency_cases import (
     FORMATS,
     Case,
@@ -33,7 +33,7 @@ from tests.low_latency_cases import (
     run_case,
 )
 from tests.strategies import low_latency_cases
-from tests.world import RankContext, RankDied, World
+from tests.world import RankContext, RankDied
 
 pytestmark = NEEDS_GPU
 NUM_EXAMPLES = {2: 60, 4: 40, 8: 25}
@@ -388,8 +388,7 @@ def lose_a_rank(context: RankContext) -> list[int]:
 
 
 def test_the_others_go_on_without_a_killed_rank() -> None:
-    gpu_world(2)  # starts the multi-process service
-    with World(3) as world:
+    with new_gpu_world(3) as world:
         outcomes = world.gather(lose_a_rank, timeout=TIMEOUT_S)
     assert isinstance(outcomes[1], RankDied)
     assert outcomes[0] == outcomes[2] == [0, 1, 0]

@@ -31,6 +31,7 @@ from tests.gpu import (
     NEEDS_GPU,
     gpu_world,
     let_die_in_a_capture,
+    new_gpu_world,
     poison_windows,
     prepare_rank,
     run_gpu_case,
@@ -597,8 +598,7 @@ def test_ctrl_c_out_of_a_wait(three_ranks: World, after_a_combine: bool) -> None
 @pytest.mark.parametrize("call", [2, 3])
 def test_a_killed_rank(call: int) -> None:
     """In a world of its own; afterwards the GPU works as before."""
-    gpu_world(2)
-    with World(NUM_RANKS) as fresh:
+    with new_gpu_world(NUM_RANKS) as fresh:
         fresh.run(prepare, "60")
         gpu_scenarios.check_a_killed_rank(fresh, call)
     gpu_world(2).run(run_gpu_case, Case((5, 6), num_biases=1), timeout=TIMEOUT_S)

@@ -160,13 +160,13 @@ def ptx() -> dict[str, str]:
     return {name: ptx_of(*parts) for name, parts in kernels().items()}
 
 
-# The flags that each kernel releases: letters, this rank's alarm, the two words of who gives up, totals, a
-# report; and so on. All of these kernels wait.
+# The flags that each kernel releases: letters, this rank's alarm, the two words of who gives up (in `meet` at
+# once, or after a wait), totals, a report; and so on. All of these kernels wait.
 RELEASES = {
     "exchange of a dispatch": 6,
     "exchange of a cached dispatch": 5,
     "exchange of a combine": 5,
-    "meet": 5,
+    "meet": 7,
 }
 NAMES = tuple(kernels())
 ROWS = [name for name in NAMES if name.startswith(("send", "sums"))]

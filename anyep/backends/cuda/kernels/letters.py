@@ -110,14 +110,15 @@ def first_bad(bad, ranks, is_rank, RANK_BLOCK: tl.constexpr):
 
 @triton.jit
 def why_not_there(seen, expected, alarm, facts, heaps, ranks, is_rank):
-    """For each flag that has not reached what was expected, why it was not waited for any longer.
+    """For each flag that is not what was expected, why it was not waited for any longer.
 
-    If there is one, this rank gives up, and everyone hears of it.
+    If there is one, this rank gives up, and everyone hears of it. With 5 expected, flags [5, 4, 6] and an
+    alarm it is [0, 3, 3] (stopped); without the alarm rank 1 is 1 (late). Rank 2 has left this call out.
     """
     bad = tl.full(seen.shape, GOOD, tl.int32)
-    if tl.min(seen, axis=0) < expected:
-        why = tl.where(is_raised(alarm), STOPPED, LATE)
-        bad = tl.where(seen < expected, why, GOOD)
+    if tl.max((seen != expected).to(tl.int32), axis=0) > 0:
+        why = tl.where(is_raised(alarm) | (seen > expected), STOPPED, LATE)
+        bad = tl.where(seen != expected, why, GOOD)
         stop_everyone(facts, heaps, ranks, is_rank)
     return bad
 
@@ -377,7 +378,8 @@ def exchange_letters(
     One program. `letter` is the address of this rank's header, in memory of the host. With the call number 4
     in the heap it becomes 5, and so does the first word of the letters; if all letters agree in the words of
     the signature the outcome in `state` is 0, else it is 2 (different) and the first rank that differs. A
-    letter that does not come in time is an outcome of 1, and ends everyone's waits.
+    letter that does not come in time is an outcome of 1, and ends everyone's waits. After that the outcome is
+    3 (stopped), and this rank posts no more letters: peers may still look for the one of the call before.
 
     With blocks for channels and experts (powers of two that hold them) the letters have counts: by rank, by
     channel (in channel_prefix) and by expert. `routing` is filled (as rank_prefix), and the host finds its
@@ -397,6 +399,8 @@ def exchange_letters(
     tl.store(state + BAD_ROWS, 0)
     tl.store(state + WAITED_FOR, MAILBOX_AT)
 
+    given_up = tl.load(words_at(own + tl.load(facts + GIVEN_UP_AT) + rank * tl.load(facts + FLAG_STRIDE)))
+    is_told = is_rank & (given_up == 0)
     index = tl.arange(0, NUM_WORDS)
     mine = tl.load(words_at(letter) + index)
     tl.store(state + KIND, tl.sum(tl.where(index == KIND_WORD, mine, 0), axis=0))
@@ -413,7 +417,7 @@ def exchange_letters(
     tl.store(
         headers_there[:, None] + index[None, :],
         tl.broadcast_to(mine[None, :], (RANK_BLOCK, NUM_WORDS)),
-        mask=is_rank[:, None] & (index > 0)[None, :],
+        mask=is_told[:, None] & (index > 0)[None, :],
     )
     if CHANNEL_BLOCK:
         post_counts(
@@ -424,21 +428,24 @@ def exchange_letters(
             num_channels,
             local_experts,
             ranks,
-            is_rank,
+            is_told,
             NUM_RANKS,
             CHANNEL_BLOCK,
             EXPERT_BLOCK,
         )
-    release_max(headers_there, call, is_rank)
+    release_max(headers_there, call, is_told)
     here = own + box + ranks * stride
     headers_here = words_at(here)
-    seen = wait_for_all(headers_here, is_rank, call, tl.load(facts + PATIENCE_NS), alarm)
+    seen = wait_for_all(headers_here, is_told, call, tl.load(facts + PATIENCE_NS), alarm)
+    seen = tl.where(given_up == 0, seen, 0)
     bad = why_not_there(seen, call, alarm, facts, heaps, ranks, is_rank)
     theirs = tl.load(headers_here[:, None] + index[None, :], mask=is_rank[:, None], other=0, volatile=True)
     is_agreeing = (index >= REFUSED) & (index <= ROUTING)
     differ = tl.max((is_agreeing[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
     is_refused = word_of(headers_here, is_rank, REFUSED) != 0
-    bad = tl.where((bad == GOOD) & ((differ > 0) | is_refused), DIFFERENT, bad)
+    # Letters are compared if all are there: who lacks one has given up, and must not take that for less.
+    are_all_there = tl.max(bad, axis=0) == GOOD
+    bad = tl.where(are_all_there & ((differ > 0) | is_refused), DIFFERENT, bad)
     rows = word_of(headers_here, is_rank, RESULT_ROWS)
     if CHANNEL_BLOCK:
         arriving = read_counts(
@@ -455,7 +462,8 @@ def exchange_letters(
             CHANNEL_BLOCK,
             EXPERT_BLOCK,
         )
-        bad = tl.where((bad == GOOD) & (rows >= 0) & (arriving > rows), TOO_MANY, bad)
+        is_too_many = are_all_there & (rows >= 0) & (arriving > rows)
+        bad = tl.where((bad == GOOD) & is_too_many, TOO_MANY, bad)
         rows = tl.where(rows >= 0, rows, arriving)
         tl.store(state + NUM_ROWS, tl.sum(tl.where(ranks == rank, arriving, 0), axis=0))
     if IS_COMBINE:
@@ -504,6 +512,7 @@ def meet(
     says where the flags lie. In call 5 this rank's flags at its peers become 5; with flags [5, 4] here and no
     patience left the outcome is 1 (late) + 16 * 1 (rank 1). A call that went wrong on all ranks has no
     flags; one with a bad handle here alone has. UNLESS_RINGS: nor has one where some rows go through rings.
+    If this rank waited in vain before, in rings for example, it gives up here, and everyone hears of it.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -517,6 +526,8 @@ def meet(
     is_met = (code == GOOD) | (code == BAD_HANDLE)
     if UNLESS_RINGS:
         is_met = is_met & (tl.load(state + USES_RINGS) == 0)
+    if (code == LATE) | (code == STOPPED):
+        stop_everyone(facts, heaps, ranks, is_rank)
     if is_met:
         release_max(words_at(there), value, is_rank)
         here = words_at(own + flags_at + ranks * stride)
