@@ -457,7 +457,10 @@ def call_beside_other_work(context: RankContext, num_rounds: int) -> None:
             del outputs, recv, ids, weights, handle
             torch.full((shape.most_rows, shape.hidden), torch.nan, device=device, dtype=torch.bfloat16)
             done.current_stream_wait()
+            torch.cuda._sleep(chance.randint(0, 1_000_000))  # type: ignore[no-untyped-call]
             tally.compare(number, (combined, truth.combined))
+            # Torch knows of the streams that it was called from, and of ours, but not of this one.
+            combined.record_stream(reads)
         del combined
     torch.cuda.synchronize()
     tally.check("rounds")

@@ -11,7 +11,7 @@ import pytest
 from anyep.backends.cuda.mps import MultiProcessService
 from tests import gpu_scenarios, low_latency_cases, test_gpu_low_latency, test_gpu_normal
 from tests.cases import Case
-from tests.gpu import NEEDS_GPU, gpu_world, prepare_rank, run_gpu_case
+from tests.gpu import NEEDS_GPU, new_gpu_world, prepare_rank, run_gpu_case
 from tests.gpu_scenarios import NUM_RANKS, new_buffer, warnings_heard
 from tests.world import RankContext, World, set_environment
 
@@ -52,7 +52,8 @@ def is_served(context: RankContext) -> bool:
 def test_they_are_not_served(world: World) -> None:
     assert not any(world.run(is_served, timeout=TIMEOUT_S))
     if MultiProcessService.is_installed():
-        assert all(gpu_world(2).run(is_served, timeout=TIMEOUT_S))
+        with new_gpu_world(2) as served:
+            assert all(served.run(is_served, timeout=TIMEOUT_S))
 
 
 def warnings_of_a_new_buffer(context: RankContext) -> list[str]:
