@@ -85,7 +85,8 @@ class GpuConnection:
         if self.ranks_on_gpu > 1 and self._rendezvous.rank == 0 and not MultiProcessService.is_running():
             log.warning(
                 "%d ranks share a GPU without NVIDIA's multi-process service: they take turns of some"
-                " milliseconds, and every wait for another rank costs one; `anyep doctor` tells how to"
+                " milliseconds, and who waits for another rank waits for the turns of all (8 ranks on an"
+                " H200: 33 ms for a call that takes 1 ms with the service); `anyep doctor` tells how to"
                 " start it",
                 self.ranks_on_gpu,
             )
