@@ -576,23 +576,33 @@ def check_letters_that_do_not_come(device: str) -> None:
 
 def check_letters_after_giving_up(device: str) -> None:
     """exchange_letters of a rank that has waited in vain before: its last letter stays for those who wait."""
-    said = random_letters(3, 2, 2, 8)
-    call = Call(device, 0, said, (1,), patience_ns=10**6)
-    call.exchange()
-    assert call.outcome == outcomes.outcome_of(outcomes.LATE, 1)
-    first_box = call.heaps.clone()
-    call.last += 2
-    for peer in range(3):
-        call.store("mailbox", call.number, rank=0, peer=peer)
-    call.report[facts.NUM_READ] = call.report[facts.NUM_REPORTS]
-    for ticket in (7, 8):
-        call.exchange(ticket=ticket)
-        assert call.outcome == outcomes.outcome_of(outcomes.STOPPED, 0)
-        assert call.totals[: facts.TOTAL_ROWS].tolist() == [ticket, call.outcome]
-        assert call.meet(facts.ARRIVED_AT, call.outcome) == call.outcome
-    assert call.load("status", 0) == call.number, "calls are counted all the same"
-    assert (call.heaps[1:] == first_box[1:]).all()
-    assert call.report[facts.NUM_REPORTS] == 2
+    routing = there(np.ones((3, 3), np.int32), device)
+    kinds: tuple[tuple[list[Letter], dict[str, Any]], ...] = (
+        (random_letters(3, 2, 2, 8), {"ticket": 7}),
+        ([cached_letter()] * 3, {"routing": routing}),
+        ([cached_letter(KIND=Kind.COMBINE)] * 3, {"routing": routing, "is_combine": True}),
+        ([cached_letter(REFUSED=1)] * 3, {"is_refused": True}),
+    )
+    for said, how in kinds:
+        call = Call(device, 1, said, (2,), patience_ns=10**6)
+        call.exchange(**how)
+        assert call.outcome == outcomes.outcome_of(outcomes.LATE, 2)
+        call.assert_reported(call.outcome, said[1].header[Field.KIND], waited_for=facts.MAILBOX_AT)
+        heaps = call.heaps.clone()
+        call.last += 2
+        for peer in range(3):
+            call.store("mailbox", call.number, rank=1, peer=peer)
+        call.report[facts.NUM_READ] = call.report[facts.NUM_REPORTS]
+        for _ in range(2):
+            call.exchange(**how)
+            assert call.outcome == outcomes.outcome_of(outcomes.STOPPED, 0)
+            if "ticket" in how:
+                assert call.totals[: facts.TOTAL_ROWS].tolist() == [how["ticket"], call.outcome]
+            assert call.meet(facts.ARRIVED_AT, call.outcome) == call.outcome
+        assert call.load("status", 1) == call.number, "calls are counted all the same"
+        for peer in (0, 2):
+            assert (call.heaps[peer] == heaps[peer]).all()
+        assert call.report[facts.NUM_REPORTS] == 2
 
 
 def check_a_call_left_out(device: str) -> None:

@@ -671,8 +671,11 @@ def check_rows_that_a_window_does_not_have(device: str) -> None:
     """A combine that needs one says so, and reads none."""
     call = Combine(two_ranks(), 1, in_window=(0, 1))
     call.x[1] = call.x[1][:1].clone()
-    said, _ = call.run(Ranks(call.sizes, device))
-    assert said == [outcomes.outcome_of(outcomes.BAD_HANDLE, 1)] * 2
+    ranks = Ranks(call.sizes, device)
+    said, _ = call.run(ranks)
+    assert said == [outcomes.GOOD] * 2, "all programs take their part"
+    bad_rows = [int(state[facts.BAD_ROWS]) for state in ranks.states]
+    assert bad_rows == [outcomes.outcome_of(outcomes.BAD_HANDLE, 1)] * 2
 
 
 # The parts

@@ -205,6 +205,13 @@ def check_open_call(device: str) -> None:
         setting.word(0, "status", 0, index=1).fill_(before)
         open_call(setting)
         assert outcomes.code_of(setting.outcome) == expected
+    # The example: rank 2 has given up before.
+    for can_shrink in (False, True):
+        setting = Setting(device, 3, rank=2)
+        setting.word(2, "given up", 2).fill_(1)
+        open_call(setting, can_shrink=can_shrink, posts=True)
+        assert setting.outcome == 3 + 16 * 2
+        assert not any(setting.note(reader, slot_set).any() for reader in range(3) for slot_set in range(2))
 
 
 def check_masks(device: str) -> None:

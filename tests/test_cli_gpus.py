@@ -183,7 +183,7 @@ def test_a_missing_service_is_a_warning(
     warning = capsys.readouterr().err
     assert warning.startswith("anyep: 3 ranks share one GPU without NVIDIA's multi-process service")
     assert "no permission" in warning
-    assert "a few milliseconds instead of microseconds" in warning
+    assert "a few milliseconds for each of them instead of microseconds" in warning
 
 
 def variable_of(rank: Rank, name: str) -> tuple[int, str | None]:
@@ -250,7 +250,7 @@ def test_doctor_on_a_gpu_without_the_service(tmp_path: Path) -> None:
     }
     assert findings["mps"]["state"] == "note"
     assert "not on the path" in findings["mps"]["detail"]
-    assert "a few milliseconds" in findings["mps"]["detail"]
+    assert "a few milliseconds for each of them" in findings["mps"]["detail"]
 
 
 def test_doctor_on_a_gpu_with_the_service(tmp_path: Path) -> None:

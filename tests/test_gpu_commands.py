@@ -105,7 +105,7 @@ def test_demo_without_the_service(tmp_path: Path, mode: str) -> None:
     finished = anyep("demo", *options, PATH=path, CUDA_MPS_PIPE_DIRECTORY=str(nobody_serves))
     assert finished.returncode == 0, finished.stderr
     assert "2 ranks share one GPU without NVIDIA's multi-process service" in finished.stderr
-    assert "a few milliseconds instead of microseconds" in finished.stderr
+    assert "a few milliseconds for each of them instead of microseconds" in finished.stderr
     assert json.loads(finished.stdout)["ok"]
 
 

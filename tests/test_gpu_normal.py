@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,7 +39,16 @@ from tests.gpu import (
 )
 from tests.gpu_oracle import Shape, Tally, Truth, experts
 from tests.gpu_pairs import CONFIG, KINDS, check_pair, layout_of, soak
-from tests.gpu_scenarios import NUM_RANKS, POISON, SCENARIOS, attempt, device_of, good_dispatch, new_buffer
+from tests.gpu_scenarios import (
+    NUM_RANKS,
+    POISON,
+    SCENARIOS,
+    attempt,
+    device_of,
+    good_dispatch,
+    new_buffer,
+    rows_of,
+)
 from tests.strategies import cases
 from tests.world import RankContext, World
 
@@ -541,6 +551,39 @@ def test_a_rank_that_raises(three_ranks: World) -> None:
     gpu_scenarios.check_a_rank_that_raises(three_ranks, 2)
 
 
+def replay_after_a_failure(context: RankContext) -> str:
+    """Rank 1 fails before anything of a call is launched, and replays a graph of the same call instead."""
+    buffer = new_buffer(context)
+    x = rows_of(buffer, 1)
+    rows, *_, handle, _ = good_dispatch(buffer)
+    again = partial(buffer.dispatch, x, handle=handle, config=gpu_scenarios.FEW_SMS)
+    graph, _ = capture(again)
+    graph.replay()
+    torch.cuda.synchronize()
+    dist.barrier(group=context.group)
+
+    def strike(call: Any, phase: Any) -> None:
+        raise ValueError("the experts are on fire")
+
+    if context.rank == 1:
+        buffer.runtime.conversation.between_steps = strike
+        outcome = attempt(again)
+        graph.replay()
+        torch.cuda.synchronize()
+    else:
+        time.sleep(0.5)
+        assert attempt(again) == "fine", "it is heard of in the next call"
+        outcome = attempt(buffer.combine, rows, handle, config=gpu_scenarios.FEW_SMS)
+    dist.barrier(group=context.group)
+    return outcome
+
+
+def test_a_graph_replayed_after_a_failure(three_ranks: World) -> None:
+    for rank, outcome in enumerate(three_ranks.run(replay_after_a_failure)):
+        assert outcome.startswith("ValueError" if rank == 1 else "PeerLost: rank 1 "), outcome
+        assert "the experts are on fire" in outcome
+
+
 @pytest.mark.parametrize(("call", "function"), [(1, "dispatch"), (6, "combine")])
 def test_a_slow_rank(three_ranks: World, call: int, function: str) -> None:
     three_ranks.run(prepare, "1")
@@ -601,6 +644,7 @@ def test_ctrl_c_out_of_a_wait(three_ranks: World, after_a_combine: bool) -> None
 @pytest.mark.parametrize("call", [2, 3])
 def test_a_killed_rank(call: int) -> None:
     """In a world of its own; afterwards the GPU works as before."""
+    gpu_world(2)  # leaves no other ranks that share the service
     with new_gpu_world(NUM_RANKS) as fresh:
         fresh.run(prepare, "60")
         gpu_scenarios.check_a_killed_rank(fresh, call)

@@ -27,8 +27,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 
 from anyep import Config
+from anyep.backends.cuda import facts
 from anyep.buffer import Buffer
 from anyep.errors import AnyEPError
+from anyep.modes.letters import Kind, signature
+from anyep.modes.status import Phase
+from anyep.outcomes import NUM_CODES, STOPPED
 from tests.cases import Case, buffer_for, check_case, delays
 from tests.gpu_pairs import soak
 from tests.gpu_scenarios import (
@@ -49,6 +53,7 @@ from tests.gpu_scenarios import (
     hold_results,
     new_buffer,
     poison_windows,
+    rows_of,
     wait_until_gone,
     warnings_heard,
 )
@@ -186,6 +191,38 @@ def grow(context: RankContext, first_bytes: int) -> list[int]:
     finally:
         gpu_connection.FIRST_WINDOW_BYTES, gpu_connection.BLOCK_BYTES = usual  # type: ignore[misc]
     return num_blocks
+
+
+def fail_to_grow(context: RankContext, step: int) -> str:
+    """Rank 1 has all letters of a dispatch that needs windows, and fails in a step before it adds any: before
+    it has told the others that it will, or after that. Rank 2 is late."""
+    buffer = new_buffer(context)
+    runtime, steps = buffer.runtime, []
+    assert runtime.windows.allocate(runtime.windows.num_bytes) is not None
+
+    def strike(call: Any, phase: Phase) -> None:
+        if phase is Phase.NOTIFY:
+            steps.append(phase)
+            if context.rank == 1 and len(steps) == step:
+                raise ValueError("the experts are on fire")
+            if context.rank == 2:
+                time.sleep(0.5)
+
+    arguments = good_arguments(buffer)
+    runtime.conversation.between_steps = strike
+    outcome = attempt(buffer.dispatch, **arguments)
+    assert runtime.windows.num_blocks == 1
+    return outcome
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_rank_that_fails_before_windows_grow(world: World, step: int) -> None:
+    world.run(simulate)
+    for rank, outcome in enumerate(world.run(fail_to_grow, step)):
+        assert outcome.startswith("ValueError" if rank == 1 else "PeerLost"), outcome
+        assert "the experts are on fire" in outcome
+        if rank != 1:
+            assert f"rank {rank} waited for its word that it adds windows in dispatch (call 1)" in outcome
 
 
 @pytest.mark.parametrize("first_bytes", [0, 8192])
@@ -491,6 +528,58 @@ def test_a_killed_rank(world: World, call: int) -> None:
 def test_a_rank_that_raises(world: World, call: int) -> None:
     world.run(simulate)
     check_a_rank_that_raises(world, call)
+
+
+def take_part_after_a_failure(context: RankContext) -> tuple[str, int]:
+    """Rank 1 fails before anything of its second call is launched; then it launches what a graph would."""
+    buffer = new_buffer(context)
+    rows, *_, handle, _ = good_dispatch(buffer)
+    runtime, routing = buffer.runtime, handle[0]
+
+    def strike(call: Any, phase: Phase) -> None:
+        raise ValueError("the experts are on fire")
+
+    if context.rank == 1:
+        runtime.conversation.between_steps = strike
+    outcome = attempt(buffer.dispatch, rows_of(buffer, 1), handle=handle, config=FEW_SMS)
+    if context.rank == 1:
+        runtime.talk.exchange(signature(), Kind.CACHED_DISPATCH, routing, is_combine=False)
+        runtime.talk.meet(facts.ARRIVED_AT)
+    else:
+        outcome = attempt(buffer.combine, rows, handle, config=FEW_SMS)
+    dist.barrier(group=context.group)
+    return outcome, int(runtime.talk.state[facts.OUTCOME])
+
+
+def test_no_kernel_takes_part_after_a_failure(world: World) -> None:
+    world.run(simulate)
+    for rank, (outcome, code) in enumerate(world.run(take_part_after_a_failure)):
+        assert outcome.startswith("ValueError" if rank == 1 else "PeerLost: rank 1 "), outcome
+        assert "the experts are on fire" in outcome
+        assert code % NUM_CODES == STOPPED
+
+
+def refuse_alone(context: RankContext) -> list[str]:
+    """Rank 0 refuses its call, in which rank 2 does not take part."""
+    buffer = new_buffer(context)
+    arguments = good_arguments(buffer)
+    dist.barrier(group=context.group)
+    outcomes = []
+    if context.rank == 0:
+        outcomes.append(attempt(buffer.dispatch, **(arguments | {"topk_idx": None})))
+    if context.rank != 2:
+        outcomes += [attempt(buffer.dispatch, **arguments) for _ in range(1 + context.rank)]
+    dist.barrier(group=context.group)
+    return outcomes
+
+
+def test_who_did_not_come_to_a_refused_call_is_named(world: World) -> None:
+    world.run(simulate, "1")
+    (refused, heard), (late, broken), _ = world.run(refuse_alone)
+    assert refused.startswith("InvalidCall: ")
+    assert re.match(r"WaitTimeout: rank 0 waited 1 s for the letter of rank 2 in dispatch \(call 1\)", heard)
+    assert re.match(r"(WaitTimeout|PeerLost): .* rank 2('s letter)? in dispatch \(call 1\)", late), late
+    assert broken.startswith("BufferBroken: ")
 
 
 @pytest.mark.parametrize(("call", "function"), [(1, "dispatch"), (2, "cached dispatch"), (6, "combine")])

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -327,6 +328,39 @@ def test_a_third_call_in_flight() -> None:
 
 
 # Ranks that die, sleep or are masked
+
+
+def go_on_in_normal_mode(context: RankContext) -> list[str]:
+    """Rank 1 does not come to a low-latency call; the others hear of it in a call of the other mode."""
+    buffer = new_buffer(context, False, 0.5)
+    case = Case(tokens=(3,) * context.num_ranks, hidden=128)
+    given_ = inputs_of(case)[context.rank]
+    messages = []
+    if context.rank != 1:
+        dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
+        layout = buffer.get_dispatch_layout(given_.topk_idx, case.num_experts)
+        normal = partial(
+            buffer.dispatch,
+            given_.x,
+            topk_idx=given_.topk_idx,
+            topk_weights=torch.ones(given_.topk_idx.shape),
+            num_tokens_per_rank=layout[0],
+            num_tokens_per_expert=layout[2],
+            is_token_in_rank=layout[3],
+        )
+        calls = (partial(buffer.low_latency_dispatch, *dispatch), normal, normal)
+        messages = [message_of(call) for call in calls]
+    torch.distributed.barrier(context.group)
+    return messages
+
+
+def test_normal_mode_tells_what_low_latency_mode_waited_for(world: World) -> None:
+    for rank, messages in enumerate(world.run(go_on_in_normal_mode)):
+        if rank != 1:
+            assert messages[0] == "nothing was raised"
+            pattern = r"(WaitTimeout|PeerLost): .*rank 1\b.* in low-latency dispatch \(.*\), phase receive"
+            assert re.match(pattern, messages[1]), messages
+            assert messages[2].startswith("BufferBroken: ")
 
 
 def die_at(context: RankContext, enable_shrink: bool, timeout_s: float) -> tuple[list[str], list[int]]:

@@ -59,10 +59,12 @@ TYPES = {
 Parts = tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]
 
 
-def exchange(is_combine: bool, channel_block: int, expert_block: int) -> Parts:
+def exchange(
+    is_combine: bool, channel_block: int = 0, expert_block: int = 0, is_refused: bool = False
+) -> Parts:
     from anyep.backends.cuda.kernels import letters
 
-    constants = {"IS_COMBINE": is_combine, "IS_REFUSED": False}
+    constants = {"IS_COMBINE": is_combine, "IS_REFUSED": is_refused}
     constants |= {"CHANNEL_BLOCK": channel_block, "EXPERT_BLOCK": expert_block}
     return letters.exchange_letters, TYPES, BLOCKS | constants, {"num_warps": 1}
 
@@ -121,8 +123,9 @@ def kernels() -> dict[str, Parts]:
             {"num_warps": 32},
         ),
         "exchange of a dispatch": exchange(False, 16, 32),
-        "exchange of a cached dispatch": exchange(False, 0, 0),
-        "exchange of a combine": exchange(True, 0, 0),
+        "exchange of a cached dispatch": exchange(False),
+        "exchange of a combine": exchange(True),
+        "exchange of a refusal": exchange(False, is_refused=True),
         "meet": (
             letters.meet,
             TYPES,
@@ -166,6 +169,7 @@ RELEASES = {
     "exchange of a dispatch": 6,
     "exchange of a cached dispatch": 5,
     "exchange of a combine": 5,
+    "exchange of a refusal": 5,
     "meet": 7,
 }
 NAMES = tuple(kernels())

@@ -280,8 +280,8 @@ def check_mps() -> Iterator[Finding]:
     from anyep.backends.cuda.mps import MultiProcessService
 
     turns = (
-        "several ranks on one GPU would take turns, a few milliseconds whenever one waits for another instead"
-        " of microseconds; one rank per GPU needs no service"
+        "several ranks on one GPU would take turns, a few milliseconds for each of them whenever one waits"
+        " for another instead of microseconds; one rank per GPU needs no service"
     )
     variable = "CUDA_MPS_PIPE_DIRECTORY"
     folder = os.environ.get(variable)

@@ -94,7 +94,7 @@ def _warn_of_turns(num_ranks: int, num_gpus: int, reason: str) -> None:
     print(
         f"anyep: {num_ranks} ranks share {in_words(num_gpus)} without NVIDIA's multi-process service"
         f" ({reason}). They take turns: results are right, but whenever one waits for another, that takes a"
-        " few milliseconds instead of microseconds",
+        " few milliseconds for each of them instead of microseconds",
         file=sys.stderr,
         flush=True,
     )

@@ -394,10 +394,13 @@ class Conversation:
         topic: int,
         what: str,
         ranks: Sequence[int] | None = None,
+        expected: int | None = None,
     ) -> None:
-        """Return when every peer, or each of these ranks, has released this call's number in its counter."""
+        """Return when every peer, or each of these ranks, has released this call's number, or what else is
+        expected, in its counter."""
         self.enter(call, phase)
-        self._wait_for_counters(call, counters, call.number, topic, what, ranks)
+        expected = call.number if expected is None else expected
+        self._wait_for_counters(call, counters, expected, topic, what, ranks)
 
     def _wait_for_counters(
         self,

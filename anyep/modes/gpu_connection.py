@@ -5,6 +5,7 @@ peers', and all hear of any trouble.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -98,16 +99,19 @@ class GpuConnection:
         finally:
             self._begun.close()
 
-    def grow(self, num_bytes: int) -> int | None:
+    def grow(self, num_bytes: int, meet: Callable[[int], None]) -> int | None:
         """Add windows together with all ranks, large enough for so many bytes; where they begin.
 
-        Every rank comes to the same decision: None where that would be more than allowed.
+        Every rank comes to the same decision: None where that would be more than allowed. `meet(number)` is
+        to return when all ranks have come to this number: the group's own calls may wait much too long for a
+        rank that has failed.
         """
         total = self.windows.num_bytes
         wanted = max(2 * num_bytes, total)
         for new_bytes in (align(wanted, BLOCK_BYTES), align(num_bytes, BLOCK_BYTES)):
             fits = total + new_bytes <= self._most_window_bytes
             if fits and self.windows.num_blocks < facts.MAX_WINDOW_BLOCKS:
+                meet(self.windows.num_blocks + 1)
                 return self._add_windows(new_bytes)
         return None
 

@@ -360,7 +360,7 @@ class GpuIntranode:
             window = self._take_offered(header, payload, num_rows)
             uses_rings = bool(totals[facts.TOTAL_USES_RINGS])
             if uses_rings:
-                window = self._grow(payload, num_rows, window)
+                window = self._grow(call, payload, num_rows, window)
             results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
             if previous is None:
                 # For the memory that was just taken.
@@ -511,10 +511,10 @@ class GpuIntranode:
                 return offset
         return -1
 
-    def _grow(self, payload: Payload, num_rows: int, window: int) -> int:
+    def _grow(self, call: Call, payload: Payload, num_rows: int, window: int) -> int:
         """Some rank has no window: all ranks, which know it, add windows if they may. This rank's window."""
         needed = max(payload.window(int(rows)).num_bytes for rows in self.talk.rows_of)
-        first = self._connection.grow(max(needed, 128))
+        first = self._connection.grow(max(needed, 128), lambda number: self.talk.meet_hosts(call, number))
         if first is None:
             return window
         token = payload.token

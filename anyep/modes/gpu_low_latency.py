@@ -642,6 +642,11 @@ class GpuLowLatency(LowLatency):
         """Find out what went wrong in earlier calls; what ends this rank's part in them is raised at once."""
         self._unheard = self._unheard or self._reported()
 
+    def listen_for_failures(self) -> None:
+        """Raise what broke the Buffer; all else is for the next call of this mode."""
+        if self._talk.has_news_of_a_failure(self._report):
+            self.listen()
+
     def _raise_unheard(self) -> None:
         error, self._unheard = self._unheard, None
         try:
@@ -693,7 +698,7 @@ class GpuLowLatency(LowLatency):
             block = self._control.block("low-latency packed")
         seen = [self._word_at(block.offset(peer, slot_set)) for peer in range(self._num_ranks)]
         # Where ranks can be masked, those that were late have been.
-        missing = [rank] if self._can_shrink else still_missing(seen, expected, rank)
+        missing = [rank] if self._can_shrink else still_missing(seen, expected, rank, self._rank)
         return Stall(missing, what, seen[missing[0]], expected), phase.name.lower()
 
     def _word_at(self, offset: int) -> int:

@@ -9,6 +9,7 @@ waits for this one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import time
@@ -27,7 +28,7 @@ from anyep.backends.cuda.tiles import block_of
 from anyep.errors import AnyEPError, Disagreement, InvalidCall
 from anyep.headers import REFUSED_BY_COUNTS, Field
 from anyep.layout import NUM_MAX_CHANNELS, ControlRegion
-from anyep.modes.conversation import Array, Call, Conversation, Stall
+from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
 from anyep.modes.letters import NUM_WORDS, SIGNATURE_WORDS, signature, word_for_people
 from anyep.modes.status import Phase
 from anyep.modes.watch import Watch
@@ -72,6 +73,8 @@ class GpuTalk:
         self.headers = Headers(NUM_WORDS, gpu.words, gpu.now)
         self._addresses = Headers(NUM_ADDRESSES, gpu.words, gpu.now)
         self.alarm = heap.address + control.block("alarm").start
+        self._own_given_up = heap.tensor(control.block("given up").offset(self.rank), (1,), torch.int64)
+        self._one = gpu.table([1])
         self.patience_ns = int(conversation.timeout_s * 1e9)
         self._ticket = 0
         self._blocks = {"NUM_RANKS": self.num_ranks, "RANK_BLOCK": self.rank_block}
@@ -253,6 +256,19 @@ class GpuTalk:
         self._exchange(header, call.kind, self.state, nothing, 0, (0, 0), False, True)
         self.gpu.stream.end(False)
 
+    def meet_hosts(self, call: Call, number: int) -> None:
+        """Let all hosts come to a number, which grows from meeting to meeting, before any goes on; raise if
+        one of them has failed, also if it did so after it had come."""
+        conversation, block = self.conversation, self.control.block("window arrival")
+        what = "word that it adds windows"
+        conversation.enter(call, Phase.NOTIFY)
+        conversation.announce(conversation.peer_counters(block), Topic.ROWS, number)
+        own = conversation.own_counters(block)
+        conversation.wait_for_counters(call, Phase.NOTIFY, own, Topic.ROWS, what, expected=number)
+        for peer in sorted(conversation.gone()):
+            stall = Stall([peer], what, number, number)
+            raise conversation.lost(call, peer, stall, Phase.NOTIFY.name.lower())
+
     def wait_for_totals(self, call: Call, ticket: int) -> Array:
         """Wait until the letters of a dispatch tell how many rows come; they always do, or say why not."""
         words = self.totals
@@ -282,6 +298,12 @@ class GpuTalk:
         finally:
             # Its traceback holds this frame, and with it those of all callers.
             del error
+
+    @staticmethod
+    def has_news_of_a_failure(report: Array) -> bool:
+        """Whether a report is new, and says that the ranks are not at one any more."""
+        is_new = report[facts.NUM_REPORTS] != report[facts.NUM_READ]
+        return bool(is_new) and outcomes.code_of(int(report[facts.REPORTED_OUTCOME])) in FAILURES
 
     def reported(self) -> AnyEPError | None:
         """What a kernel found wrong since the last time; if it was a failure, it is raised."""
@@ -327,7 +349,7 @@ class GpuTalk:
         if flags == facts.TAIL_AT:
             stall = Stall([rank], what, seen[rank], seen[rank] + 1)
         else:
-            missing = still_missing(seen, call.number, rank)
+            missing = still_missing(seen, call.number, rank, self.rank)
             stall = Stall(missing, what, seen[missing[0]], call.number)
         return self.end_of_wait(call, code, stall, phase.name.lower())
 
@@ -338,7 +360,7 @@ class GpuTalk:
         gone = self.conversation.gone()
         if gone:
             # If all have come since, somebody else was the reason.
-            waited_for = stall.peers if stall.seen < stall.expected else []
+            waited_for = stall.peers if stall.seen != stall.expected else []
             others = gone - set(stall.peers)
             who = next((peer for peer in waited_for if peer in gone), min(others or gone))
         else:
@@ -387,8 +409,17 @@ class GpuTalk:
             self.gpu.let_no_kernel_read(region)
 
     def give_up(self) -> None:
-        """Let no kernel of any rank wait for this rank any more."""
+        """Let no kernel of any rank wait for this rank any more, and none of its own take part in calls: a
+        graph that was captured before can still be replayed."""
         self._say_gone(self.rank, self.conversation.regions)
+        if self.gpu.stream.is_capturing():
+            return
+        # A GPU that has failed itself runs nothing any more. A copy: to load a kernel for it, CUDA might wait
+        # for those that run.
+        with contextlib.suppress(RuntimeError):
+            with self.gpu.on_communication_stream():
+                self._own_given_up.copy_(self._one, non_blocking=True)
+            self.gpu.stream.end(False)
 
     def forget(self, rank: int) -> None:
         """Let no kernel here wait for a rank that is gone."""
@@ -403,16 +434,19 @@ class GpuTalk:
             ctypes.c_int64.from_address(region + said_at).value = 1 + rank
 
 
-def still_missing(seen: Sequence[int], expected: int, reported: int) -> list[int]:
+def still_missing(seen: Sequence[int], expected: int, reported: int, own: int) -> list[int]:
     """Whom to name for a wait that was in vain. A kernel reports the first rank that was not there; but that
     may have come since, as others that were only late, and have failed for the same reason as this one.
+    A rank that has given up before says nothing to itself, either.
 
-    >>> still_missing([7, 6, 5, 7], expected=7, reported=0)
+    >>> still_missing([7, 6, 5, 7], expected=7, reported=0, own=3)
     [1, 2]
-    >>> still_missing([7, 7], expected=7, reported=0)
+    >>> still_missing([7, 6, 5, 7], expected=7, reported=0, own=1)
+    [2]
+    >>> still_missing([7, 7], expected=7, reported=0, own=1)
     [0]
     """
-    return [rank for rank, flag in enumerate(seen) if flag < expected] or [reported]
+    return [rank for rank, flag in enumerate(seen) if flag < expected and rank != own] or [reported]
 
 
 def contradiction(wrong: int, num_ranks: int) -> str:

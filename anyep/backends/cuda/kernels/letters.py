@@ -134,6 +134,13 @@ def stop_everyone(facts, heaps, ranks, is_rank):
 
 
 @triton.jit
+def has_given_up(facts):
+    """Whether this rank gave up in an earlier call, in a kernel or at its host: then it takes no part."""
+    given_up = tl.load(facts + GIVEN_UP_AT) + tl.load(facts + RANK) * tl.load(facts + FLAG_STRIDE)
+    return tl.load(words_at(tl.load(facts + OWN_HEAP) + given_up)) != 0
+
+
+@triton.jit
 def report(facts, state, outcome):
     """Tell the host what went wrong, unless it has not yet read what went wrong before; once per call."""
     if outcome != 0:  # noqa: SIM102 - what is not needed is not to be loaded
@@ -399,8 +406,8 @@ def exchange_letters(
     tl.store(state + BAD_ROWS, 0)
     tl.store(state + WAITED_FOR, MAILBOX_AT)
 
-    given_up = tl.load(words_at(own + tl.load(facts + GIVEN_UP_AT) + rank * tl.load(facts + FLAG_STRIDE)))
-    is_told = is_rank & (given_up == 0)
+    is_out = has_given_up(facts)
+    is_told = is_rank & ~is_out
     index = tl.arange(0, NUM_WORDS)
     mine = tl.load(words_at(letter) + index)
     tl.store(state + KIND, tl.sum(tl.where(index == KIND_WORD, mine, 0), axis=0))
@@ -437,7 +444,7 @@ def exchange_letters(
     here = own + box + ranks * stride
     headers_here = words_at(here)
     seen = wait_for_all(headers_here, is_told, call, tl.load(facts + PATIENCE_NS), alarm)
-    seen = tl.where(given_up == 0, seen, 0)
+    seen = tl.where(is_out, 0, seen)
     bad = why_not_there(seen, call, alarm, facts, heaps, ranks, is_rank)
     theirs = tl.load(headers_here[:, None] + index[None, :], mask=is_rank[:, None], other=0, volatile=True)
     is_agreeing = (index >= REFUSED) & (index <= ROUTING)
@@ -474,7 +481,8 @@ def exchange_letters(
     outcome = first_bad(bad, ranks, is_rank, RANK_BLOCK)
     tl.store(state + USES_RINGS, uses_rings)
     tl.store(state + OUTCOME, outcome)
-    if (outcome != 0) & (not IS_REFUSED):
+    # Who refuses knows that the letters differ.
+    if (outcome != 0) & ((not IS_REFUSED) | (outcome % NUM_CODES != DIFFERENT)):
         # The host explains it, and needs the letters for that.
         report_words = words_at(tl.load(facts + REPORT))
         if tl.load(report_words + NUM_REPORTS, volatile=True) == tl.load(

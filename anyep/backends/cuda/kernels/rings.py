@@ -38,6 +38,7 @@ GOOD = tl.constexpr(outcomes.GOOD)
 LATE = tl.constexpr(outcomes.LATE)
 STOPPED = tl.constexpr(outcomes.STOPPED)
 BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
+BAD_ROWS = tl.constexpr(facts.BAD_ROWS)
 NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
 PLACE_WORDS = tl.constexpr(facts.PLACE_WORDS)
@@ -616,7 +617,7 @@ def combine_through_rings(
     of out is what it put itself into slot 2 of its ring to itself; the second one is slot 0 of that ring plus
     slot 2 of the ring from rank 1. The heads are 4 and 3 then. Sums are in float32, ranks ascending, starting
     from bias_0 + bias_1, or from bias_0, or from +0.0; top-k weights likewise, per slot, without bias. A row
-    that a window does not have is left out: the outcome is then 5 (bad handle) + 16 * its rank. Nothing is
+    that a window does not have is left out: BAD_ROWS is then 5 (bad handle) + 16 * its rank. Nothing is
     done if the outcome of what came before, the first word of the call's state, is not 0, or if no rows go
     through rings.
 
@@ -837,4 +838,5 @@ def sum_tokens(
             taken += counts
             release_max(rings.ours, taken, counts > 0)
             token += TILE_TOKENS
-    tl.store(waiting.outcome, bad.to(tl.int64), mask=bad != GOOD)
+    # Not as the outcome, by which programs decide whether to begin: all must take their part.
+    tl.store(waiting.outcome + BAD_ROWS, bad.to(tl.int64), mask=bad != GOOD)

@@ -64,6 +64,7 @@ from anyep.backends.cuda.kernels.letters import (
     STOPPED,
     WAITED_FOR,
     first_bad,
+    has_given_up,
     outcome_so_far,
     report,
     why_not_there,
@@ -381,7 +382,8 @@ def open_call(
     One program. With 6 in the heap the call is number 7, if all ranks that are not masked have told that they
     have packed call 5: the outcome in its state is 0. Its notes will say what it is: [7, refused, kind,
     max_tokens, hidden, num_experts, travel]; if it `POSTS` they are posted at once. Unless it `ADVANCES` the
-    number stays as it was, and the next call finds its slots free.
+    number stays as it was, and the next call finds its slots free. Of a rank that has given up before, say
+    rank 2, the outcome is 3 (stopped) + 16 * 2, and no notes are posted.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -407,6 +409,8 @@ def open_call(
     tl.store(header + 5, num_experts)
     tl.store(header + 6, travel)
     tl.store(header + 7, 0)
+    # Before a wait in which it may give up.
+    is_out = has_given_up(facts)
     tl.debug_barrier()
 
     flags_at = tl.load(facts + PACKED_AT) + number % NUM_SETS * tl.load(facts + PACKED_SET_STRIDE)
@@ -428,6 +432,7 @@ def open_call(
         is_rank,
         RANK_BLOCK,
     )
+    outcome = tl.where(is_out, tl.load(facts + RANK) * NUM_CODES + STOPPED, outcome)
     tl.store(state + OUTCOME, outcome)
     tl.debug_barrier()
     report(facts, state, outcome)
