@@ -352,7 +352,7 @@ class Buffer:
         call = self._conversation.begin(Kind.DISPATCH)
 
         def check() -> tuple[Any, ...]:
-            self._before(runtime, async_finish)
+            runtime.before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             runtime.wait_until_readable(previous)
             arguments.check_devices(
@@ -416,7 +416,7 @@ class Buffer:
         call = self._conversation.begin(Kind.CACHED_DISPATCH)
 
         def check() -> tuple[Payload, Routing, Config, EventOverlap | None]:
-            self._before(runtime, async_finish)
+            runtime.before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             arguments.check_devices(self._device, x=x)
             if topk_idx is not None or topk_weights is not None:
@@ -455,7 +455,7 @@ class Buffer:
         call = self._conversation.begin(Kind.COMBINE)
 
         def check() -> tuple[Outputs, EventOverlap | None]:
-            self._before(runtime, async_finish)
+            runtime.before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             arguments.check_devices(self._device, x=x, topk_weights=topk_weights, bias=bias)
             rows = arguments.check_x("x", x, arguments.FLOAT_DTYPES)
@@ -728,16 +728,9 @@ class Buffer:
             raise InvalidCall("this Buffer has no low-latency mode: make it with low_latency_mode=True")
         return self._low_latency
 
-    def _before(self, runtime: Any, run_async: bool) -> None:
-        """Find out what went wrong in an earlier call. What broke the Buffer may have happened in low-latency
-        mode: then normal mode knows no more than that it is broken."""
-        if self._low_latency is not None:
-            self._low_latency.listen_for_failures()
-        runtime.before(run_async)
-
     def _before_low_latency(self, mode: LowLatency, run_async: bool) -> None:
         """Find out what went wrong in an earlier call."""
-        self._before(self._check_usable(), run_async)
+        self._check_usable().before(run_async)
         mode.listen()
 
     def _check_shrinking(self) -> LowLatency:

@@ -25,6 +25,8 @@ MASKED: Final = 6
 """The other ranks go on without this one."""
 MISSING: Final = 7
 """A rank has no row for a token that should have been there."""
+OUT: Final = 8
+"""This rank has given up in an earlier call, and takes no part."""
 
 NUM_CODES: Final = 16
 """A power of two; the rank stands above the code."""

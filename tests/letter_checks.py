@@ -595,7 +595,7 @@ def check_letters_after_giving_up(device: str) -> None:
         call.report[facts.NUM_READ] = call.report[facts.NUM_REPORTS]
         for _ in range(2):
             call.exchange(**how)
-            assert call.outcome == outcomes.outcome_of(outcomes.STOPPED, 0)
+            assert call.outcome == outcomes.outcome_of(outcomes.OUT, 1)
             if "ticket" in how:
                 assert call.totals[: facts.TOTAL_ROWS].tolist() == [how["ticket"], call.outcome]
             assert call.meet(facts.ARRIVED_AT, call.outcome) == call.outcome

@@ -210,7 +210,9 @@ def check_open_call(device: str) -> None:
         setting = Setting(device, 3, rank=2)
         setting.word(2, "given up", 2).fill_(1)
         open_call(setting, can_shrink=can_shrink, posts=True)
-        assert setting.outcome == 3 + 16 * 2
+        assert setting.outcome == outcomes.outcome_of(outcomes.OUT, 2) == 8 + 16 * 2
+        finish(setting, can_shrink=can_shrink)
+        assert not any(setting.packed(reader, 2) for reader in range(3))
         assert not any(setting.note(reader, slot_set).any() for reader in range(3) for slot_set in range(2))
 
 

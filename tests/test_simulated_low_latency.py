@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 
 from anyep.buffer import Buffer
 from tests import test_low_latency as on_cpu
-from tests.gpu_scenarios import closing_threads, wait_until_gone
+from tests.gpu_scenarios import NVL_BYTES, closing_threads, wait_until_gone
 from tests.low_latency_cases import FORMATS, RDMA_BYTES, Case, buffer_for, check_case, inputs_of, run_case
 from tests.strategies import low_latency_cases
 from tests.world import RankContext, RankDied, World
@@ -207,11 +207,12 @@ def message_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
     return "nothing was raised"
 
 
-def new_buffer(context: RankContext, enable_shrink: bool = False, timeout_s: float = 100) -> Buffer:
+def new_buffer(
+    context: RankContext, enable_shrink: bool = False, timeout_s: float = 100, num_nvl_bytes: int = 0
+) -> Buffer:
     os.environ["ANYEP_TIMEOUT_S"] = str(timeout_s)
-    return Buffer(
-        context.group, 0, RDMA_BYTES, low_latency_mode=True, enable_shrink=enable_shrink, device="cuda"
-    )
+    modes = {"low_latency_mode": True, "enable_shrink": enable_shrink}
+    return Buffer(context.group, num_nvl_bytes, RDMA_BYTES, **modes, device="cuda")
 
 
 def disagree(context: RankContext, about: str) -> str:
@@ -332,7 +333,7 @@ def test_a_third_call_in_flight() -> None:
 
 def go_on_in_normal_mode(context: RankContext) -> list[str]:
     """Rank 1 does not come to a low-latency call; the others hear of it in a call of the other mode."""
-    buffer = new_buffer(context, False, 0.5)
+    buffer = new_buffer(context, False, 0.5, NVL_BYTES)
     case = Case(tokens=(3,) * context.num_ranks, hidden=128)
     given_ = inputs_of(case)[context.rank]
     messages = []

@@ -5,6 +5,7 @@ peers', and all hear of any trouble.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
@@ -54,8 +55,11 @@ class GpuConnection:
         # On all ranks, since a rank's memory is free when its peers have closed it, too.
         on_all_ranks(rendezvous, gpu.do_postponed)
         facts_of_ranks = on_all_ranks(rendezvous, lambda: (gpu.identity, gpu.free_memory_bytes()))
-        self.ranks_on_gpu = [identity for identity, _ in facts_of_ranks].count(gpu.identity)
-        share = min(free for _, free in facts_of_ranks) // SHARE_OF_FREE_MEMORY // self.ranks_on_gpu
+        ranks_by_gpu = Counter(identity for identity, _ in facts_of_ranks)
+        self.ranks_on_gpu = ranks_by_gpu[gpu.identity]
+        # The same on all ranks, as they decide by it, each for itself, whether windows grow.
+        least_free = min(free for _, free in facts_of_ranks)
+        share = least_free // SHARE_OF_FREE_MEMORY // max(ranks_by_gpu.values())
         self._most_window_bytes = share if wishes.num_window_bytes is None else wishes.num_window_bytes
         self.heap = self._new_block(
             connection.control.num_bytes + wishes.num_nvl_bytes + wishes.num_rdma_bytes,

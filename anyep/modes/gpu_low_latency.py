@@ -88,6 +88,7 @@ class GpuLowLatency(LowLatency):
         self._unheard: AnyEPError | None = None
         """What went wrong in an earlier call, for the next one to raise."""
         self._report = self._gpu.words(facts.REPORTED_HEADERS + notes.NUM_WORDS * self._num_ranks)
+        talk.add_report(self._report, self._error_of)
         self._words = self._facts()
         self._facts_there = self._gpu.table(self._words)
         self._generations = self._gpu.table([0] * self._num_ranks)
@@ -641,11 +642,6 @@ class GpuLowLatency(LowLatency):
     def listen(self) -> None:
         """Find out what went wrong in earlier calls; what ends this rank's part in them is raised at once."""
         self._unheard = self._unheard or self._reported()
-
-    def listen_for_failures(self) -> None:
-        """Raise what broke the Buffer; all else is for the next call of this mode."""
-        if self._talk.has_news_of_a_failure(self._report):
-            self.listen()
 
     def _raise_unheard(self) -> None:
         error, self._unheard = self._unheard, None

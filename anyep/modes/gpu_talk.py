@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from anyep.backends.cuda.kernels import letters as kernels
 from anyep.backends.cuda.launch import Launcher
 from anyep.backends.cuda.pinned import Headers
 from anyep.backends.cuda.tiles import block_of
-from anyep.errors import AnyEPError, Disagreement, InvalidCall
+from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall
 from anyep.headers import REFUSED_BY_COUNTS, Field
 from anyep.layout import NUM_MAX_CHANNELS, ControlRegion
 from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
@@ -47,8 +48,9 @@ WAITS: Final = {
     facts.PULLED_AT: ("acknowledgement", Phase.ACKNOWLEDGE),
     facts.TAIL_AT: ("rows, or room in its ring,", Phase.RINGS),
 }
-FAILURES: Final = (outcomes.LATE, outcomes.STOPPED)
+FAILURES: Final = (outcomes.LATE, outcomes.STOPPED, outcomes.OUT)
 """After these the ranks are not at one any more."""
+ErrorOf = Callable[[Call, int, int], AnyEPError]
 log = logging.getLogger("anyep")
 
 
@@ -83,7 +85,9 @@ class GpuTalk:
         self._meetings: dict[tuple[int, bool], Launcher] = {}
         self._totals_address = int(self.totals.ctypes.data)
         self._rows_of_address = int(self.rows_of.ctypes.data)
-        conversation.on_failure = self.give_up
+        self._reports: list[tuple[Array, weakref.WeakMethod[ErrorOf]]] = []
+        self.add_report(self.report, self._error_of)
+        conversation.on_failure = self.take_no_more_part
         self._watch = Watch(conversation.pids_of_peers, self.forget)
         self._at_host = 0
         try:
@@ -299,26 +303,30 @@ class GpuTalk:
             # Its traceback holds this frame, and with it those of all callers.
             del error
 
-    @staticmethod
-    def has_news_of_a_failure(report: Array) -> bool:
-        """Whether a report is new, and says that the ranks are not at one any more."""
-        is_new = report[facts.NUM_REPORTS] != report[facts.NUM_READ]
-        return bool(is_new) and outcomes.code_of(int(report[facts.REPORTED_OUTCOME])) in FAILURES
-
     def reported(self) -> AnyEPError | None:
         """What a kernel found wrong since the last time; if it was a failure, it is raised."""
         return self.read_report(self.report, self._error_of)
 
-    def read_report(
-        self, report: Array, error_of: Callable[[Call, int, int], AnyEPError]
-    ) -> AnyEPError | None:
+    def add_report(self, report: Array, error_of: ErrorOf) -> None:
+        """Kernels write this one, too: it may tell why this rank has given up."""
+        # Weakly: whoever can explain a report holds this object.
+        self._reports.append((report, weakref.WeakMethod(error_of)))
+
+    def read_report(self, report: Array, error_of: ErrorOf) -> AnyEPError | None:
         """What a report says, if it is new, as an error of (call, code, rank); a failure is raised."""
-        if report[facts.NUM_REPORTS] == report[facts.NUM_READ]:
+        # While a graph is captured, what explains it cannot be read out of the GPU's memory.
+        if report[facts.NUM_REPORTS] == report[facts.NUM_READ] or self.gpu.stream.is_capturing():
             return None
         outcome = int(report[facts.REPORTED_OUTCOME])
         call = Call(int(report[facts.REPORTED_NUMBER]), int(report[facts.REPORTED_KIND]))
         try:
-            error = error_of(call, outcomes.code_of(outcome), outcomes.rank_of(outcome))
+            if outcomes.code_of(outcome) == outcomes.OUT:
+                self._raise_what_came_before()
+                error: AnyEPError = BufferBroken(
+                    f"rank {self.rank} gave up in an earlier call, and took no part in {call}"
+                )
+            else:
+                error = error_of(call, outcomes.code_of(outcome), outcomes.rank_of(outcome))
         finally:
             report[facts.NUM_READ] = report[facts.NUM_REPORTS]
         if outcomes.code_of(outcome) not in FAILURES:
@@ -328,6 +336,14 @@ class GpuTalk:
             raise error
         finally:
             del error
+
+    def _raise_what_came_before(self) -> None:
+        """Raise why this rank has given up, if a report tells it that nobody has read yet."""
+        for report, weakly in self._reports:
+            error_of = weakly()
+            code = outcomes.code_of(int(report[facts.REPORTED_OUTCOME]))
+            if error_of is not None and code in FAILURES and code != outcomes.OUT:
+                self.read_report(report, error_of)
 
     def _error_of(self, call: Call, code: int, rank: int) -> AnyEPError:
         if code == outcomes.DIFFERENT:
@@ -409,17 +425,20 @@ class GpuTalk:
             self.gpu.let_no_kernel_read(region)
 
     def give_up(self) -> None:
-        """Let no kernel of any rank wait for this rank any more, and none of its own take part in calls: a
-        graph that was captured before can still be replayed."""
+        """Let no kernel of any rank wait for this rank any more."""
         self._say_gone(self.rank, self.conversation.regions)
-        if self.gpu.stream.is_capturing():
-            return
+
+    def take_no_more_part(self) -> None:
+        """Give up, and let this rank's own kernels take no part in calls: graphs can still be replayed. While
+        one is captured the GPU cannot be told."""
+        self.give_up()
         # A GPU that has failed itself runs nothing any more. A copy: to load a kernel for it, CUDA might wait
         # for those that run.
         with contextlib.suppress(RuntimeError):
-            with self.gpu.on_communication_stream():
-                self._own_given_up.copy_(self._one, non_blocking=True)
-            self.gpu.stream.end(False)
+            if not self.gpu.stream.is_capturing():
+                with self.gpu.on_communication_stream():
+                    self._own_given_up.copy_(self._one, non_blocking=True)
+                self.gpu.stream.end(False)
 
     def forget(self, rank: int) -> None:
         """Let no kernel here wait for a rank that is gone."""

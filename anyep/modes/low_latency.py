@@ -169,9 +169,6 @@ class LowLatency:
     def listen(self) -> None:
         """Find out what went wrong in earlier calls; here, calls raise it themselves."""
 
-    def listen_for_failures(self) -> None:
-        """Raise what broke the Buffer in an earlier call; here, calls raise it themselves."""
-
     def _forget_dropped_hooks(self) -> None:
         """What nobody can receive any more needs no slots; whoever waits for that is told."""
         while self._dropped:

@@ -24,6 +24,7 @@ DIFFERENT = tl.constexpr(outcomes.DIFFERENT)
 STOPPED = tl.constexpr(outcomes.STOPPED)
 TOO_MANY = tl.constexpr(outcomes.TOO_MANY)
 BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
+OUT = tl.constexpr(outcomes.OUT)
 NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
 RANK = tl.constexpr(words_of.RANK)
@@ -386,7 +387,7 @@ def exchange_letters(
     in the heap it becomes 5, and so does the first word of the letters; if all letters agree in the words of
     the signature the outcome in `state` is 0, else it is 2 (different) and the first rank that differs. A
     letter that does not come in time is an outcome of 1, and ends everyone's waits. After that the outcome is
-    3 (stopped), and this rank posts no more letters: peers may still look for the one of the call before.
+    8 (out), and this rank posts no more letters: peers may still look for the one of the call before.
 
     With blocks for channels and experts (powers of two that hold them) the letters have counts: by rank, by
     channel (in channel_prefix) and by expert. `routing` is filled (as rank_prefix), and the host finds its
@@ -478,7 +479,7 @@ def exchange_letters(
     else:
         has_place = choose_windows(headers_here, rows, ranks, is_rank, bases, places)
     uses_rings = tl.max(tl.where(is_rank & ~has_place, 1, 0), axis=0).to(tl.int64)
-    outcome = first_bad(bad, ranks, is_rank, RANK_BLOCK)
+    outcome = tl.where(is_out, OUT + NUM_CODES * rank, first_bad(bad, ranks, is_rank, RANK_BLOCK))
     tl.store(state + USES_RINGS, uses_rings)
     tl.store(state + OUTCOME, outcome)
     # Who refuses knows that the letters differ.

@@ -54,6 +54,7 @@ from anyep.backends.cuda.kernels.letters import (
     NUM_READ,
     NUM_REPORTS,
     NUMBER,
+    OUT,
     OUTCOME,
     OWN_HEAP,
     PATIENCE_NS,
@@ -335,7 +336,7 @@ def close_call(
         is_out = tl.max((is_rank & (ranks == rank) & (known % 2 == 1)).to(tl.int32), axis=0) > 0
         outcome = tl.where(is_out, rank * NUM_CODES + MASKED, outcome)
     code = outcome % NUM_CODES
-    is_told = (code != LATE) & (code != STOPPED) & (code != MASKED)
+    is_told = (code != LATE) & (code != STOPPED) & (code != MASKED) & (code != OUT)
     number = tl.load(state + NUMBER)
     flags_at = tl.load(facts + PACKED_AT) + number % NUM_SETS * tl.load(facts + PACKED_SET_STRIDE)
     there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + rank * tl.load(facts + FLAG_STRIDE)
@@ -383,7 +384,7 @@ def open_call(
     have packed call 5: the outcome in its state is 0. Its notes will say what it is: [7, refused, kind,
     max_tokens, hidden, num_experts, travel]; if it `POSTS` they are posted at once. Unless it `ADVANCES` the
     number stays as it was, and the next call finds its slots free. Of a rank that has given up before, say
-    rank 2, the outcome is 3 (stopped) + 16 * 2, and no notes are posted.
+    rank 2, the outcome is 8 (out) + 16 * 2, and no notes are posted.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -432,7 +433,7 @@ def open_call(
         is_rank,
         RANK_BLOCK,
     )
-    outcome = tl.where(is_out, tl.load(facts + RANK) * NUM_CODES + STOPPED, outcome)
+    outcome = tl.where(is_out, OUT + NUM_CODES * tl.load(facts + RANK), outcome)
     tl.store(state + OUTCOME, outcome)
     tl.debug_barrier()
     report(facts, state, outcome)
