@@ -694,7 +694,7 @@ class GpuLowLatency(LowLatency):
             block = self._control.block("low-latency packed")
         seen = [self._word_at(block.offset(peer, slot_set)) for peer in range(self._num_ranks)]
         # Where ranks can be masked, those that were late have been.
-        missing = [rank] if self._can_shrink else still_missing(seen, expected, rank, self._rank)
+        missing = [rank] if self._can_shrink else still_missing(seen, expected, rank)
         return Stall(missing, what, seen[missing[0]], expected), phase.name.lower()
 
     def _word_at(self, offset: int) -> int:

@@ -365,7 +365,7 @@ class GpuTalk:
         if flags == facts.TAIL_AT:
             stall = Stall([rank], what, seen[rank], seen[rank] + 1)
         else:
-            missing = still_missing(seen, call.number, rank, self.rank)
+            missing = still_missing(seen, call.number, rank)
             stall = Stall(missing, what, seen[missing[0]], call.number)
         return self.end_of_wait(call, code, stall, phase.name.lower())
 
@@ -453,19 +453,16 @@ class GpuTalk:
             ctypes.c_int64.from_address(region + said_at).value = 1 + rank
 
 
-def still_missing(seen: Sequence[int], expected: int, reported: int, own: int) -> list[int]:
+def still_missing(seen: Sequence[int], expected: int, reported: int) -> list[int]:
     """Whom to name for a wait that was in vain. A kernel reports the first rank that was not there; but that
     may have come since, as others that were only late, and have failed for the same reason as this one.
-    A rank that has given up before says nothing to itself, either.
 
-    >>> still_missing([7, 6, 5, 7], expected=7, reported=0, own=3)
+    >>> still_missing([7, 6, 5, 7], expected=7, reported=0)
     [1, 2]
-    >>> still_missing([7, 6, 5, 7], expected=7, reported=0, own=1)
-    [2]
-    >>> still_missing([7, 7], expected=7, reported=0, own=1)
+    >>> still_missing([7, 7], expected=7, reported=0)
     [0]
     """
-    return [rank for rank, flag in enumerate(seen) if flag < expected and rank != own] or [reported]
+    return [rank for rank, flag in enumerate(seen) if flag < expected] or [reported]
 
 
 def contradiction(wrong: int, num_ranks: int) -> str:
