@@ -351,8 +351,9 @@ def check_letters_with_counts(device: str) -> None:
             KIND=Kind.DISPATCH,
         )
         assert call.state.tolist() == expected_state.tolist()
-        first = facts.TOTAL_BY_EXPERT
-        assert call.totals[:first].tolist() == [77, 0, int(arriving[me]), uses_rings, 0, 0, 0, 0]
+        first, all_wait = facts.TOTAL_BY_EXPERT, int((headers[:, Field.RESULT_ROWS] < 0).all())
+        assert all_wait == (num_ranks < 3)
+        assert call.totals[:first].tolist() == [77, 0, int(arriving[me]), uses_rings, 0, all_wait, 0, 0]
         assert call.totals[first : first + local_experts].tolist() == by_expert.tolist()
         assert call.rows_of.tolist() == rows.tolist()
         assert not call.report.any()

@@ -359,7 +359,7 @@ class GpuIntranode:
             by_expert = totals[facts.TOTAL_BY_EXPERT :][:local_experts].tolist()
             window = self._take_offered(header, payload, num_rows)
             uses_rings = bool(totals[facts.TOTAL_USES_RINGS])
-            if uses_rings:
+            if uses_rings and totals[facts.TOTAL_ALL_WAIT]:
                 window = self._grow(call, payload, num_rows, window)
             results, source = self._new_results(payload, num_rows, window, previous, with_source=True)
             if previous is None:

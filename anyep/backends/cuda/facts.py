@@ -86,6 +86,8 @@ TOTAL_OUTCOME: Final = 1
 TOTAL_ROWS: Final = 2
 TOTAL_USES_RINGS: Final = 3
 TOTAL_WRONG: Final = 4
+TOTAL_ALL_WAIT: Final = 5
+"""Whether all hosts wait for their rows: only then can they do something together."""
 TOTAL_BY_EXPERT: Final = 8
 
 # More facts: the table of low-latency mode has them after the others.

@@ -67,6 +67,7 @@ TOTAL_OUTCOME = tl.constexpr(words_of.TOTAL_OUTCOME)
 TOTAL_ROWS = tl.constexpr(words_of.TOTAL_ROWS)
 TOTAL_USES_RINGS = tl.constexpr(words_of.TOTAL_USES_RINGS)
 TOTAL_WRONG = tl.constexpr(words_of.TOTAL_WRONG)
+TOTAL_ALL_WAIT = tl.constexpr(words_of.TOTAL_ALL_WAIT)
 TOTAL_BY_EXPERT = tl.constexpr(words_of.TOTAL_BY_EXPERT)
 
 KIND_WORD = tl.constexpr(int(Field.KIND))
@@ -470,6 +471,7 @@ def exchange_letters(
             CHANNEL_BLOCK,
             EXPERT_BLOCK,
         )
+        all_wait = tl.max(tl.where(is_rank, rows, -1), axis=0) < 0
         is_too_many = are_all_there & (rows >= 0) & (arriving > rows)
         bad = tl.where((bad == GOOD) & is_too_many, TOO_MANY, bad)
         rows = tl.where(rows >= 0, rows, arriving)
@@ -501,6 +503,7 @@ def exchange_letters(
             tl.store(words + TOTAL_ROWS, tl.load(state + NUM_ROWS))
             tl.store(words + TOTAL_USES_RINGS, uses_rings)
             tl.store(words + TOTAL_WRONG, is_wrong)
+            tl.store(words + TOTAL_ALL_WAIT, all_wait.to(tl.int64))
             tl.store(words_at(rows_of) + ranks, rows, mask=is_rank)
             tell_host(words, ticket)
 
