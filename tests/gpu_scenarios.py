@@ -483,6 +483,15 @@ def check_a_rank_that_destroys_its_buffer(world: World, call: int) -> None:
         assert re.search(r"rank 1 \(pid \d+\) has destroyed its Buffer", outcome.status)
 
 
+def fail_from_now_on(buffer: Buffer) -> None:
+    """Let this rank's host fail in its next call, before anything of that is launched."""
+
+    def strike(call: Any, phase: Phase) -> None:
+        raise ValueError("the experts are on fire")
+
+    buffer.runtime.conversation.between_steps = strike
+
+
 def wait_until_gone(buffer: Buffer, rank: int) -> None:
     """Until it has failed, or has destroyed its Buffer after that."""
     deadline = time.monotonic() + 30

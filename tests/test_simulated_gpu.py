@@ -48,6 +48,7 @@ from tests.gpu_scenarios import (
     check_a_slow_rank,
     check_who_destroyed_his_buffer_is_named,
     closing_threads,
+    fail_from_now_on,
     good_arguments,
     good_dispatch,
     hold_results,
@@ -535,12 +536,8 @@ def take_part_after_a_failure(context: RankContext) -> tuple[str, int]:
     buffer = new_buffer(context)
     rows, *_, handle, _ = good_dispatch(buffer)
     runtime, routing = buffer.runtime, handle[0]
-
-    def strike(call: Any, phase: Phase) -> None:
-        raise ValueError("the experts are on fire")
-
     if context.rank == 1:
-        runtime.conversation.between_steps = strike
+        fail_from_now_on(buffer)
     outcome = attempt(buffer.dispatch, rows_of(buffer, 1), handle=handle, config=FEW_SMS)
     if context.rank == 1:
         runtime.talk.exchange(signature(), Kind.CACHED_DISPATCH, routing, is_combine=False)

@@ -269,9 +269,10 @@ class GpuTalk:
         conversation.announce(conversation.peer_counters(block), Topic.ROWS, number)
         own = conversation.own_counters(block)
         conversation.wait_for_counters(call, Phase.NOTIFY, own, Topic.ROWS, what, expected=number)
-        for peer in sorted(conversation.gone()):
-            stall = Stall([peer], what, number, number)
-            raise conversation.lost(call, peer, stall, Phase.NOTIFY.name.lower())
+        gone = conversation.gone()
+        if gone:
+            stall = Stall([min(gone)], what, number, number)
+            raise conversation.lost(call, min(gone), stall, Phase.NOTIFY.name.lower())
 
     def wait_for_totals(self, call: Call, ticket: int) -> Array:
         """Wait until the letters of a dispatch tell how many rows come; they always do, or say why not."""
@@ -323,7 +324,8 @@ class GpuTalk:
             if outcomes.code_of(outcome) == outcomes.OUT:
                 self._raise_what_came_before()
                 error: AnyEPError = BufferBroken(
-                    f"rank {self.rank} gave up in an earlier call, and took no part in {call}"
+                    f"rank {self.rank} gave up in an earlier call, and took no part in {call}:"
+                    f" make a new Buffer"
                 )
             else:
                 error = error_of(call, outcomes.code_of(outcome), outcomes.rank_of(outcome))

@@ -402,14 +402,14 @@ def exchange_letters(
     alarm = own + tl.load(facts + ALARM_AT)
     number_at = words_at(own + tl.load(facts + NUMBER_AT))
     call = tl.load(number_at) + 1
+    is_out = has_given_up(facts)
+    is_told = is_rank & ~is_out
     tl.store(number_at, call)
     tl.store(state + NUMBER, call)
     tl.store(state + IS_REPORTED, 0)
     tl.store(state + BAD_ROWS, 0)
     tl.store(state + WAITED_FOR, MAILBOX_AT)
 
-    is_out = has_given_up(facts)
-    is_told = is_rank & ~is_out
     index = tl.arange(0, NUM_WORDS)
     mine = tl.load(words_at(letter) + index)
     tl.store(state + KIND, tl.sum(tl.where(index == KIND_WORD, mine, 0), axis=0))
@@ -446,7 +446,6 @@ def exchange_letters(
     here = own + box + ranks * stride
     headers_here = words_at(here)
     seen = wait_for_all(headers_here, is_told, call, tl.load(facts + PATIENCE_NS), alarm)
-    seen = tl.where(is_out, 0, seen)
     bad = why_not_there(seen, call, alarm, facts, heaps, ranks, is_rank)
     theirs = tl.load(headers_here[:, None] + index[None, :], mask=is_rank[:, None], other=0, volatile=True)
     is_agreeing = (index >= REFUSED) & (index <= ROUTING)

@@ -391,6 +391,8 @@ def open_call(
     own = tl.load(facts + OWN_HEAP)
     number_at = words_at(own + tl.load(facts + CALLS_AT))
     number = tl.load(number_at) + 1
+    # Now: in the wait that comes it may give up.
+    is_out = has_given_up(facts)
     if ADVANCES:
         tl.store(number_at, number)
     tl.store(state + NUMBER, number)
@@ -410,8 +412,6 @@ def open_call(
     tl.store(header + 5, num_experts)
     tl.store(header + 6, travel)
     tl.store(header + 7, 0)
-    # Before a wait in which it may give up.
-    is_out = has_given_up(facts)
     tl.debug_barrier()
 
     flags_at = tl.load(facts + PACKED_AT) + number % NUM_SETS * tl.load(facts + PACKED_SET_STRIDE)
