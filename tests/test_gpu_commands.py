@@ -32,12 +32,12 @@ END_TIMEOUT_S = 40
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    before = set(processes()), folders()
+    before = processes(), folders()
     yield
     deadline = time.monotonic() + END_TIMEOUT_S
-    while (set(processes()), folders()) != before and time.monotonic() < deadline:
+    while (processes(), folders()) != before and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert (set(processes()), folders()) == before
+    assert (processes(), folders()) == before
 
 
 def anyep(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -185,7 +185,7 @@ def test_more_sms_than_there_are() -> None:
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_an_ended_demo_leaves_nothing_behind(ending: int) -> None:
     command = ["demo", "--device", "cuda", "--ranks", "3", "--experts", "6", "--steps", "100000"]
-    before = set(processes())
+    before = processes()
     process = subprocess.Popen(
         [sys.executable, "-m", "anyep", *command], stderr=subprocess.DEVNULL, env=os.environ | ONE_GPU
     )
@@ -196,7 +196,7 @@ def test_an_ended_demo_leaves_nothing_behind(ending: int) -> None:
         time.sleep(0.1)
     time.sleep(15)  # in the middle of kernels
     assert process.poll() is None
-    assert bool(set(processes()) - before) is MultiProcessService.is_installed()
+    assert bool(processes() - before) is MultiProcessService.is_installed()
     os.kill(process.pid, ending)
     process.wait(END_TIMEOUT_S)
     if ending == signal.SIGINT:

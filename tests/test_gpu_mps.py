@@ -19,24 +19,27 @@ pytestmark = [
 ]
 
 
-def processes() -> list[str]:
-    """The command lines of the service's processes."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def processes(folder: Path | None = None) -> set[str]:
+    """The ids and command lines of the services' processes, or of those of the one in this folder."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = path.read_bytes().split(b"\0")
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            variables = (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"nvidia-cuda-mps" in words[0]:
-            found.append(b" ".join(words).decode())
+        is_wanted = folder is None or f"CUDA_MPS_PIPE_DIRECTORY={folder}".encode() in variables
+        if b"nvidia-cuda-mps" in words[0] and is_wanted:
+            found.add(f"{process.name} {b' '.join(words).decode()}")
     return found
 
 
-def wait_until_gone() -> None:
+def wait_until_gone(folder: Path) -> None:
     deadline = time.monotonic() + 20
-    while processes() and time.monotonic() < deadline:
+    while (processes(folder) or folder.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not processes()
+    assert not processes(folder)
+    assert not folder.exists()
 
 
 USE_THE_GPU = "import torch; print(torch.ones(3, device='cuda').sum().item())"
@@ -54,9 +57,8 @@ def test_it_runs_and_ends() -> None:
             check=True,
         )
         assert finished.stdout == "3.0\n"
-        assert processes()
-    wait_until_gone()
-    assert not folder.exists()
+        assert len(processes(folder)) == 2  # the control and the server
+    wait_until_gone(folder)
 
 
 def test_it_ends_with_a_killed_parent() -> None:
@@ -64,7 +66,7 @@ def test_it_ends_with_a_killed_parent() -> None:
         "import os, time, sys, subprocess\n"
         "from anyep.backends.cuda.mps import MultiProcessService\n"
         "with MultiProcessService() as environment:\n"
-        "    environment |= os.environ\n"
+        "    environment = os.environ | environment\n"
         f"    subprocess.run([sys.executable, '-c', {USE_THE_GPU!r}], env=environment, check=True)\n"
         "    print(environment['CUDA_MPS_PIPE_DIRECTORY'], flush=True)\n"
         "    time.sleep(100)\n"
@@ -74,10 +76,6 @@ def test_it_ends_with_a_killed_parent() -> None:
         assert parent.stdout.readline() == "3.0\n"
         folder = Path(parent.stdout.readline().strip())
         assert folder.is_dir()
-        assert processes()
+        assert len(processes(folder)) == 2
         parent.send_signal(signal.SIGKILL)
-    wait_until_gone()
-    deadline = time.monotonic() + 20
-    while folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not folder.exists()
+    wait_until_gone(folder)
