@@ -45,7 +45,14 @@ import torch
 import torch.distributed as dist
 
 # What ranks need not import themselves; a name that is not there is passed over.
-PRELOADED: Final = ("torch.distributed", "numba", "pytest", "hypothesis", "anyep.buffer")
+PRELOADED: Final = (
+    "torch.distributed",
+    "numba",
+    "pytest",
+    "hypothesis",
+    "anyep.buffer",
+    "anyep.backends.cpu.preload",
+)
 MAX_SHARED_WORLDS: Final = 3
 START_TIMEOUT_S: Final = 120.0
 CLOSE_TIMEOUT_S: Final = 3.0

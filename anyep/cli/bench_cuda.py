@@ -101,7 +101,13 @@ def measure(setup: Setup, placement: Placement, show_progress: bool) -> Report:
 
         progress.show("starting ranks, preparing kernels")
         by_rank: list[RankReport] = run_ranks(
-            setup.ranks, _measure_on_rank, setup, placement.num_gpus, on_report=on_report, placement=placement
+            setup.ranks,
+            _measure_on_rank,
+            setup,
+            placement.num_gpus,
+            on_report=on_report,
+            on_compile=progress.show if show_progress else None,
+            placement=placement,
         )
     no_rival = setup.mode == "normal" and setup.ranks > placement.num_gpus
     return Report(

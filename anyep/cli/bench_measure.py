@@ -182,7 +182,10 @@ def measure(setup: Setup, show_progress: bool) -> Report:
                 progress.show(f"{tokens} tokens: repeat {repeat} of {repeats}")
 
         progress.show("starting ranks")
-        by_rank: list[list[Timing]] = run_ranks(setup.ranks, measure_on_rank, setup, on_report=on_report)
+        on_compile = progress.show if show_progress else None
+        by_rank: list[list[Timing]] = run_ranks(
+            setup.ranks, measure_on_rank, setup, on_report=on_report, on_compile=on_compile
+        )
     return Report(setup.description(), records_of(setup, by_rank))
 
 

@@ -112,8 +112,8 @@ def _train(job: Job, as_json: bool) -> bool:
     def describe(report: Any) -> str:
         return f"loss {report.loss:.4f}, difference {report.largest_difference:.1e}"
 
-    with placed(job.device, job.ranks) as placement, _progress(job, describe) as on_report:
-        by_rank = run_ranks(job.ranks, train_on_rank, job, on_report=on_report, placement=placement)
+    with placed(job.device, job.ranks) as placement, _progress(job, describe) as shown:
+        by_rank = run_ranks(job.ranks, train_on_rank, job, placement=placement, **shown)
     record = demo_results.record_of(job, placement.num_gpus, by_rank)
     if as_json:
         print(json.dumps(record, indent=2))
@@ -131,8 +131,8 @@ def _decode(job: DecodeJob, as_json: bool) -> bool:
     def describe(report: Any) -> str:
         return f"decoding, difference {report.difference.largest:.1e}"
 
-    with placed(job.device, job.ranks) as placement, _progress(job, describe) as on_report:
-        by_rank = run_ranks(job.ranks, decode_on_rank, job, on_report=on_report, placement=placement)
+    with placed(job.device, job.ranks) as placement, _progress(job, describe) as shown:
+        by_rank = run_ranks(job.ranks, decode_on_rank, job, placement=placement, **shown)
     record = demo_decode_results.record_of(job, placement.num_gpus, by_rank)
     if as_json:
         print(json.dumps(asdict(record), indent=2))
@@ -142,9 +142,9 @@ def _decode(job: DecodeJob, as_json: bool) -> bool:
 
 
 def _progress(job: Job | DecodeJob, describe: Callable[[Any], str]) -> Any:
-    """A progress bar on the terminal; nothing where there is none."""
+    """A progress bar on the terminal, as the arguments with which `run_ranks` moves it; nothing elsewhere."""
     if not sys.stderr.isatty():
-        return nullcontext(None)
+        return nullcontext({})
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -165,7 +165,10 @@ def _progress(job: Job | DecodeJob, describe: Callable[[Any], str]) -> Any:
                 if rank == 0:
                     self._bar.update(task, completed=report.step + 1, description=describe(report))
 
-            return on_report
+            def on_compile(sentence: str) -> None:
+                self._bar.update(task, description=sentence)
+
+            return {"on_report": on_report, "on_compile": on_compile}
 
         def __exit__(self, *_: object) -> None:
             self._bar.stop()

@@ -19,8 +19,9 @@ from typing import Any, Final
 
 from anyep.cli.gpus import ON_THE_CPU, Placement, take_gpu
 from anyep.errors import AnyEPError, PeerLost, whole_number
+from anyep.progress import compile_sentence
 
-PRELOADED: Final = ["torch.distributed", "anyep.buffer"]
+PRELOADED: Final = ["torch.distributed", "anyep.buffer", "anyep.backends.cpu.preload"]
 PRELOADED_FOR_GPUS: Final = [*PRELOADED, "triton"]
 PR_SET_PDEATHSIG: Final = 1
 
@@ -40,11 +41,13 @@ def run_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     on_report: Callable[[int, Any], None] | None = None,
+    on_compile: Callable[[str], None] | None = None,
     placement: Placement = ON_THE_CPU,
 ) -> list[Any]:
     """Call `function(rank, *arguments)` on every rank at the same time; the results in rank order.
 
-    The error of the rank that failed first is raised here.
+    The error of the rank that failed first is raised here. `on_compile` shows a sentence about kernels that are
+    being compiled; without it, that is a line on stderr.
     """
     num_ranks = whole_number("ranks", num_ranks, minimum=1)
     context = multiprocessing.get_context("forkserver")
@@ -59,14 +62,14 @@ def run_ranks(
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, num_ranks, placement, meeting_place, theirs, function, arguments),
+                args=(rank, num_ranks, placement, meeting_place, theirs, bool(on_compile), function, arguments),
                 daemon=True,
             )
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        results = _collect(pipes, on_report)
+        results = _collect(pipes, on_report, on_compile)
         for process in processes:
             process.join(10)
         return results
@@ -77,7 +80,11 @@ def run_ranks(
         os.close(store)
 
 
-def _collect(pipes: list[Connection], on_report: Callable[[int, Any], None] | None) -> list[Any]:
+def _collect(
+    pipes: list[Connection],
+    on_report: Callable[[int, Any], None] | None,
+    on_compile: Callable[[str], None] | None,
+) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
@@ -90,6 +97,8 @@ def _collect(pipes: list[Connection], on_report: Callable[[int, Any], None] | No
                 raise content
             if kind == "result":
                 results[rank] = content
+            elif kind == "compile" and on_compile is not None:
+                on_compile(compile_sentence(*content))
             elif on_report is not None:
                 on_report(rank, content)
     return [results[rank] for rank in range(len(pipes))]
@@ -101,6 +110,7 @@ def _serve(
     placement: Placement,
     store: str,
     pipe: Connection,
+    reports_compilation: bool,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -110,6 +120,10 @@ def _serve(
     import torch
     import torch.distributed as dist
 
+    if reports_compilation:
+        from anyep.backends.cpu.compilation import show_progress_with
+
+        show_progress_with(lambda num_done, num_kernels: pipe.send(("compile", (num_done, num_kernels))))
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The server that this rank was forked from has the environment of when it started.

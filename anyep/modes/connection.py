@@ -57,7 +57,14 @@ class Connection:
 
 def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -> Connection:
     """Make this rank's memory and open its peers'. What goes wrong on one rank is raised on all."""
-    wishes = on_all_ranks(rendezvous, lambda: (check(), host_identity()))
+
+    def compiled() -> tuple[Wishes, str]:
+        wishes = check()
+        # Where kernels must be compiled that takes seconds: before the first thing that all ranks do together.
+        backend.compile_kernels(*_kernels_for(backend, wishes))
+        return wishes, host_identity()
+
+    wishes = on_all_ranks(rendezvous, compiled)
     for rank, (other, _) in enumerate(wishes):
         for name, value in vars(other).items():
             mine = getattr(wishes[0][0], name)
@@ -73,6 +80,8 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
             f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs AnyEP works within one"
             f" node so far; use ranks of one host, and leave ranks_per_node out, or pass device='cpu'"
         )
+    if topology.num_nodes > 1:
+        on_all_ranks(rendezvous, lambda: backend.compile_kernels(backend.Group.NODES))
     beyond = _ranks_beyond_a_wire(topology, hosts, rendezvous.rank, own.network)
     if beyond and own.enable_shrink:
         raise NotSupported("enable_shrink is for ranks of one host so far: leave it out")
@@ -104,6 +113,14 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
     if topology.num_nodes > 1 and (own.network == NIXL or len(set(hosts)) > 1):
         wire = _connect_wire(backend, rendezvous, control, heaps, beyond)
     return Connection(own, topology, control, heaps, windows, [pid for pid, _, _ in shared], share, wire)
+
+
+def _kernels_for(backend: Any, wishes: Wishes) -> list[Any]:
+    """The groups of kernels that these ranks will call, as far as that is known before they have met."""
+    if wishes.device != "cpu":
+        return [backend.Group.CONTROL]
+    needed = [backend.Group.CONTROL, backend.Group.NORMAL]
+    return [*needed, backend.Group.LOW_LATENCY] if wishes.low_latency_mode else needed
 
 
 def _ranks_beyond_a_wire(topology: Topology, hosts: list[str], rank: int, network: str | None) -> list[int]:

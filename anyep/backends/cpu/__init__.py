@@ -3,8 +3,10 @@
 A backend is this list of names; the modes use nothing else of it.
 """
 
+from anyep.backends.cpu.compilation import compile_kernels
 from anyep.backends.cpu.heap import BlockAddress, OwnBlock, PrivateBlock, SharedBlock, open_block
 from anyep.backends.cpu.kernels.atomics import PATIENCE
+from anyep.backends.cpu.kernels.compiler import Group
 from anyep.backends.cpu.kernels.counting import (
     check_handle,
     count_layout,
@@ -56,6 +58,7 @@ __all__ = [
     "FP32",
     "PATIENCE",
     "BlockAddress",
+    "Group",
     "OwnBlock",
     "PrivateBlock",
     "SharedBlock",
@@ -68,6 +71,7 @@ __all__ = [
     "choose_windows",
     "combine_between_nodes",
     "combine_through_rings",
+    "compile_kernels",
     "copy_rows",
     "count_layout",
     "count_rows",

@@ -1,28 +1,99 @@
-"""How the CPU's kernels are compiled: without the GIL, with explicit types, cached where that is possible."""
+"""How the CPU's kernels are declared: without the GIL, with explicit types, compiled when a Buffer is made.
+
+    @kernel("void(int64[::1], int64)")
+    def fill(values, number):
+        ...
+
+    compile_kernels()        # anyep.backends.cpu.compilation: from the cache where it has them
+    fill(array, 7)
+
+Importing a module of kernels compiles nothing. A kernel that is called before it is compiled raises TypeError:
+nothing compiles in the middle of a call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
 
 import numba
 
+PACKAGE: Final = __name__.rpartition(".")[0]
 
-def kernel(signature: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function now, for exactly these types.
 
-    The machine code is kept in Numba's cache. Where no folder can be written (a read-only installation
-    without a home), it is compiled anew in each process.
+class Group(StrEnum):
+    """Kernels that are needed together."""
+
+    CONTROL = "control"
+    """Every Buffer uses these, on GPUs too."""
+    NORMAL = "normal"
+    NODES = "nodes"
+    """Normal mode between nodes, besides those of normal mode."""
+    LOW_LATENCY = "low_latency"
+    CASTS = "casts"
+    """No Buffer calls these on their own: they show in tests what other kernels do with a row."""
+
+
+_GROUP_OF_MODULE: Final = {
+    "counting": Group.NORMAL,
+    "sums": Group.NORMAL,
+    "windows": Group.NORMAL,
+    "rings": Group.NORMAL,
+    "node_handles": Group.NODES,
+    "relay": Group.NODES,
+    "signals": Group.NODES,
+    "slots": Group.LOW_LATENCY,
+    "casts": Group.CASTS,
+}
+"""A module that is not listed is of the group that every Buffer uses."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and the only types that it is compiled for."""
+
+    dispatcher: Any
+    signature: str
+    group: Group
+
+    @property
+    def module(self) -> str:
+        """The name of the module that defines it."""
+        return str(self.dispatcher.py_func.__module__)
+
+    @property
+    def name(self) -> str:
+        """Its module and its own name, without the package."""
+        return f"{self.module.rpartition('.')[2]}.{self.dispatcher.py_func.__qualname__}"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it can be called."""
+        return bool(self.dispatcher.overloads)
+
+
+KERNELS: Final[list[Kernel]] = []
+"""Every kernel of the modules that are imported, in the order of their definitions."""
+
+
+def kernel(signature: str, group: Group | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Declare a kernel that will be compiled for exactly these types.
+
+    `group` says with which others; without it the kernel belongs to the group of its module.
     """
 
-    def compile_now(function: Callable[..., Any]) -> Any:
-        options = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
-        try:
-            return numba.njit(signature, cache=True, **options)(function)
-        except (RuntimeError, OSError):
-            return numba.njit(signature, **options)(function)
+    def declare(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
+        # Or a call would compile it for the types of that call.
+        dispatcher._can_compile = False
+        module = function.__module__.rpartition(".")[2]
+        of_module = _GROUP_OF_MODULE.get(module, Group.CONTROL)
+        KERNELS.append(Kernel(dispatcher, signature, of_module if group is None else group))
+        return dispatcher
 
-    return compile_now
+    return declare
 
 
 def inlined(function: Callable[..., Any]) -> Any:

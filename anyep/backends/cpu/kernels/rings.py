@@ -19,7 +19,7 @@ from anyep.backends.cpu.kernels.atomics import (
     ring_bell,
     store_release,
 )
-from anyep.backends.cpu.kernels.compiler import kernel
+from anyep.backends.cpu.kernels.compiler import Group, kernel
 from anyep.backends.cpu.kernels.memory import (
     copy_bytes,
     copy_row,
@@ -32,7 +32,7 @@ from anyep.backends.cpu.kernels.sums import BLOCK, sum_rows, sum_weights
 from anyep.backends.cpu.kernels.windows import copy_scales
 
 
-@kernel("void(int64[:,::1], int64[:,::1])")
+@kernel("void(int64[:,::1], int64[:,::1])", Group.CONTROL)
 def read_counters(addresses, values):
     """values[i, j] = the counter at addresses[i, j]; an address of 0 gives 0."""
     for row in range(addresses.shape[0]):

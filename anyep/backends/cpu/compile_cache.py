@@ -1,0 +1,263 @@
+"""The folder where compiled kernels are kept between processes, one file per kernel.
+
+    folder = open_folder(source_key())       # ~/.cache/anyep/KEY, or raises Unusable
+    folder.write("letters.announce", identity, machine_code)
+    folder.read("letters.announce", identity)
+
+The files hold code that will be run. So the folder belongs to this user, nobody else may write it, and there is
+no other place to fall back to: where it cannot be used, nothing is kept.
+
+The key is a hash of everything that kernels are made of, never a version or a date: sources change in a
+checkout while its version stays. `identity` says the rest, such as the CPU, and a file whose checksum does not
+fit its identity and content counts as missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import importlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import llvmlite
+import numba
+import numpy
+
+VARIABLE: Final = "ANYEP_CACHE_DIR"
+HASHED_MODULES: Final = ("errors", "formats", "layout", "sizes")
+"""The modules of anyep, besides those of the kernels, whose constants kernels contain."""
+NUM_KEPT: Final = 4
+"""So many keys stay in the folder; older ones are removed unless a process uses them."""
+POLL_S: Final = 0.05
+LONG_WAIT_S: Final = 10.0
+"""After this a process says what it waits for."""
+GIVE_UP_S: Final = 300.0
+"""After this it no longer waits: whoever holds the lock may be stopped."""
+_OTHERS_CAN_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
+_CHECKSUM_BYTES: Final = hashlib.sha256().digest_size
+_PACKAGE: Final = Path(__file__).parents[2]
+
+
+class Unusable(Exception):
+    """No folder can be used, and why."""
+
+
+def source_files() -> list[Path]:
+    """The sources that kernels are made of."""
+    kernels = sorted((_PACKAGE / "backends" / "cpu" / "kernels").glob("*.py"))
+    return [*kernels, *(_PACKAGE / f"{name}.py" for name in HASHED_MODULES)]
+
+
+def _hash_sources() -> str:
+    digest = hashlib.sha256()
+    for path in source_files():
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+try:
+    # Now, as the kernels are being imported: a source that is edited later is not what they are made of.
+    _SOURCES = _hash_sources()
+except OSError:
+    _SOURCES = ""
+
+
+def source_key() -> str:
+    """A hash of the sources of all kernels, of the constants that they contain, and of what compiles them."""
+    if not _SOURCES:
+        raise Unusable(f"the sources in {_PACKAGE} cannot be read, so nobody knows what was compiled")
+    parts = [_SOURCES, sys.implementation.name, sys.version]
+    parts += [f"{package.__name__} {package.__version__}" for package in (numba, llvmlite, numpy)]
+    for name in HASHED_MODULES:
+        # These may have been imported long before, from sources that have been edited since.
+        constants = vars(importlib.import_module(f"anyep.{name}"))
+        parts += [
+            f"{name}.{constant} {value!r}"
+            for constant, value in sorted(constants.items())
+            if constant.isupper() and isinstance(value, int | float | str | tuple)
+        ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def base_folder() -> Path:
+    """Where this user's compiled kernels are: ANYEP_CACHE_DIR, else anyep in the user's cache folder."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named).absolute()
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache):  # others are to be ignored, its specification says
+        return Path(cache) / "anyep"
+    try:
+        return Path.home() / ".cache" / "anyep"
+    except RuntimeError as error:
+        raise Unusable("this user has no home folder") from error
+
+
+def open_folder(key: str) -> Folder:
+    """The folder for what is compiled from these sources; it is made where it does not exist."""
+    base = base_folder()
+    path = base / key
+    try:
+        for folder in (*reversed(base.parents), base, path):
+            with contextlib.suppress(FileExistsError):
+                if not folder.exists():
+                    folder.mkdir(mode=0o700)
+        for folder in (base, path):
+            _check_private(folder)
+    except OSError as error:
+        raise Unusable(f"{error.filename} cannot be used: {error.strerror}") from error
+    return Folder(path)
+
+
+def _check_private(folder: Path) -> None:
+    """Refuse a folder that another user could have put something into."""
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise Unusable(f"{folder} is not a folder")
+    if status.st_uid != os.geteuid():
+        raise Unusable(
+            f"{folder} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
+        )
+    if status.st_mode & _OTHERS_CAN_WRITE:
+        raise Unusable(f"other users can write {folder} (to change that: chmod go-w {folder})")
+
+
+class Folder:
+    """The kernels compiled from one version of the sources, and who may compile them now."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # The newest keys stay; a shared lock for as long as this process lives keeps the others, too.
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        with contextlib.suppress(OSError):
+            self._in_use = os.open(path / "in-use", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file, whatever it contains."""
+        return (self.path / name).exists()
+
+    def read(self, name: str, identity: str) -> bytes | None:
+        """What was written under this name and identity, or None where that is not there, or damaged."""
+        try:
+            descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with open(descriptor, "rb") as file:
+                status = os.fstat(descriptor)
+                content = file.read()
+        except OSError:
+            return None
+        private = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_CAN_WRITE
+        checksum, payload = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+        return payload if private and checksum == _checksum(identity, payload) else None
+
+    def write(self, name: str, identity: str, payload: bytes) -> None:
+        """Keep this; readers see all of it or nothing. Raises Unusable where that cannot be done."""
+        temporary = self.path / f"{name}.{secrets.token_hex(8)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            try:
+                with open(os.open(temporary, flags, 0o600), "wb") as file:
+                    file.write(_checksum(identity, payload) + payload)
+                temporary.replace(self.path / name)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise Unusable(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def remove(self, name: str) -> None:
+        """Forget a file, if that can be done."""
+        with contextlib.suppress(OSError):
+            (self.path / name).unlink()
+
+    @contextlib.contextmanager
+    def locked(self, on_long_wait: Callable[[int], None]) -> Iterator[None]:
+        """While this lasts, no other process is in here: of this machine, or of all that share the folder.
+
+        The kernel releases the lock of a process that dies. Where there are no locks, or the folder cannot be
+        written, nobody waits. `on_long_wait` is called with the id of the process that is waited for, unless it is
+        a sibling of this one: a rank of the same job, which says itself what it does.
+        """
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self.path / "lock", flags, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            _wait_for_lock(descriptor, on_long_wait)
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()} {os.getppid()}".encode(), 0)
+            yield
+        finally:
+            # Said, not left to close(): a process forked meanwhile has this descriptor, too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def prune(self) -> None:
+        """Remove what nobody needs any more: old keys, and what a killed process left. Call it locked."""
+        for leftover in self.path.glob("*.tmp"):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        by_age: list[tuple[float, Path]] = []
+        for path in self.path.parent.iterdir():
+            with contextlib.suppress(OSError):
+                if re.fullmatch("[0-9a-f]{32}", path.name) and path != self.path:
+                    by_age.append((path.stat().st_mtime, path))
+        for _, path in sorted(by_age, reverse=True)[NUM_KEPT - 1 :]:
+            if not _is_in_use(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _checksum(identity: str, payload: bytes) -> bytes:
+    return hashlib.sha256(identity.encode() + b"\0" + payload).digest()
+
+
+def _wait_for_lock(descriptor: int, on_long_wait: Callable[[int], None]) -> None:
+    started = time.monotonic()
+    has_waited_long = False
+    while time.monotonic() - started < GIVE_UP_S:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
+                return
+        if not has_waited_long and time.monotonic() - started >= LONG_WAIT_S:
+            has_waited_long = True
+            holder, _, parent = os.pread(descriptor, 64, 0).partition(b" ")
+            if holder.isdigit() and parent != str(os.getppid()).encode():
+                on_long_wait(int(holder))
+        time.sleep(POLL_S)
+
+
+def _is_in_use(path: Path) -> bool:
+    """Whether a process has this open; where that cannot be told, it might."""
+    try:
+        descriptor = os.open(path / "in-use", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,71 @@
+"""How a long compilation is shown: one line on a terminal that changes, a few lines in a file.
+
+    progress = CompileProgress(sys.stderr)
+    for done in range(15):
+        progress.show(done, 14)
+        ...
+    progress.finish()
+
+Nothing is printed in the first second, so that short work stays silent.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final, TextIO
+
+QUIET_S: Final = 1.0
+"""What takes no longer is not worth a line."""
+BETWEEN_LINES_S: Final = 5.0
+"""Between two lines where a line cannot be changed."""
+
+
+def compile_sentence(num_done: int, num_kernels: int) -> str:
+    """
+    >>> compile_sentence(5, 14)
+    'compiling 14 kernels, once per version: 5/14'
+    """
+    plural = "" if num_kernels == 1 else "s"
+    return f"compiling {num_kernels} kernel{plural}, once per version: {num_done}/{num_kernels}"
+
+
+class CompileProgress:
+    """Prints to one stream how many kernels are compiled."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._started = time.monotonic()
+        self._last_line_at: float | None = None
+        self._text = ""
+
+    def show(self, num_done: int, num_kernels: int) -> None:
+        """Tell that so many are done."""
+        now = time.monotonic()
+        if now - self._started < QUIET_S:
+            return
+        self._text = f"AnyEP: {compile_sentence(num_done, num_kernels)}"
+        if self._is_terminal:
+            self._print("\r" + self._text)
+        elif (
+            self._last_line_at is None
+            or now - self._last_line_at >= BETWEEN_LINES_S
+            or num_done == num_kernels
+        ):
+            self._print(self._text + "\n")
+        else:
+            return
+        self._last_line_at = now
+
+    def finish(self) -> None:
+        """End the line."""
+        if self._is_terminal and self._last_line_at is not None:
+            self._print("\n")
+
+    def _print(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            # Nobody reads it: no reason to fail.
+            self._is_terminal = False

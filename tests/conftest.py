@@ -1,0 +1,19 @@
+"""Kernels are compiled when a Buffer is made; tests also call them without one, and their own ones."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile every kernel of the modules that were imported, once for this process and the ranks it starts.
+
+    In a test it would count against the time that ranks have to answer.
+    """
+    needs_kernels = "anyep.backends.cpu" in sys.modules or "tests.world" in sys.modules
+    if needs_kernels and session.items and not session.config.option.collectonly:
+        from anyep.backends.cpu import compile_kernels
+
+        compile_kernels()
