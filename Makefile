@@ -1,12 +1,14 @@
 # make demo | test | lint | bench | soak | coverage | mutate | clean: each sets up .venv itself when needed.
+# The demo needs the packages of AnyEP alone; the others add what they need to the same environment.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
 .PHONY: demo test lint bench soak coverage mutate clean
 
-demo: $(READY)
+demo: $(READY_FOR_DEMO)
 	$(BIN)/anyep demo --ranks 8
 
 test: $(READY)
@@ -41,6 +43,10 @@ mutate: $(READY)
 
 $(READY): pyproject.toml constraints.txt tools/make_venv.py
 	$(PYTHON) tools/make_venv.py $(VENV) dev,plot,cuda,network,examples
+	touch $@ $(READY_FOR_DEMO)
+
+$(READY_FOR_DEMO): pyproject.toml constraints.txt tools/make_venv.py
+	$(PYTHON) tools/make_venv.py $(VENV)
 	touch $@
 
 clean:

@@ -12,6 +12,7 @@ from anyep.cli.demo import demo
 from anyep.cli.doctor import doctor
 from anyep.cli.plan import plan
 from anyep.cli.run import run
+from anyep.cli.warmup import warmup
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.version import __version__
 
@@ -26,6 +27,7 @@ app.command()(plan)
 app.command()(demo)
 app.command()(bench)
 app.command()(doctor)
+app.command()(warmup)
 # Options end at the script's name: what follows is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 

@@ -46,8 +46,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(rank, *arguments)` on every rank at the same time; the results in rank order.
 
-    The error of the rank that failed first is raised here. `on_compile` shows a sentence about kernels that are
-    being compiled; without it, that is a line on stderr.
+    The error of the rank that failed first is raised here. `on_compile` shows a sentence about kernels that
+    are being compiled; without it, that is a line on stderr.
     """
     num_ranks = whole_number("ranks", num_ranks, minimum=1)
     context = multiprocessing.get_context("forkserver")
@@ -62,7 +62,16 @@ def run_ranks(
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, num_ranks, placement, meeting_place, theirs, bool(on_compile), function, arguments),
+                args=(
+                    rank,
+                    num_ranks,
+                    placement,
+                    meeting_place,
+                    theirs,
+                    bool(on_compile),
+                    function,
+                    arguments,
+                ),
                 daemon=True,
             )
             process.start()

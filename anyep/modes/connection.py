@@ -60,7 +60,7 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
 
     def compiled() -> tuple[Wishes, str]:
         wishes = check()
-        # Where kernels must be compiled that takes seconds: before the first thing that all ranks do together.
+        # It may take seconds: before the first step that all ranks do together, never during a call.
         backend.compile_kernels(*_kernels_for(backend, wishes))
         return wishes, host_identity()
 

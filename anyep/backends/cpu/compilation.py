@@ -1,22 +1,22 @@
-"""Compiles the CPU's kernels: when a Buffer is made, or ahead by `anyep warmup`; never in the middle of a call.
+"""Compiles the CPU's kernels: when a Buffer is made, or ahead by `anyep warmup`; never during a call.
 
     compile_kernels(Group.CONTROL, Group.NORMAL)
 
 What the cache has is loaded, which takes milliseconds per kernel. One process at a time compiles the rest,
-seconds on the whole, and says so; the others wait, and load what it has compiled. Where nothing can be kept, every
-process compiles for itself.
+which takes seconds, and says so; the others wait, and load what it has compiled. Where nothing can be kept,
+every process compiles for itself.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +29,23 @@ from anyep.backends.cpu.kernels.compiler import KERNELS, PACKAGE, Group, Kernel
 from anyep.errors import NotSupported
 from anyep.progress import CompileProgress
 
-try:
-    # Not part of Numba's interface: where a release has them no longer, nothing is kept.
-    from numba.core.compiler import CompileResult
-    from numba.core.serialize import dumps
-except ImportError:
-    CompileResult = dumps = None
-
 log = logging.getLogger("anyep")
 ShowProgress = Callable[[int, int], None]
 """Called with the number of kernels that are compiled, and of all that have to be."""
 _lock = threading.Lock()
+_numba_config: Any = numba.config
+
+
+def _private_part(module: str, name: str) -> Any:
+    """Of Numba, outside its interface; where a release has it no longer, nothing is kept."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+_CompileResult = _private_part("numba.core.compiler", "CompileResult")
+_dumps = _private_part("numba.core.serialize", "dumps")
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ def compile_kernels(*groups: Group, show_progress: ShowProgress | None = None) -
 
     `show_progress` replaces the line on stderr that tells how far the compilation is.
     """
-    if numba.config.DISABLE_JIT:
+    if _numba_config.DISABLE_JIT:
         raise NotSupported("NUMBA_DISABLE_JIT is set: AnyEP's kernels must be compiled; unset it")
     wanted = [kernel for kernel in KERNELS if not groups or kernel.group in groups]
     with _lock:
@@ -69,7 +75,8 @@ def compile_kernels(*groups: Group, show_progress: ShowProgress | None = None) -
         missing = [kernel for kernel in wanted if not kernel.is_compiled]
         keeper = _keeper()
         num_compiled = keeper.compile(missing, show_progress or _progress.show) if missing else 0
-        return Compilation(len(wanted), num_compiled, keeper.folder and keeper.folder.path, keeper.reason)
+        folder = None if keeper.folder is None else keeper.folder.path
+        return Compilation(len(wanted), num_compiled, folder, keeper.reason)
 
 
 def load_kernels() -> None:
@@ -77,7 +84,7 @@ def load_kernels() -> None:
 
     Where nothing can be kept, compile what every Buffer of normal mode needs: once, not in each of them.
     """
-    if numba.config.DISABLE_JIT:
+    if _numba_config.DISABLE_JIT:
         return
     with _lock:
         keeper = _keeper()
@@ -178,8 +185,9 @@ class _Keeper:
         """Say once that nothing is kept."""
         if not self._has_warned and _speaks():
             log.warning(
-                "AnyEP: compiled kernels are not kept: %s. Every process compiles them anew, which takes seconds"
-                " to minutes. Set %s to a folder that belongs to this user and that nobody else can write.",
+                "AnyEP: compiled kernels are not kept: %s. Every process compiles them anew, which takes"
+                " seconds to minutes. Set %s to a folder that belongs to this user and that nobody else can"
+                " write.",
                 self.reason,
                 VARIABLE,
             )
@@ -216,7 +224,7 @@ class _CachedKernel:
         content = self._folder.read(self.file_name, self._identity)
         if content is not None:
             try:
-                return CompileResult._rebuild(target_context, *pickle.loads(content))
+                return _CompileResult._rebuild(target_context, *pickle.loads(content))
             except Exception:
                 log.debug("AnyEP: %s cannot be loaded", self.file_name, exc_info=True)
         self._folder.remove(self.file_name)
@@ -229,7 +237,7 @@ class _CachedKernel:
         if result.lifted or result.library.has_dynamic_globals:
             return
         try:
-            self._folder.write(self.file_name, self._identity, dumps(result._reduce()))
+            self._folder.write(self.file_name, self._identity, _dumps(result._reduce()))
         except Unusable as error:
             self._keeper.give_up(str(error))
 
@@ -261,8 +269,8 @@ def _knows_this_numba() -> bool:
         KERNELS[0].dispatcher.targetctx.codegen().magic_tuple()
     except AttributeError:
         return False
-    used = ((CompileResult, "_reduce"), (CompileResult, "_rebuild"), (KERNELS[0].dispatcher, "_cache"))
-    return all(hasattr(owner, name) for owner, name in used)
+    used = ((_CompileResult, "_reduce"), (_CompileResult, "_rebuild"), (KERNELS[0].dispatcher, "_cache"))
+    return _dumps is not None and all(hasattr(owner, name) for owner, name in used)
 
 
 def _can_be_kept(kernel: Kernel) -> bool:

@@ -4,11 +4,11 @@
     folder.write("letters.announce", identity, machine_code)
     folder.read("letters.announce", identity)
 
-The files hold code that will be run. So the folder belongs to this user, nobody else may write it, and there is
-no other place to fall back to: where it cannot be used, nothing is kept.
+The files hold code that will be run. So the folder must belong to this user, and nobody else may be able to
+write it. There is no other place to fall back to: where it cannot be used, nothing is kept.
 
 The key is a hash of everything that kernels are made of, never a version or a date: sources change in a
-checkout while its version stays. `identity` says the rest, such as the CPU, and a file whose checksum does not
+checkout while its version stays. `identity` says the rest, such as the CPU. A file whose checksum does not
 fit its identity and content counts as missing.
 """
 
@@ -96,9 +96,9 @@ def base_folder() -> Path:
     """Where this user's compiled kernels are: ANYEP_CACHE_DIR, else anyep in the user's cache folder."""
     if named := os.environ.get(VARIABLE):
         return Path(named).absolute()
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(cache):  # others are to be ignored, its specification says
-        return Path(cache) / "anyep"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if cache.is_absolute():  # others are to be ignored, its specification says
+        return cache / "anyep"
     try:
         return Path.home() / ".cache" / "anyep"
     except RuntimeError as error:
@@ -154,7 +154,7 @@ class Folder:
         """What was written under this name and identity, or None where that is not there, or damaged."""
         try:
             descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with open(descriptor, "rb") as file:
+            with os.fdopen(descriptor, "rb") as file:
                 status = os.fstat(descriptor)
                 content = file.read()
         except OSError:
@@ -169,7 +169,7 @@ class Folder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             try:
-                with open(os.open(temporary, flags, 0o600), "wb") as file:
+                with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
                     file.write(_checksum(identity, payload) + payload)
                 temporary.replace(self.path / name)
             except BaseException:
@@ -188,8 +188,8 @@ class Folder:
         """While this lasts, no other process is in here: of this machine, or of all that share the folder.
 
         The kernel releases the lock of a process that dies. Where there are no locks, or the folder cannot be
-        written, nobody waits. `on_long_wait` is called with the id of the process that is waited for, unless it is
-        a sibling of this one: a rank of the same job, which says itself what it does.
+        written, nobody waits. `on_long_wait` is called with the id of the process that is waited for, unless
+        it is a sibling of this one: a rank of the same job, which says itself what it does.
         """
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -7,8 +7,8 @@
     compile_kernels()        # anyep.backends.cpu.compilation: from the cache where it has them
     fill(array, 7)
 
-Importing a module of kernels compiles nothing. A kernel that is called before it is compiled raises TypeError:
-nothing compiles in the middle of a call.
+Importing a module of kernels compiles nothing. A kernel that is called before it is compiled raises
+TypeError: nothing compiles in the middle of a call.
 """
 
 from __future__ import annotations
