@@ -16,8 +16,8 @@ from typing import Final, TextIO
 
 QUIET_S: Final = 1.0
 """What takes no longer is not worth a line."""
-BETWEEN_LINES_S: Final = 5.0
-"""Between two lines where a line cannot be changed."""
+FIRST_PAUSE_S: Final = 5.0
+"""Between the first two lines where a line cannot be changed; each later pause is twice as long."""
 
 
 def compile_sentence(num_done: int, num_kernels: int) -> str:
@@ -36,30 +36,27 @@ class CompileProgress:
         self._stream = stream
         self._is_terminal = stream.isatty()
         self._started = time.monotonic()
-        self._last_line_at: float | None = None
-        self._text = ""
+        self._next_line_at = self._started + QUIET_S
+        self._pause_s = FIRST_PAUSE_S
+        self._has_begun = False
 
     def show(self, num_done: int, num_kernels: int) -> None:
         """Tell that so many are done."""
         now = time.monotonic()
         if now - self._started < QUIET_S:
             return
-        self._text = f"AnyEP: {compile_sentence(num_done, num_kernels)}"
+        text = f"AnyEP: {compile_sentence(num_done, num_kernels)}"
         if self._is_terminal:
-            self._print("\r" + self._text)
-        elif (
-            self._last_line_at is None
-            or now - self._last_line_at >= BETWEEN_LINES_S
-            or num_done == num_kernels
-        ):
-            self._print(self._text + "\n")
-        else:
-            return
-        self._last_line_at = now
+            self._print("\r" + text)
+        elif now >= self._next_line_at or num_done == num_kernels:
+            self._print(text + "\n")
+            self._next_line_at = now + self._pause_s
+            self._pause_s *= 2
+        self._has_begun = True
 
     def finish(self) -> None:
         """End the line."""
-        if self._is_terminal and self._last_line_at is not None:
+        if self._is_terminal and self._has_begun:
             self._print("\n")
 
     def _print(self, text: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from typing import Annotated
 
 import typer
 
-from anyep.errors import AnyEPError
+from anyep.errors import NotSupported
 
 
 def warmup(
@@ -18,13 +19,15 @@ def warmup(
 ) -> None:
     """Compile all kernels for the CPU now, so that no program has to wait for it."""
     started = time.perf_counter()
-    # Here, as the other commands need not load Numba.
-    from anyep.backends.cpu import compile_kernels
+    # Here, as the other commands need not load Numba; whatever a Buffer uses is imported with it.
+    importlib.import_module("anyep.buffer")
+    from anyep.backends.cpu.compilation import check_cache, compile_kernels
 
+    check_cache()
     compilation = compile_kernels()
     seconds = time.perf_counter() - started
     if compilation.folder is None:
-        raise AnyEPError(f"compiled kernels cannot be kept: {compilation.reason}")
+        raise NotSupported(f"compiled kernels could not be kept: {compilation.reason}")
     record = {
         "folder": str(compilation.folder),
         "kernels": compilation.num_kernels,

@@ -95,6 +95,15 @@ def load_kernels() -> None:
         compile_kernels(Group.CONTROL, Group.NORMAL)
 
 
+def check_cache() -> None:
+    """Raise NotSupported where compiled kernels cannot be kept."""
+    if reason := _keeper().reason:
+        raise NotSupported(
+            f"compiled kernels cannot be kept: {reason}. Set {VARIABLE} to a folder that belongs to this user"
+            f" and that nobody else can write."
+        )
+
+
 def show_progress_with(show: ShowProgress | None) -> None:
     """Let all compilations of this process be shown by a function, instead of lines on stderr."""
     _progress.show_instead = show
