@@ -108,6 +108,16 @@ class Gpu:
         self.stream.stream.synchronize()
         self.side_stream.synchronize()
 
+    def is_running(self) -> bool:
+        """Whether the streams of calls have something left to do; False where CUDA cannot tell any more. For
+        the end of a process: no graph is captured then that could be harmed."""
+        self.stream.relax_this_thread()
+        try:
+            streams = (self.stream.stream, self.side_stream, torch.cuda.current_stream(self.device))
+            return not all(stream.query() for stream in streams)
+        except RuntimeError:
+            return False
+
     def synchronize_device(self) -> None:
         """Return when all streams are done."""
         torch.cuda.synchronize(self.device)
