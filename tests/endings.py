@@ -1,7 +1,7 @@
 """Programs that end without destroying their Buffers: real processes, whose interpreters shut down in earnest.
 
-    with EndingServer() as server:
-        ranks = server.run(Ending("idle", how="exit"), "cpu", 2)
+    with EndingServer("cpu") as server:
+        ranks = server.run(Ending("idle", how="exit"), 2)
         assert [rank.code for rank in ranks] == [3, 3]
 
 The ranks are forked from a server that has loaded torch and AnyEP already. A forked rank returns from the
@@ -11,6 +11,7 @@ An `Ending` is data: what state the Buffers are in, what keeps them, how the pro
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -31,6 +32,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from anyep import Config
+
 EXIT_CODE: Final = 3
 CODES: Final = {"return": 0, "exit": EXIT_CODE, "exception": 1}
 TIME_LIMIT_S: Final = 90.0
@@ -38,6 +41,8 @@ TIME_LIMIT_S: Final = 90.0
 HIDDEN: Final = 256
 NUM_TOKENS: Final = 4
 PR_SET_PDEATHSIG: Final = 1
+FEW_SMS: Final = Config(4)
+"""Triton's interpreter runs programs one after the other."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,13 @@ class Ended:
 
 
 class EndingServer:
-    """Forks ranks, waits for their end, and tells how it was. `env` is added to its environment."""
+    """Forks ranks, waits for their end, and tells how it was. Their Buffers are on `device`: "cpu", "cuda", or
+    "simulated", which is a GPU of CPU tensors. `env` is added to the environment."""
 
-    def __init__(self, env: dict[str, str] | None = None) -> None:
+    def __init__(self, device: str, env: dict[str, str] | None = None) -> None:
         repository = Path(__file__).parent.parent
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.endings"],
+            [sys.executable, "-m", "tests.endings", device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -95,9 +101,9 @@ class EndingServer:
     def __exit__(self, *_: object) -> None:
         self._process.communicate()
 
-    def run(self, ending: Ending, device: str, num_ranks: int) -> list[Ended]:
+    def run(self, ending: Ending, num_ranks: int) -> list[Ended]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = {"ending": asdict(ending), "device": device, "num_ranks": num_ranks}
+        request = {"ending": asdict(ending), "num_ranks": num_ranks}
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return [Ended(**ended) for ended in json.loads(self._process.stdout.readline())]
 
@@ -105,10 +111,14 @@ class EndingServer:
 # The server
 
 
-def main() -> None:
+def main(device: str) -> None:
     """Serve requests; a forked rank returns from here when its program is over."""
     import anyep.buffer  # noqa: F401 - loaded once for all ranks
 
+    if device == "simulated":
+        from tests.simulated_gpu import use_simulated_gpu
+
+        use_simulated_gpu()
     # What was loaded is not looked at by the garbage collector of each rank when that ends.
     gc.freeze()
     for line in sys.stdin:
@@ -118,7 +128,7 @@ def main() -> None:
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
-                run_rank(Ending(**request["ending"]), Rank(rank, num_ranks, request["device"], folder))
+                run_rank(Ending(**request["ending"]), Rank(rank, num_ranks, device, folder))
                 return
             pids.append(pid)
         print(json.dumps([asdict(ended) for ended in wait_for(pids, folder)]), flush=True)
@@ -215,11 +225,7 @@ def run_rank(ending: Ending, rank: Rank) -> None:
     os.dup2(output, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    if rank.device == "simulated":
-        from tests.simulated_gpu import use_simulated_gpu
-
-        use_simulated_gpu()
-    elif rank.device == "cuda":
+    if rank.device == "cuda":
         torch.cuda.set_device(0)
     store = f"file://{rank.folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank.rank, world_size=rank.num_ranks)
@@ -274,6 +280,7 @@ def inputs(rank: Rank, buffer: Any) -> dict[str, Any]:
         "num_tokens_per_rdma_rank": per_node,
         "is_token_in_rank": in_rank,
         "num_tokens_per_expert": per_expert,
+        "config": FEW_SMS,
     }
 
 
@@ -281,7 +288,7 @@ def call(rank: Rank, buffer: Any, run_async: bool = False) -> Any:
     """A dispatch and a combine, which brings back each token as it was; the event of the combine."""
     arguments = inputs(rank, buffer)
     rows, *_, handle, _ = buffer.dispatch(**arguments)
-    combined, _, event = buffer.combine(rows, handle, async_finish=run_async)
+    combined, _, event = buffer.combine(rows, handle, config=FEW_SMS, async_finish=run_async)
     if not run_async:
         assert torch.equal(combined, arguments["x"])
     return combined, event
@@ -322,6 +329,33 @@ def in_vain(rank: Rank) -> Any:
     return buffer
 
 
+def read_at_the_end(rank: Rank) -> Any:
+    """Rank 0 ends with a call under way; the others come to that call when the end has begun."""
+    buffer = rank.buffer()
+    call(rank, buffer)
+    arguments = inputs(rank, buffer)
+    rows, *_, handle, _ = buffer.dispatch(**arguments)
+    synchronize(rank)
+    dist.barrier()
+    if rank.rank == 0:
+        buffer.combine(rows, handle, config=FEW_SMS, async_finish=True)
+        atexit.register(rank.come_to, "the end")
+        return buffer
+    rank.wait_until(lambda: rank.is_here("the end"))
+    combined: list[torch.Tensor] = []
+
+    def combine() -> None:
+        combined.append(buffer.combine(rows, handle, config=FEW_SMS)[0])
+        synchronize(rank)
+        # On a GPU the host hears later what went wrong.
+        buffer.get_dispatch_layout(arguments["topk_idx"], rank.num_ranks)
+        buffer.runtime.before(False)
+
+    hear(rank, combine, times=1)
+    rank.say("right" if torch.equal(combined[0], arguments["x"]) else "wrong")
+    return buffer
+
+
 def waited_for(rank: Rank) -> Any:
     """Rank 0 ends; the others wait for it in a call, and say what they heard."""
     buffer = rank.buffer()
@@ -334,15 +368,15 @@ def waited_for(rank: Rank) -> Any:
     return buffer
 
 
-def hear(rank: Rank, wait: Callable[[], Any]) -> None:
-    """Say what a wait raises."""
+def hear(rank: Rank, wait: Callable[[], Any], times: int = 2) -> None:
+    """Say what a wait raises: on a GPU the host hears it at its next contact with the Buffer."""
     from anyep import AnyEPError
 
     rank.come_to(f"waits {rank.rank}")
     try:
-        wait()
-        synchronize(rank)
-        wait()
+        for _ in range(times):
+            wait()
+            synchronize(rank)
     except AnyEPError as error:
         rank.say(f"{type(error).__name__}: {error}")
 
@@ -451,6 +485,7 @@ STATES: Final[dict[str, Callable[[Rank], Any]]] = {
         destroyed,
         unheard,
         in_vain,
+        read_at_the_end,
         waited_for,
         broken,
         several,
@@ -465,4 +500,4 @@ STATES: Final[dict[str, Callable[[Rank], Any]]] = {
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -155,8 +155,8 @@ class SimulatedGpu:
     def synchronize(self) -> None:
         pass
 
-    def is_running(self) -> bool:
-        return False
+    def is_running(self, *events: Any) -> bool:
+        return not all(event.query() for event in events)
 
     def synchronize_device(self) -> None:
         pass

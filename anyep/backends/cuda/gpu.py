@@ -108,13 +108,14 @@ class Gpu:
         self.stream.stream.synchronize()
         self.side_stream.synchronize()
 
-    def is_running(self) -> bool:
-        """Whether the streams of calls have something left to do; False where CUDA cannot tell any more. For
-        the end of a process: no graph is captured then that could be harmed."""
+    def is_running(self, *events: Any) -> bool:
+        """Whether the streams of calls have something left to do, or one of these events has not come; False
+        where CUDA cannot tell any more. For the end of a process: no graph is captured then that could be
+        harmed."""
         self.stream.relax_this_thread()
         try:
             streams = (self.stream.stream, self.side_stream, torch.cuda.current_stream(self.device))
-            return not all(stream.query() for stream in streams)
+            return not all(moment.query() for moment in (*streams, *events))
         except RuntimeError:
             return False
 
