@@ -1,15 +1,15 @@
-"""How a process ends whose Buffers nobody destroyed: with its own exit code, soon, and without a word.
+"""How a process ends whose Buffers nobody destroyed: with its own exit code, soon, and silently.
 
-Python stops daemon threads where they are when its interpreter shuts down, and a thread that is in native code
-is unwound through it: where that is C++ (torch, NIXL), the process aborts. Memory that a kernel still reads may
-be unmapped under it. So whatever has a thread, or calls that go on beside the caller, is a `Part`, and
-registers here when it is made. At the end, when the program's own threads are done:
+When its interpreter shuts down, Python stops daemon threads wherever they are. A thread in native code is
+unwound through it, and where that is C++ (torch, NIXL) the process aborts; or memory is unmapped that a
+kernel still reads. So everything that has a thread, or calls that go on beside the caller, is a `Part`, and
+registers here when it is made. When the program and its own threads have ended, `end_process` does this:
 
-1. calls that are under way get `PATIENCE_S` to finish: peers may be about to read what they send;
-2. whatever still waits stops waiting, and peers are told that this process has ended;
-3. threads are ended, and work that has stopped may leave the GPU, within `JOIN_S`.
+1. Calls under way get `PATIENCE_S` to finish: peers may be about to read what they send.
+2. What still waits stops waiting, and the peers are told that this process has ended.
+3. Threads are joined, and kernels that were stopped may leave the GPU, within `JOIN_S`.
 
-Nothing is freed: the operating system does that. Parts are known weakly. A forked child knows none of them.
+Nothing is freed; the operating system does that. Parts are known weakly, and a forked child knows none.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ MAX_REASON_CHARACTERS: Final = 400
 
 
 class Part:
-    """What has to be ended; each kind of part does some of this."""
+    """What has to be ended with the process. Each kind of part overrides what concerns it."""
 
     def is_working(self) -> bool:
         """Whether calls are under way that could still be finished."""
         return False
 
     def stop_at_end(self, last_error: str) -> None:
-        """Wait for no peer any more, and tell them; `last_error` may say why. Returns at once."""
+        """Stop waiting for peers, and tell them that this process ends. `last_error` is the exception that
+        ended the program, or empty. Returns at once."""
 
     def join_at_end(self, until: float) -> None:
-        """End the threads, but do not wait longer than until this time (on the clock of `time.monotonic`)."""
+        """End the threads of this part, waiting until this time of `time.monotonic` at most."""
 
 
 _parts: weakref.WeakSet[Part] = weakref.WeakSet()
@@ -48,28 +49,28 @@ _begun = False
 
 
 def register(part: Part) -> None:
-    """Let a part be ended with the process. It is forgotten when it dies."""
+    """End this part with the process, if it still lives then."""
     _parts.add(part)
 
 
 def has_begun() -> bool:
-    """Whether the process ends: nothing may be started any more."""
+    """Whether the process is ending: no thread may be started any more."""
     return _begun
 
 
 def keep_for_ever(part: Part) -> None:
-    """Let a part live until the process is gone, and with it what it holds: kernels may still use that."""
+    """Keep a part, and all that it holds, until the process is gone: kernels may still use its memory."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
 
 
 def join(thread: threading.Thread | None, until: float) -> None:
-    """Wait for a thread that was told to end, but not longer than until this time."""
+    """Wait for a thread that was told to end, until this time at most."""
     if thread is not None and thread is not threading.current_thread():
         thread.join(max(0.0, until - time.monotonic()))
 
 
 def describe(error: BaseException) -> str:
-    """The type and the text of an exception, on one line; whatever its own methods do.
+    """The type and the text of an exception, on one line and not too long; this never raises.
 
     >>> describe(ValueError("boom")), describe(KeyboardInterrupt())
     ('ValueError: boom', 'KeyboardInterrupt')
@@ -83,7 +84,7 @@ def describe(error: BaseException) -> str:
 
 
 def end_process() -> None:
-    """End all parts. Python calls it when the threads of the program are done that are no daemons."""
+    """End all parts. Python calls this when all threads of the program have ended that are not daemons."""
     global _begun  # noqa: PLW0603 - there is one process
     _begun = True
     parts = list(_parts)
@@ -92,7 +93,7 @@ def end_process() -> None:
         while any(part.is_working() for part in parts) and time.monotonic() < until:
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
-        pass  # it can end at once
+        pass  # the user does not want to wait
     last_error = _last_uncaught()
     for part in parts:
         part.stop_at_end(last_error)
@@ -102,19 +103,19 @@ def end_process() -> None:
 
 
 def _last_uncaught() -> str:
-    """The exception that ended the program, or nothing. Python keeps it for debuggers."""
+    """The last exception that nobody caught, which Python keeps for debuggers; empty if there was none."""
     error = getattr(sys, "last_value", None)
     return describe(error) if isinstance(error, BaseException) else ""
 
 
 def _forget_in_child() -> None:
-    """A forked child has none of the threads, and its parent goes on."""
+    """A forked child has none of its parent's threads, and must not speak for it."""
     global _begun  # noqa: PLW0603
     _begun = False
     _parts.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-# Not `threading._register_atexit`: that comes before the program's own threads are joined, and those may still
-# use Buffers.
+# `threading._register_atexit` would be too early: threads of the program that are not daemons go on after it,
+# and may use Buffers.
 atexit.register(end_process)

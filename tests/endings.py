@@ -1,12 +1,12 @@
-"""Programs that end without destroying their Buffers: real processes, whose interpreters shut down in earnest.
+"""Programs that end without destroying their Buffers: real processes, whose interpreters really shut down.
 
     with EndingServer("cpu") as server:
         ranks = server.run(Ending("idle", how="exit"), 2)
         assert [rank.code for rank in ranks] == [3, 3]
 
 The ranks are forked from a server that has loaded torch and AnyEP already. A forked rank returns from the
-server's own `main`, so what follows is the end of an ordinary program: Python's own shutdown, with its exit code.
-An `Ending` is data: what state the Buffers are in, what keeps them, how the program ends, and in which thread.
+server's own `main`, so it ends as any program does: Python shuts down, and the process has an exit code. An
+`Ending` is data: what state the Buffers are in, what holds them, how the program ends, and in which thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from anyep import Config
 EXIT_CODE: Final = 3
 CODES: Final = {"return": 0, "exit": EXIT_CODE, "exception": 1}
 TIME_LIMIT_S: Final = 90.0
-"""Far more than an ending needs, and less than a Buffer's own waits take (100 s): only by those is it passed."""
+"""Much longer than an ending takes, and shorter than the waits of a Buffer (100 s)."""
 HIDDEN: Final = 256
 NUM_TOKENS: Final = 4
 PR_SET_PDEATHSIG: Final = 1
@@ -81,8 +81,8 @@ class Ended:
 
 
 class EndingServer:
-    """Forks ranks, waits for their end, and tells how it was. Their Buffers are on `device`: "cpu", "cuda", or
-    "simulated", which is a GPU of CPU tensors. `env` is added to the environment."""
+    """Forks ranks, waits for their end, and tells how it was. Their Buffers are on `device`: "cpu", "cuda",
+    or "simulated", which is a GPU of CPU tensors. `env` is added to the environment."""
 
     def __init__(self, device: str, env: dict[str, str] | None = None) -> None:
         repository = Path(__file__).parent.parent
@@ -102,7 +102,8 @@ class EndingServer:
         self._process.communicate()
 
     def run(self, ending: Ending, num_ranks: int) -> list[Ended]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         request = {"ending": asdict(ending), "num_ranks": num_ranks}
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return [Ended(**ended) for ended in json.loads(self._process.stdout.readline())]

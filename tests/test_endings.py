@@ -15,7 +15,13 @@ SOON_S = 45.0
 """An ending takes a second at most, on a machine that is busy several times that. The waits that it must not
 wait for take 100 s, and those of Gloo longer."""
 GONE = r"is gone: its process ended without destroy\(\)"
-COMPLAINTS = ("terminate called", "Fatal Python error", "Exception ignored", "in thread anyep", "Segmentation")
+COMPLAINTS = (
+    "terminate called",
+    "Fatal Python error",
+    "Exception ignored",
+    "in thread anyep",
+    "Segmentation",
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +97,21 @@ NEEDS_NO_STREAM = ("never called", "idle", "destroyed", "broken", "hook held")
 ENDINGS_ON_GPU = [ending for ending in ENDINGS if ending.state not in ("in a call",)]
 
 
-@pytest.mark.parametrize(
-    "ending", [ending for ending in ENDINGS if ending.state in NEEDS_NO_STREAM], ids=str
-)
+@pytest.mark.parametrize("ending", [ending for ending in ENDINGS if ending.state in NEEDS_NO_STREAM], ids=str)
 def test_a_process_that_ends_on_a_simulated_gpu(simulated_gpu: EndingServer, ending: Ending) -> None:
     check_endings(ending, simulated_gpu.run(ending, 2))
 
 
-@pytest.mark.parametrize("ending", [pytest.param(ending, marks=NEEDS_GPU) for ending in ENDINGS_ON_GPU], ids=str)
+@pytest.mark.parametrize(
+    "ending", [pytest.param(ending, marks=NEEDS_GPU) for ending in ENDINGS_ON_GPU], ids=str
+)
 def test_a_process_that_ends_on_a_gpu(gpu: EndingServer, ending: Ending) -> None:
     check_endings(ending, gpu.run(ending, 4))
 
 
 def check_who_reads_at_the_end(server: EndingServer, num_ranks: int) -> None:
-    """A call under way at the end is finished if its peers come soon. Else they hear why not; in no case is what
-    they read wrong."""
+    """A call under way at the end is finished if its peers come soon. Else they hear why not. What they read
+    is never wrong."""
     ending = Ending("read at the end")
     for _ in range(3):
         ranks = server.run(ending, num_ranks)
@@ -129,7 +135,7 @@ def test_a_call_under_way_at_the_end_on_a_gpu(gpu: EndingServer, num_ranks: int)
 
 @pytest.mark.parametrize("state", ["goes on", "in a team"])
 def test_a_thread_goes_on_when_the_main_thread_has_ended(server: EndingServer, state: str) -> None:
-    """A program is over when its last thread is that is no daemon: until then its Buffers work."""
+    """A program is over when its last thread that is not a daemon has ended; until then its Buffers work."""
     ending = Ending(state, thread="unjoined", how="exit")
     ranks = server.run(ending, 2)
     assert [ended.said for ended in ranks] == [["went on"]] * 2, ranks

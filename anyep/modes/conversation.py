@@ -581,9 +581,9 @@ class Conversation(ending.Part):
                 f" {waiting}"
             )
         if status.state is State.ENDED:
-            last = f"; its last uncaught exception: {status.failure}" if status.failure else ""
+            why = f"; its last uncaught exception: {status.failure}" if status.failure else ""
             return PeerLost(
-                f"rank {peer} (pid {status.pid}) is gone: its process ended without destroy(), {waiting}{last}"
+                f"rank {peer} (pid {status.pid}) is gone: its process ended without destroy(), {waiting}{why}"
             )
         if self.wire is not None and peer in self.wire.lost():
             return PeerLost(

@@ -27,8 +27,8 @@ def parts_of(count: int, num_parts: int) -> list[tuple[int, int]]:
 class Team(ending.Part):
     """Runs a kernel over the parts of a range, one part per thread; the caller's thread takes the first.
 
-    The helpers are daemons, and not those of `concurrent.futures`: these take no more work once the main thread
-    has ended, though other threads of a program may go on.
+    The helpers are not those of `concurrent.futures`, which take no more work once the main thread has ended:
+    other threads of a program may go on.
     """
 
     def __init__(self, num_threads: int) -> None:
