@@ -16,17 +16,21 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import os
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 PATIENCE_S: Final = 0.4
 JOIN_S: Final = 0.4
 LOOK_S: Final = 0.002
 MAX_REASON_CHARACTERS: Final = 400
+log = logging.getLogger("anyep")
 
 
 class Part:
@@ -90,16 +94,25 @@ def end_process() -> None:
     parts = list(_parts)
     try:
         until = time.monotonic() + PATIENCE_S
-        while any(part.is_working() for part in parts) and time.monotonic() < until:
+        while any(_attempt(part.is_working) for part in parts) and time.monotonic() < until:
             time.sleep(LOOK_S)
     except KeyboardInterrupt:
         pass  # the user does not want to wait
     last_error = _last_uncaught()
     for part in parts:
-        part.stop_at_end(last_error)
+        _attempt(partial(part.stop_at_end, last_error))
     until = time.monotonic() + JOIN_S
     for part in parts:
-        part.join_at_end(until)
+        _attempt(partial(part.join_at_end, until))
+
+
+def _attempt(step: Callable[[], bool | None]) -> bool | None:
+    """Do a step for one part. What goes wrong in it must not keep the others from ending."""
+    try:
+        return step()
+    except Exception as error:
+        log.debug("a part of a Buffer could not be ended with the process: %s", describe(error))
+        return None
 
 
 def _last_uncaught() -> str:

@@ -460,6 +460,13 @@ def in_a_team(rank: Rank) -> Any:
     return goes_on(rank)
 
 
+def in_a_block(rank: Rank) -> Any:
+    """The program ends in the middle of a `with` block."""
+    with rank.buffer() as buffer:
+        call(rank, buffer, run_async=True)
+        sys.exit(EXIT_CODE)
+
+
 def over_a_network(rank: Rank) -> Any:
     """Each rank is a node of its own, reached by NIXL."""
     buffer = rank.buffer(num_rdma_bytes=1 << 20, ranks_per_node=1, network="nixl")
@@ -494,6 +501,7 @@ STATES: Final[dict[str, Callable[[Rank], Any]]] = {
         in_a_call,
         goes_on,
         in_a_team,
+        in_a_block,
         over_a_network,
         waited_for_over_a_network,
     )

@@ -81,6 +81,7 @@ ENDINGS = [
     Ending("broken", how="exception", held_by="nothing"),
     Ending("several", how="exit"),
     Ending("several", held_by="nothing", leave_group=False),
+    Ending("in a block", how="exit", leave_group=False),
     Ending("hook held"),
     Ending("hook held", how="exit", held_by="nothing"),
     Ending("in a call", thread="daemon", how="exit"),
