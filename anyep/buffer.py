@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from anyep import arguments, low_latency_arguments, sizes
+from anyep import arguments, ending, low_latency_arguments, sizes
 from anyep.backends import cpu
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
@@ -88,6 +88,7 @@ class Buffer:
         self._unfilled: dict[int, EventHandle] = {}
         self._pid = os.getpid()
         self._generation = _generation
+        self._is_made = False
         rendezvous = rendezvous_of(group, comm)
         self.group = group
         self.rank = rendezvous.rank
@@ -101,6 +102,8 @@ class Buffer:
         timeout_s: list[float] = []
 
         def checked_wishes() -> Wishes:
+            if ending.has_begun():
+                raise InvalidCall("a Buffer cannot be made while the process ends")
             self._device = _checked_device(device)
             timeout_s.append(_timeout_seconds())
             if network not in (None, *NETWORKS):
@@ -142,6 +145,7 @@ class Buffer:
         except BaseException:
             self._conversation.close()
             raise
+        self._is_made = True
 
     def _start_on_cpu(self) -> None:
         connection, conversation = self._connection, self._conversation
@@ -289,6 +293,32 @@ class Buffer:
         """What every rank is doing, without waiting for any of them; `print(*buffer.status(), sep="\\n")`."""
         self._check_usable()
         return self._conversation.status()
+
+    def __repr__(self) -> str:
+        """Whose Buffer it is, where, how large and in which state, on one line; it waits for nothing."""
+        try:
+            return f"<Buffer of {self._place()}; {self._extent()}; {self._state()}>"
+        except Exception:
+            # A Buffer that could not be made may have no rank, or sizes that are no numbers.
+            return f"<Buffer that was not made, at {id(self):#x}>"
+
+    def _place(self) -> str:
+        nodes = self.topology.num_nodes
+        place = f"rank {self.rank} of {self.group_size} on {self._device.type}"
+        return place + (f", on {nodes} nodes" if nodes > 1 else ", on 1 node")
+
+    def _extent(self) -> str:
+        modes = "normal and low-latency modes" if self.low_latency_mode else "normal mode"
+        masks = " with masks" if self.low_latency_mode and self.enable_shrink else ""
+        return f"{self.num_nvl_bytes:,} NVL bytes, {self.num_rdma_bytes:,} RDMA bytes; {modes}{masks}"
+
+    def _state(self) -> str:
+        if self._generation is not _generation:
+            return f"inherited from process {self._pid} by a forked child, which cannot use it"
+        if self.runtime is None:
+            return "destroyed" if self._is_made else "not made"
+        error = self._conversation.first_error
+        return "working" if error is None else f"broken: {ending.describe(error)}"
 
     # Normal mode
 
@@ -771,14 +801,16 @@ class Buffer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None and self.runtime is not None:
-            # Something went wrong: do not wait for calls whose peers may never come.
+        if error is not None and self.runtime is not None and self._generation is _generation:
+            # Something went wrong: tell the peers what, and do not wait for calls whose peers may never come.
+            self._conversation.leave(error)
             self.runtime.stop()
         self.destroy()
 
     def __del__(self) -> None:
         if (
             sys.is_finalizing()
+            or ending.has_begun()
             or getattr(self, "runtime", None) is None
             or self._generation is not _generation
         ):

@@ -38,11 +38,11 @@ def gpu_world(num_ranks: int) -> World:
 
 def new_gpu_world(num_ranks: int) -> World:
     """Ranks that run side by side on GPU 0, by way of NVIDIA's multi-process service."""
-    return World(num_ranks, partial(set_environment, _service()))
+    return World(num_ranks, partial(set_environment, service_variables()))
 
 
 @cache
-def _service() -> dict[str, str]:
+def service_variables() -> dict[str, str]:
     """The variables by which ranks find the service. It is started here, and ends with pytest."""
     atexit.register(_open.close)
     return _open.enter_context(MultiProcessService()) if MultiProcessService.is_installed() else {}

@@ -97,6 +97,9 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 class SimulatedGpu:
     """What `Gpu` is, of CPU memory."""
@@ -151,6 +154,9 @@ class SimulatedGpu:
 
     def synchronize(self) -> None:
         pass
+
+    def is_running(self, *events: Any) -> bool:
+        return not all(event.query() for event in events)
 
     def synchronize_device(self) -> None:
         pass

@@ -178,7 +178,7 @@ def drop_while_a_call_is_under_way(context: RankContext) -> None:
     dist.barrier(group=context.group)
     mode = weakref.ref(buffer._low_latency)
     over = threading.Event()
-    buffer._low_latency._order.done = SimpleNamespace(synchronize=over.wait)  # type: ignore[union-attr]
+    buffer._low_latency._order.done = SimpleNamespace(query=over.is_set)  # type: ignore[union-attr]
     del buffer
     gc.collect()
     assert mode() is not None

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 
+from anyep import ending
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, PeerLost, WaitTimeout
 from anyep.headers import Field
 from anyep.layout import (
@@ -102,7 +103,7 @@ class Stall(NamedTuple):
         return [self, *self.also]
 
 
-class Conversation:
+class Conversation(ending.Part):
     """One rank's side of the talk with its peers; `heaps` are all ranks' heaps, this rank's own included."""
 
     def __init__(
@@ -126,7 +127,8 @@ class Conversation:
         """Called at the start of every phase; tests delay or kill a rank there."""
         self._backend = backend
         self._last_call = 0
-        self._stopping = False
+        self._stopped_by = ""
+        """Why waits end that are still under way."""
         self._last_seen = 0
         self._broken: AnyEPError | None = None
         self.on_failure: Callable[[], None] = _nothing
@@ -167,6 +169,7 @@ class Conversation:
         self._poller = select.poll()
         for descriptor in self._pidfds:
             self._poller.register(descriptor, select.POLLIN)
+        ending.register(self)
 
     def _at_peers(self, offset: int) -> Array:
         """The address of this offset in every rank's heap."""
@@ -202,9 +205,14 @@ class Conversation:
                 f"this Buffer is broken since an earlier call: {self._broken}"
             ) from self._broken
 
-    def stop(self) -> None:
+    @property
+    def first_error(self) -> AnyEPError | None:
+        """What broke the Buffer, if something did."""
+        return self._broken
+
+    def stop(self, why: str = "the Buffer was destroyed") -> None:
         """End the waits of calls that are still under way; they fail."""
-        self._stopping = True
+        self._stopped_by = self._stopped_by or why
 
     def begin(self, kind: int) -> Call:
         """Take the next call number."""
@@ -237,11 +245,21 @@ class Conversation:
     def fail(self, call: Call, error: BaseException) -> None:
         """Say that this rank failed, so that nobody waits for it."""
         reason = str(error) if isinstance(error, AnyEPError) else f"{type(error).__name__}: {error}"
-        self._broken = error if isinstance(error, AnyEPError) else AnyEPError(f"{call} ended by {reason}")
-        self._own.fail(f"{call}: {reason}")
+        if self._broken is None:
+            self._broken = error if isinstance(error, AnyEPError) else AnyEPError(f"{call} ended by {reason}")
+        self._go(State.FAILED, f"{call}: {reason}")
+        self.on_failure()
+
+    def leave(self, error: BaseException) -> None:
+        """Say that an exception takes this rank out of its `with` block: who waits for it raises that."""
+        reason = ending.describe(error)
+        self._go(State.LEFT, reason)
+        self.stop(f"the `with Buffer(...)` block was left by {reason}")
+
+    def _go(self, how: State, reason: str = "") -> None:
+        self._own.go(how, reason)
         if self.wire is not None:
             self.wire.say_status()
-        self.on_failure()
 
     # Letters
 
@@ -494,8 +512,8 @@ class Conversation:
         suspects: set[int] = set()
         periods = 0
         while step(0):
-            if self._stopping:
-                raise BufferBroken(f"the Buffer was destroyed while {call} was under way")
+            if self._stopped_by:
+                raise BufferBroken(f"{self._stopped_by} while {call} was under way")
             stall = stalled()
             self._own.wait_for(self._cause(stall).peers[0])
             gone = self.gone().intersection(peer for part in stall.parts for peer in part.peers)
@@ -557,6 +575,16 @@ class Conversation:
             return PeerLost(f"rank {peer} (pid {status.pid}) failed {waiting}: {status.failure}")
         if status.state is State.DESTROYED:
             return PeerLost(f"rank {peer} (pid {status.pid}) destroyed its Buffer {waiting}")
+        if status.state is State.LEFT:
+            return PeerLost(
+                f"rank {peer} (pid {status.pid}) left its `with Buffer(...)` block by {status.failure},"
+                f" {waiting}"
+            )
+        if status.state is State.ENDED:
+            why = f"; its last uncaught exception: {status.failure}" if status.failure else ""
+            return PeerLost(
+                f"rank {peer} (pid {status.pid}) is gone: its process ended without destroy(), {waiting}{why}"
+            )
         if self.wire is not None and peer in self.wire.lost():
             return PeerLost(
                 f"rank {peer} is out of reach: its process or host was lost {waiting};"
@@ -617,8 +645,13 @@ class Conversation:
             status.read(status.rank not in dead, status.rank not in out_of_reach) for status in self._statuses
         ]
 
+    def stop_at_end(self, last_error: str) -> None:
+        self._go(State.ENDED, last_error)
+        self.stop("the process ended")
+        self._broken = self._broken or BufferBroken("the process ends")
+
     def close(self) -> None:
-        self._own.destroy()
+        self._own.go(State.DESTROYED)
         if self.wire is not None:
             self.wire.close()
         self._broken = BufferBroken("it was destroyed")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
+from anyep import ending
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import counting, rings, sums, windows
 from anyep.backends.cuda.kernels import letters as letter_kernels
@@ -55,6 +57,8 @@ from anyep.modes.status import Phase
 from anyep.sizes import Config, TokenLayout, align, token_layout
 
 T = TypeVar("T")
+LOOK_S: Final = 0.002
+"""How often a thread asks whether the last calls of a dropped Buffer are over."""
 DTYPE_CODES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
@@ -67,7 +71,7 @@ class _Results(NamedTuple):
     scales: torch.Tensor | None
 
 
-class GpuIntranode:
+class GpuIntranode(ending.Part):
     """Normal mode of one rank on a GPU. It does not check what the user passed; `Buffer` does."""
 
     source_bytes = SOURCE_INDEX_BYTES
@@ -92,6 +96,10 @@ class GpuIntranode:
         """What went wrong in an earlier call, and nobody has heard yet."""
         self.free_what_died: Callable[[], None] = self._gpu.do_postponed
         """For whoever closed this object, when he has let it go."""
+        self._closing: threading.Thread | None = None
+        self._is_over = threading.Event()
+        """The process ends, and nothing is waited for any more."""
+        ending.register(self)
 
     @property
     def communication_stream(self) -> Any:
@@ -152,14 +160,34 @@ class GpuIntranode:
         def wait_and_say_so() -> None:
             self._gpu.stream.relax_this_thread()
             try:
-                for last_use in last_uses:
-                    last_use.synchronize()
+                # Not `synchronize`: the interpreter must be able to end while this waits.
+                while not all(last_use.query() for last_use in last_uses):
+                    if self._is_over.wait(LOOK_S):
+                        break
             finally:
                 self._say_closed()
                 # Not in this thread, as another one may capture a graph.
                 self._gpu.postpone(partial(self._free, low_latency))
 
-        threading.Thread(target=wait_and_say_so, name="anyep-close", daemon=True).start()
+        self._closing = threading.Thread(target=wait_and_say_so, name="anyep-close", daemon=True)
+        self._closing.start()
+
+    def is_working(self) -> bool:
+        running: bool = self._gpu.is_running()
+        return running
+
+    def stop_at_end(self, last_error: str) -> None:
+        # First for people: whose kernel hears of it looks for the reason there.
+        self.conversation.stop_at_end(last_error)
+        self.talk.give_up()
+        self._is_over.set()
+
+    def join_at_end(self, until: float) -> None:
+        ending.join(self._closing, until)
+        # Kernels that were told to stop do so in moments. If not, they must find their memory.
+        ending.keep_for_ever(self)
+        while self._gpu.is_running() and time.monotonic() < until:
+            time.sleep(LOOK_S)
 
     def check_can_close(self) -> None:
         """Refuse where nothing can be waited for."""

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
-from anyep import outcomes
+from anyep import ending, outcomes
 from anyep.backends import cpu
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import slots as kernels
@@ -69,7 +69,7 @@ class _Job:
     is_captured: bool
 
 
-class GpuLowLatency(LowLatency):
+class GpuLowLatency(LowLatency, ending.Part):
     """Low-latency mode of one rank on a GPU. It does not check what the user passed; `Buffer` does."""
 
     def __init__(self, connection: GpuConnection, start: int, num_bytes: int, can_shrink: bool) -> None:
@@ -123,6 +123,7 @@ class GpuLowLatency(LowLatency):
         self._num_cleanings = 0
         self._unfilled = [None] * NUM_SLOT_SETS
         self._lent_for = None
+        ending.register(self)
 
     def _facts(self) -> list[int]:
         control = self._control
@@ -501,6 +502,10 @@ class GpuLowLatency(LowLatency):
     def close(self) -> None:
         """Forget what will never be received: it knows us, and neither would be freed."""
         self._jobs.clear()
+
+    def is_working(self) -> bool:
+        running: bool = self._gpu.is_running(self.last_use())
+        return running
 
     def last_use(self) -> Any:
         """An event after all that was launched outside of graphs."""

@@ -171,6 +171,8 @@ class Intranode:
         self._node_ranks = topology.ranks_on(topology.node_of(self._rank))
         self._control = control
         self._heap_addresses = np.array([heap.address for heap in heaps], np.int64)
+        # Calls may go on when the Buffer has been dropped: they know windows by their addresses alone.
+        self._window_blocks = window_blocks
         # Windows are for the ranks of this node; of others they are nowhere.
         self._window_bases = np.zeros(self._num_ranks, np.int64)
         for rank, block in window_blocks.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from enum import IntEnum
@@ -45,6 +46,10 @@ class State(IntEnum):
     ALIVE = 0
     FAILED = 1
     DESTROYED = 2
+    LEFT = 3
+    """An exception took it out of its `with Buffer(...)` block."""
+    ENDED = 4
+    """Its process ended without `destroy()`."""
 
 
 class Phase(IntEnum):
@@ -104,6 +109,10 @@ class RankStatus:
             return f"rank {self.rank} (pid {self.pid}) is out of reach: its process or host is gone"
         if self.state == "destroyed":
             return f"rank {self.rank} (pid {self.pid}) has destroyed its Buffer"
+        if self.state == "left":
+            return f"rank {self.rank} (pid {self.pid}) left its `with Buffer(...)` block by {self.failure}"
+        if self.state == "ended":
+            return f"rank {self.rank} (pid {self.pid}) ended its process without destroy()"
         if self.phase == "idle":
             last = (
                 f"its last call was {self.function} ({name_of_call(self.call)})"
@@ -140,6 +149,7 @@ class StatusBlock:
         self._nobody = np.array([block.address + 8 * Word.NOBODY], np.int64)
         self._words = block.array(0, Word.REFUSAL_BYTES + len(REFUSAL_TEXTS_AT))
         self._bytes = block.array(0, STATUS_BYTES, np.uint8)
+        self._goes_once = threading.Lock()
         self.rank = rank
         self.pid = pid
 
@@ -153,19 +163,17 @@ class StatusBlock:
     def wait_for(self, peer: int) -> None:
         self._words[Word.WAITS_FOR] = peer
 
-    def fail(self, reason: str) -> None:
-        self._write_text(FAILURE_TEXT_AT, Word.FAILURE_BYTES, reason)
-        self._backend.announce(self._state_address, self._nobody, 0, int(State.FAILED))
+    def go(self, how: State, reason: str = "") -> None:
+        """Say that the rank goes on no more, how that came, and why. What was said first stays."""
+        with self._goes_once:
+            if self.state is not State.ALIVE:
+                return
+            self._write_text(FAILURE_TEXT_AT, Word.FAILURE_BYTES, reason)
+            self._backend.announce(self._state_address, self._nobody, 0, int(how))
 
     def refuse(self, text: int, reason: str) -> None:
         """Say why in one of the texts; a letter or a note tells peers when to look."""
         self._write_text(REFUSAL_TEXTS_AT[text], Word.REFUSAL_BYTES + text, reason)
-
-    def destroy(self) -> None:
-        """Say that the rank is gone; a failure stays what peers should hear of."""
-        if self.state is State.FAILED:
-            return
-        self._backend.announce(self._state_address, self._nobody, 0, int(State.DESTROYED))
 
     @property
     def state(self) -> State:
@@ -192,7 +200,7 @@ class StatusBlock:
             phase=Phase(int(self._words[Word.PHASE])).name.lower(),
             seconds_in_phase=(time.monotonic_ns() - int(self._words[Word.SINCE_NS])) / 1e9,
             waits_for=waits_for if waits_for >= 0 else None,
-            failure=self.failure if state is State.FAILED else "",
+            failure=self.failure if state is not State.ALIVE else "",
         )
 
     def _write_text(self, offset: int, length_word: int, text: str) -> None:

@@ -7,8 +7,10 @@ import select
 import threading
 from collections.abc import Callable, Mapping
 
+from anyep import ending
 
-class Watch:
+
+class Watch(ending.Part):
     """A thread that sleeps until a peer's process ends, and then tells its rank."""
 
     def __init__(self, pids: Mapping[int, int], on_death: Callable[[int], None]) -> None:
@@ -23,6 +25,7 @@ class Watch:
                 self._dead_already.append(rank)
         self._thread = threading.Thread(target=self._look, name="anyep-watch", daemon=True)
         self._thread.start()
+        ending.register(self)
 
     def _look(self) -> None:
         for rank in self._dead_already:
@@ -40,6 +43,11 @@ class Watch:
                 if self._stop < 0:
                     # Closed by whoever heard of it: the descriptors are not ours any more.
                     return
+
+    def join_at_end(self, until: float) -> None:
+        if self._stop >= 0:
+            os.eventfd_write(self._stop, 1)
+            ending.join(self._thread, until)
 
     def close(self) -> None:
         """End the thread, and close what it watched."""

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from anyep import ending
 from anyep.errors import PeerLost
 from anyep.layout import STATUS_BYTES
 from anyep.modes.status import Word
@@ -36,7 +37,7 @@ _CLOCK: Final = struct.Struct("<q")
 """Before what a rank says of itself: its clock."""
 
 
-class Wire:
+class Wire(ending.Part):
     """One rank's way to ranks on other hosts; `outboxes` are memory of this rank, one for each of them."""
 
     def __init__(self, engine: Any, own_heap: Any, outboxes: Mapping[int, Any]) -> None:
@@ -49,6 +50,7 @@ class Wire:
         self._stop = threading.Event()
         self._pump = threading.Thread(target=self._keep_polling, name="anyep wire", daemon=True)
         self._pump.start()
+        ending.register(self)
 
     def send(
         self, rank: int, pieces: Sequence[tuple[int, int]], signals: Sequence[tuple[int, int]] = ()
@@ -131,6 +133,16 @@ class Wire:
         self.say_status()
         self.poll()
         self.engine.close()
+
+    def is_working(self) -> bool:
+        return not self._stop.is_set() and not all(map(self._is_done, self.ranks))
+
+    def join_at_end(self, until: float) -> None:
+        self._stop.set()
+        ending.join(self._pump, until)
+        if not self._pump.is_alive():
+            # What this rank said last is to leave.
+            self.poll()
 
     def _keep_status(self, rank: int, words: bytes) -> None:
         """Keep what a rank said; times are on its own clock, and are moved to this one's."""

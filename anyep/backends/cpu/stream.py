@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from anyep import ending
 from anyep.events import EventHandle
 
 T = TypeVar("T")
 
 
-class Stream:
+class Stream(ending.Part):
     """Does work in order, in line or beside the caller."""
 
     def __init__(self) -> None:
@@ -27,6 +28,7 @@ class Stream:
         self._worker: threading.Thread | None = None
         self._last: threading.Event | None = None
         self._unheard: EventHandle | None = None
+        ending.register(self)
 
     def run(self, work: Callable[[], T]) -> T:
         """Do it now, when all earlier work is done."""
@@ -73,6 +75,13 @@ class Stream:
             if self._worker is not threading.current_thread():
                 self._worker.join()
             self._worker = None
+
+    def is_working(self) -> bool:
+        return not self.is_idle
+
+    def join_at_end(self, until: float) -> None:
+        self._work.put(None)
+        ending.join(self._worker, until)
 
     def _serve(self) -> None:
         while (item := self._work.get()) is not None:

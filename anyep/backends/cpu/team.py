@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
+
+from anyep import ending
+
+Work = Callable[[int, int], object]
 
 
 def parts_of(count: int, num_parts: int) -> list[tuple[int, int]]:
@@ -18,32 +24,108 @@ def parts_of(count: int, num_parts: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-class Team:
-    """Runs a kernel over the parts of a range, one part per thread; the caller's thread takes the first."""
+class Team(ending.Part):
+    """Runs a kernel over the parts of a range, one part per thread; the caller's thread takes the first.
+
+    The helpers are not those of `concurrent.futures`, which take no more work once the main thread has ended:
+    other threads of a program may go on.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._helpers = (
-            ThreadPoolExecutor(num_threads - 1, thread_name_prefix="anyep-team") if num_threads > 1 else None
-        )
+        self._waiting: deque[_Part] = deque()
+        self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """Rung once for each part that waits; False ends a helper."""
+        self._helpers: list[threading.Thread] = []
+        ending.register(self)
 
-    def run(self, work: Callable[[int, int], object], count: int, *, worth_splitting: bool = True) -> None:
+    def run(self, work: Work, count: int, *, worth_splitting: bool = True) -> None:
         """Call `work(first, end)` for every part of range(count) and wait for all."""
-        if self._helpers is None or not worth_splitting:
+        if self.num_threads == 1 or not worth_splitting:
             if count:
                 work(0, count)
             return
         (first, *others) = parts_of(count, self.num_threads) or [(0, 0)]
-        futures = [self._helpers.submit(work, *part) for part in others]
+        parts = [_Part(work, *part) for part in others]
+        self._start_helpers()
+        self._waiting.extend(parts)
+        for _ in parts:
+            self._bell.put(True)
         try:
             if first[1]:
                 work(*first)
         finally:
+            # What no helper has taken yet is done here: all of it, if they have been ended.
+            while _run_next(self._waiting):
+                pass
             # Also after Ctrl-C: what the helpers read and write must live until they are done.
-            wait(futures)
-        for future in futures:
-            future.result()
+            for part in parts:
+                part.done.acquire()
+        error = next((part.error for part in parts if part.error is not None), None)
+        del parts
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Its traceback holds this frame, and with it those of all callers.
+            del error
+
+    def _start_helpers(self) -> None:
+        if not self._helpers:
+            self._helpers = [
+                # They know the queues alone, so that a team that is dropped can end them.
+                threading.Thread(
+                    target=_help, args=(self._bell, self._waiting), name=f"anyep-team-{index}", daemon=True
+                )
+                for index in range(1, self.num_threads)
+            ]
+            for helper in self._helpers:
+                helper.start()
 
     def close(self) -> None:
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=False)
+        """End the helpers when they have done what waits, without waiting for them."""
+        for _ in self._helpers:
+            self._bell.put(False)
+
+    def join_at_end(self, until: float) -> None:
+        self.close()
+        for helper in self._helpers:
+            ending.join(helper, until)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Part:
+    """A part of a range that is still to be done."""
+
+    def __init__(self, work: Work, first: int, end: int) -> None:
+        self.done = threading.Lock()
+        """Held until it is."""
+        self.done.acquire()
+        self.error: BaseException | None = None
+        self._work = work
+        self._first, self._end = first, end
+
+    def run(self) -> None:
+        try:
+            self._work(self._first, self._end)
+        except BaseException as error:  # it is raised where the parts are waited for
+            self.error = error
+        finally:
+            self.done.release()
+
+
+def _run_next(waiting: deque[_Part]) -> bool:
+    """Take the part that has waited longest, and do it; whether there was one."""
+    try:
+        part = waiting.popleft()
+    except IndexError:
+        return False
+    part.run()
+    return True
+
+
+def _help(bell: queue.SimpleQueue[bool], waiting: deque[_Part]) -> None:
+    while bell.get():
+        _run_next(waiting)

@@ -108,6 +108,17 @@ class Gpu:
         self.stream.stream.synchronize()
         self.side_stream.synchronize()
 
+    def is_running(self, *events: Any) -> bool:
+        """Whether the streams of calls have something left to do, or one of these events has not come; False
+        where CUDA cannot tell any more. For the end of a process: no graph is captured then that could be
+        harmed."""
+        self.stream.relax_this_thread()
+        try:
+            streams = (self.stream.stream, self.side_stream, torch.cuda.current_stream(self.device))
+            return not all(moment.query() for moment in (*streams, *events))
+        except RuntimeError:
+            return False
+
     def synchronize_device(self) -> None:
         """Return when all streams are done."""
         torch.cuda.synchronize(self.device)
