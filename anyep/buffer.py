@@ -467,7 +467,7 @@ class Buffer:
             weights = topk_weights
             if weights is not None:
                 weights = arguments.check_tensor(
-                    "topk_weights", weights, (torch.float32,), (rows.shape[0], None)
+                    "topk_weights", weights, (torch.float32,), (rows.shape[0], "top-k")
                 )
                 if not 1 <= weights.shape[1] <= sizes.NUM_MAX_TOPK:
                     raise InvalidCall(
@@ -898,7 +898,7 @@ class Buffer:
         )
         in_rank = arguments.check_tensor("is_token_in_rank", is_token_in_rank, (torch.bool,), (tokens, ranks))
         per_expert = arguments.check_tensor(
-            "num_tokens_per_expert", num_tokens_per_expert, (torch.int32,), (None,)
+            "num_tokens_per_expert", num_tokens_per_expert, (torch.int32,), ("experts",)
         )
         per_rank, in_rank, per_expert = per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
         arguments.check_num_experts(per_expert.shape[0], ranks)

@@ -40,8 +40,15 @@ WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"x": 3}, "x is of type int: it must be a tensor"),
     "dtype": ({"x": x.long()}, "x is int64: it must be bfloat16, float16, float32 or 1-byte data"),
     "double": ({"x": x.double()}, "x is float64"),
-    "dimensions": ({"x": x[0]}, "x has shape [32]: it must be [any, any]"),
-    "device": ({"x": x.to("meta")}, "x is on meta, but this Buffer works on the CPU"),
+    "dimensions": ({"x": x[0]}, "x has shape [32]: it must be [tokens, hidden]"),
+    "device": (
+        {"x": x.to("meta")},
+        "x is on meta, where tensors have no data: AnyEP works on CPU and CUDA tensors; materialise it",
+    ),
+    "experts' counts": (
+        {"num_tokens_per_expert": torch.zeros(2, 2).int()},
+        "num_tokens_per_expert has shape [2, 2]: it must be [experts]",
+    ),
     "strides": ({"x": torch.zeros(HIDDEN, TOKENS, dtype=torch.bfloat16).t()}, "x is not contiguous"),
     "row bytes": (
         {"x": torch.zeros(TOKENS, 4, dtype=torch.bfloat16)},
@@ -56,7 +63,10 @@ WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
         {"x": (data, torch.ones(TOKENS, 1).double())},
         "x[1] is float64: it must be float32 or int32",
     ),
-    "scales' rows": ({"x": (data, torch.ones(TOKENS + 1, 1))}, "x[1] has shape [7, 1]: it must be [6, any]"),
+    "scales' rows": (
+        {"x": (data, torch.ones(TOKENS + 1, 1))},
+        "x[1] has shape [7, 1]: it must be [6, scales]",
+    ),
     "too many scales": (
         {"x": (data, torch.ones(TOKENS, 129))},
         "x[1] has 129 scales per token: it must be 1 to 128",
@@ -238,7 +248,7 @@ WRONG_COMBINES: dict[str, tuple[Callable[[torch.Tensor, Any], dict[str, Any]], s
     ),
     "weights' rows": (
         lambda x, h: {"x": x, "handle": h, "topk_weights": torch.ones(3, 2)},
-        "topk_weights has shape [3, 2]: it must be [6, any]",
+        "topk_weights has shape [3, 2]: it must be [6, top-k]",
     ),
 }
 
@@ -535,7 +545,7 @@ def wrong_layouts(context: RankContext) -> list[str]:
 def test_wrong_layouts() -> None:
     for messages in get_world(2).run(wrong_layouts):
         assert messages[0] == "topk_idx is int32: it must be int64"
-        assert messages[1] == "topk_idx has shape [3]: it must be [any, any]"
+        assert messages[1] == "topk_idx has shape [3]: it must be [tokens, top-k]"
         assert messages[2].startswith("3 experts do not divide over 2 ranks")
         assert messages[3] == "num_experts is 0: it must be at least 1"
         assert messages[4].startswith("2048 experts per rank: at most 1024 are possible")

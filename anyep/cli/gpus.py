@@ -46,7 +46,7 @@ def in_words(num_gpus: int) -> str:
 
 def check_device(device: str) -> None:
     if device not in DEVICES:
-        raise InvalidCall(f"device is {device!r}: choose {' or '.join(DEVICES)}")
+        raise InvalidCall(f"--device is {device!r}: choose {' or '.join(DEVICES)}")
 
 
 def count_gpus() -> int:
