@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -324,6 +325,15 @@ def disagree(context: RankContext, about: str) -> str:
                 other = {
                     "hidden": {"x": torch.zeros(TOKENS, 2 * HIDDEN, dtype=torch.bfloat16)},
                     "dtype": {"x": torch.zeros(TOKENS, HIDDEN, dtype=torch.float16)},
+                    "wide dtype": {"x": torch.zeros(TOKENS, HIDDEN)},
+                    "fp8": {"x": (torch.zeros(TOKENS, HIDDEN, dtype=torch.uint8), torch.ones(TOKENS, 1))},
+                    "dtype and hidden": {"x": torch.zeros(TOKENS, HIDDEN // 2)},
+                    "several": {
+                        "x": torch.zeros(TOKENS, HIDDEN),
+                        "topk_idx": None,
+                        "topk_weights": None,
+                        "config": Config(4),
+                    },
                     "top-k": {"topk_idx": None, "topk_weights": None},
                     "channels": {"config": Config(4)},
                     "ring": {"config": Config(20, 6, 100)},
@@ -342,7 +352,24 @@ def disagree(context: RankContext, about: str) -> str:
     [
         ("function", "about the function called: dispatch on ranks 0, 1; combine on rank 2"),
         ("cached", "about the function called: dispatch on ranks 0, 1; cached dispatch on rank 2"),
-        ("hidden", "about the bytes of a row (hidden size): 64 on ranks 0, 1; 128 on rank 2"),
+        ("hidden", "about the hidden size: 32 on ranks 0, 1; 64 on rank 2"),
+        ("wide dtype", "about the dtype: bfloat16 on ranks 0, 1; float32 on rank 2"),
+        (
+            "fp8",
+            "about the dtype: bfloat16 on ranks 0, 1; uint8 on rank 2,"
+            " and about the number of scales per token: 0 on ranks 0, 1; 1 on rank 2",
+        ),
+        (
+            "dtype and hidden",
+            "about the dtype: bfloat16 on ranks 0, 1; float32 on rank 2,"
+            " and about the hidden size: 32 on ranks 0, 1; 16 on rank 2",
+        ),
+        (
+            "several",
+            "about the dtype: bfloat16 on ranks 0, 1; float32 on rank 2,"
+            " and about top-k: 2 on ranks 0, 1; 0 on rank 2,"
+            " and about the number of channels (num_sms // 2): 10 on ranks 0, 1; 2 on rank 2",
+        ),
         ("dtype", "about the dtype: bfloat16 on ranks 0, 1; float16 on rank 2"),
         ("top-k", "about top-k: 2 on ranks 0, 1; 0 on rank 2"),
         ("channels", "about the number of channels (num_sms // 2): 10 on ranks 0, 1; 2 on rank 2"),
@@ -355,8 +382,9 @@ def disagree(context: RankContext, about: str) -> str:
 )
 def test_ranks_that_disagree(about: str, sentence: str) -> None:
     for message in get_world(3).run(disagree, about):
-        assert message.startswith("Disagreement: the ranks disagree in call ")
-        assert message.endswith(sentence)
+        assert re.fullmatch(
+            f"Disagreement: the ranks disagree in call [0-9]+ {re.escape(sentence)}", message
+        ), message
 
 
 def combine_with_other_handles(context: RankContext) -> str:

@@ -179,7 +179,7 @@ def test_bench_prints_json() -> None:
             ("demo", "--ranks", "3", "--experts", "16"),
             "16 experts do not divide over 3 ranks",
         ),
-        (("demo", "--topk", "17"), "top-k is 17, but there are only 16 experts"),
+        (("demo", "--topk", "17"), "--topk is 17, but there are only 16 experts"),
         (("demo", "--hidden", "3"), "a row of 12 bytes is no multiple of 16 bytes"),
         (("demo", "--path", "road"), "--path is 'road': choose one of auto, window, ring"),
         (("demo", "--tokens", "-1"), "tokens is -1"),
@@ -192,7 +192,10 @@ def test_bench_prints_json() -> None:
         (("bench", "--repeats", "0"), "repeats is 0"),
         (("bench", "--hidden", "4"), "a row of 8 bytes is no multiple of 16 bytes"),
         (("demo", "--experts", "0"), "--experts is 0: it must be at least 1"),
-        (("demo", "--topk", "200", "--experts", "256"), "top-k is 200: at most 128 experts per token"),
+        (
+            ("demo", "--topk", "200", "--experts", "256"),
+            "--topk asks for 200 experts per token: it must be 1 to 128",
+        ),
         (
             ("bench", "--json", "/no/such/folder/x.json"),
             "there is no folder '/no/such/folder' to write the records",
