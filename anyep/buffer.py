@@ -138,17 +138,22 @@ class Buffer:
             if self._device.type == "cuda":
                 self._start_on_gpu(rendezvous)
             else:
-                self._start_on_cpu()
+                made_on_all_ranks(rendezvous, self._start_on_cpu)
         except BaseException:
-            self._conversation.close()
+            if self.runtime is not None:
+                # Another rank could not.
+                self.destroy()
+            else:
+                self._conversation.close()
             raise
 
     def _start_on_cpu(self) -> None:
         connection, conversation = self._connection, self._conversation
+        results = cpu.PrivateBlock(connection.num_result_bytes, "results", self.rank)
         workers = (
             cpu.Stream(),
             cpu.Team(max(1, num_cores() // self.group_size)),
-            WarmMemory(cpu.PrivateBlock(connection.memory_share_bytes)),
+            WarmMemory(results),
         )
         self._heap = connection.heaps[self.rank]
         normal_mode = (

@@ -454,10 +454,6 @@ def make_wrongly(context: RankContext, changes: dict[str, Any], on_rank: int) ->
         ({"num_nvl_bytes": -128}, "InvalidCall: num_nvl_bytes is -128: it must be at least 0"),
         ({"num_rdma_bytes": 1}, "InvalidCall: num_rdma_bytes is 1: it must be a multiple of 128"),
         ({"num_window_bytes": 64}, "InvalidCall: num_window_bytes is 64: it must be a multiple of 128"),
-        (
-            {"num_window_bytes": 1 << 62},
-            "NotSupported: 4,611,686,018,427,387,904 bytes of shared memory cannot be had",
-        ),
         ({"ranks_per_node": 3}, "InvalidCall: 2 ranks do not fill nodes of 3 evenly"),
         ({"network": "foo"}, "InvalidCall: network is 'foo': it must be 'nixl' or 'loopback', or left out"),
         ({"device": "cuda"}, "NotSupported: device is 'cuda'"),
