@@ -1,13 +1,12 @@
 """AnyEP moves the tokens of Mixture-of-Experts models to the ranks that hold their experts, and back.
 
-Importing this package is cheap: torch and Numba are loaded when `Buffer` or an event is first used.
+Importing this package is cheap: what takes time, such as torch and Numba, is loaded when it is first used.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
 
 if sys.platform != "linux":
     raise ImportError(
@@ -24,15 +23,18 @@ from anyep.errors import (
     PeerLost,
     WaitTimeout,
 )
-from anyep.sizes import Config
 from anyep.version import __version__
 
+TYPE_CHECKING = False  # that of typing, which `import anyep` need not wait for
 if TYPE_CHECKING:
+    from typing import Any
+
     import torch
 
     from anyep.buffer import Buffer
     from anyep.deep_ep_modules import install_as_deep_ep
     from anyep.events import EventHandle, EventOverlap
+    from anyep.sizes import Config
 
     topk_idx_t: torch.dtype
 
@@ -55,6 +57,7 @@ __all__ = [
 
 _LOADED_WHEN_USED = {
     "Buffer": ("anyep.buffer", "Buffer"),
+    "Config": ("anyep.sizes", "Config"),
     "EventHandle": ("anyep.events", "EventHandle"),
     "EventOverlap": ("anyep.events", "EventOverlap"),
     "install_as_deep_ep": ("anyep.deep_ep_modules", "install_as_deep_ep"),

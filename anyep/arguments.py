@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
 from anyep.errors import InvalidCall, whole_number
 from anyep.events import EventOverlap
-from anyep.layout import NUM_MAX_CHANNELS
+from anyep.layout import check_num_sms
 from anyep.modes.intranode import Payload
 from anyep.sizes import (
     NUM_BUFFER_ALIGNMENT_BYTES,
-    NUM_MAX_LOCAL_EXPERTS,
     NUM_MAX_SCALES,
-    NUM_MAX_TOPK,
     Config,
+    check_num_topk,
     check_row_bytes,
 )
+from anyep.sizes import check_num_experts as check_num_experts
 
 FLOAT_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+DEVICE_TYPES: Final = ("cpu", "cuda")
+"""Those that there is a backend for."""
 
 
 def check_num_bytes(name: str, value: int) -> int:
@@ -34,17 +37,33 @@ def check_devices(device: torch.device, **things: Any) -> None:
     for name, thing in things.items():
         for part in thing if isinstance(thing, tuple | list) else (thing,):
             if isinstance(part, torch.Tensor) and part.device != device:
-                works = "the CPU" if device.type == "cpu" else str(device)
-                raise InvalidCall(
-                    f"{name} is on {part.device}, but this Buffer works on {works}: move the tensor, or make"
-                    f" the Buffer with device='{part.device.type}' instead of device='{device.type}'"
-                )
+                raise InvalidCall(_wrong_device(name, part.device, device))
+
+
+def _wrong_device(name: str, found: torch.device, wanted: torch.device) -> str:
+    """What to say about a tensor that is on one device, but is wanted on another.
+
+    >>> _wrong_device("x", torch.device("cuda:1"), torch.device("cuda:0"))
+    "x is on cuda:1, but this Buffer works on cuda:0: pass x.to('cuda:0')"
+    """
+    if found.type == "meta":
+        return (
+            f"{name} is on meta, where tensors have no data: AnyEP works on CPU and CUDA tensors; materialise"
+            f" it first, for example as torch.empty_like({name}, device='{wanted}'), and fill it"
+        )
+    if found.type not in DEVICE_TYPES:
+        return f"{name} is on {found}: AnyEP works on CPU and CUDA tensors; pass {name}.to('{wanted}')"
+    works = "the CPU" if wanted.type == "cpu" else str(wanted)
+    advice = f"pass {name}.to('{wanted}')"
+    if found.type != wanted.type:
+        advice += f", or make the Buffer with device='{found.type}' instead of device='{wanted.type}'"
+    return f"{name} is on {found}, but this Buffer works on {works}: {advice}"
 
 
 def check_tensor(
-    name: str, tensor: Any, dtypes: tuple[torch.dtype, ...] | None, shape: tuple[int | None, ...]
+    name: str, tensor: Any, dtypes: tuple[torch.dtype, ...] | None, shape: tuple[int | str, ...]
 ) -> torch.Tensor:
-    """A tensor of one of these dtypes and this shape; None stands for any size."""
+    """A tensor of one of these dtypes and this shape; a dimension of any size is given by its name."""
     if not isinstance(tensor, torch.Tensor):
         raise InvalidCall(f"{name} is of type {type(tensor).__name__}: it must be a tensor")
     if tensor.layout is not torch.strided:
@@ -54,7 +73,7 @@ def check_tensor(
         raise InvalidCall(f"{name} is {str(tensor.dtype).removeprefix('torch.')}: it must be {names}")
     actual = tensor.shape
     if actual != shape and not _fits(actual, shape):
-        wanted_shape = ", ".join("any" if size is None else str(size) for size in shape)
+        wanted_shape = ", ".join(map(str, shape))
         raise InvalidCall(f"{name} has shape {list(actual)}: it must be [{wanted_shape}]")
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
@@ -62,18 +81,18 @@ def check_tensor(
     return plain
 
 
-def _fits(actual: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+def _fits(actual: tuple[int, ...], shape: tuple[int | str, ...]) -> bool:
     if len(actual) != len(shape):
         return False
     for wanted, size in zip(shape, actual, strict=True):
-        if wanted is not None and wanted != size:
+        if wanted != size and not isinstance(wanted, str):
             return False
     return True
 
 
 def check_x(name: str, x: Any, dtypes: tuple[torch.dtype, ...] | None) -> torch.Tensor:
     """Rows that can be sent: contiguous, in multiples of 16 bytes."""
-    rows = check_tensor(name, x, dtypes, (None, None))
+    rows = check_tensor(name, x, dtypes, ("tokens", "hidden"))
     if not rows.is_contiguous():
         raise InvalidCall(f"{name} is not contiguous: pass {name}.contiguous()")
     if rows.shape[1] == 0:
@@ -95,7 +114,7 @@ def check_payload(x: Any, topk_idx: Any, topk_weights: Any, source_bytes: int) -
             raise InvalidCall(
                 f"x[0] is {_name(data.dtype)}: data with scales must have 1-byte values, such as float8"
             )
-        scales = check_tensor("x[1]", scales, (torch.float32, torch.int32), (data.shape[0], None))
+        scales = check_tensor("x[1]", scales, (torch.float32, torch.int32), (data.shape[0], "scales"))
         if not 1 <= scales.shape[1] <= NUM_MAX_SCALES:
             raise InvalidCall(
                 f"x[1] has {scales.shape[1]} scales per token: it must be 1 to {NUM_MAX_SCALES}"
@@ -117,25 +136,10 @@ def check_payload(x: Any, topk_idx: Any, topk_weights: Any, source_bytes: int) -
 
 
 def check_topk_idx(topk_idx: Any, num_tokens: int | None) -> torch.Tensor:
-    ids = check_tensor("topk_idx", topk_idx, (torch.int64,), (num_tokens, None))
-    if not 1 <= ids.shape[1] <= NUM_MAX_TOPK:
-        raise InvalidCall(f"topk_idx has {ids.shape[1]} experts per token: it must be 1 to {NUM_MAX_TOPK}")
+    shape = ("tokens" if num_tokens is None else num_tokens, "top-k")
+    ids = check_tensor("topk_idx", topk_idx, (torch.int64,), shape)
+    check_num_topk("topk_idx has", ids.shape[1])
     return ids.contiguous()
-
-
-def check_num_experts(num_experts: Any, num_ranks: int) -> int:
-    count: int = whole_number("num_experts", num_experts, minimum=1)
-    if count % num_ranks:
-        raise InvalidCall(
-            f"{count} experts do not divide over {num_ranks} ranks:"
-            f" every rank holds the same number of experts"
-        )
-    if count // num_ranks > NUM_MAX_LOCAL_EXPERTS:
-        raise InvalidCall(
-            f"{count // num_ranks} experts per rank: at most {NUM_MAX_LOCAL_EXPERTS} are possible,"
-            f" use more ranks"
-        )
-    return count
 
 
 def check_config(config: Any, default: Config, num_channels: int | None) -> Config:
@@ -143,11 +147,7 @@ def check_config(config: Any, default: Config, num_channels: int | None) -> Conf
     if config is None:
         config = default
         if num_channels is not None and num_channels != config.num_channels:
-            config = Config(
-                2 * num_channels,
-                config.num_max_nvl_chunked_send_tokens,
-                config.num_max_nvl_chunked_recv_tokens,
-            )
+            config = replace(config, num_sms=2 * num_channels)
     if not isinstance(config, Config):
         raise InvalidCall(f"config is of type {type(config).__name__}: it must be an anyep.Config")
     if num_channels is not None and config.num_channels != num_channels:
@@ -155,8 +155,7 @@ def check_config(config: Any, default: Config, num_channels: int | None) -> Conf
             f"the config has {config.num_channels} channels, but the handle was made with {num_channels}:"
             f" use a Config with num_sms={2 * num_channels}"
         )
-    if config.num_channels > NUM_MAX_CHANNELS:
-        raise InvalidCall(f"num_sms is {config.num_sms}: at most {2 * NUM_MAX_CHANNELS} are possible")
+    check_num_sms("num_sms", config.num_sms)
     return config
 
 

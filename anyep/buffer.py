@@ -141,18 +141,23 @@ class Buffer:
             if self._device.type == "cuda":
                 self._start_on_gpu(rendezvous)
             else:
-                self._start_on_cpu()
+                made_on_all_ranks(rendezvous, self._start_on_cpu)
         except BaseException:
-            self._conversation.close()
+            if self.runtime is not None:
+                # Another rank could not.
+                self.destroy()
+            else:
+                self._conversation.close()
             raise
         self._is_made = True
 
     def _start_on_cpu(self) -> None:
         connection, conversation = self._connection, self._conversation
+        results = cpu.PrivateBlock(connection.num_result_bytes, "results", self.rank)
         workers = (
             cpu.Stream(),
             cpu.Team(max(1, num_cores() // self.group_size)),
-            WarmMemory(cpu.PrivateBlock(connection.memory_share_bytes)),
+            WarmMemory(results),
         )
         self._heap = connection.heaps[self.rank]
         normal_mode = (
@@ -497,7 +502,7 @@ class Buffer:
             weights = topk_weights
             if weights is not None:
                 weights = arguments.check_tensor(
-                    "topk_weights", weights, (torch.float32,), (rows.shape[0], None)
+                    "topk_weights", weights, (torch.float32,), (rows.shape[0], "top-k")
                 )
                 if not 1 <= weights.shape[1] <= sizes.NUM_MAX_TOPK:
                     raise InvalidCall(
@@ -930,7 +935,7 @@ class Buffer:
         )
         in_rank = arguments.check_tensor("is_token_in_rank", is_token_in_rank, (torch.bool,), (tokens, ranks))
         per_expert = arguments.check_tensor(
-            "num_tokens_per_expert", num_tokens_per_expert, (torch.int32,), (None,)
+            "num_tokens_per_expert", num_tokens_per_expert, (torch.int32,), ("experts",)
         )
         per_rank, in_rank, per_expert = per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
         arguments.check_num_experts(per_expert.shape[0], ranks)

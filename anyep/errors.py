@@ -7,7 +7,10 @@ can be pickled, so that a launcher can carry them from a rank to its parent.
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex
+
+TYPE_CHECKING = False  # that of typing, which `import anyep` need not wait for
+if TYPE_CHECKING:
+    from typing import SupportsIndex
 
 
 class AnyEPError(Exception):

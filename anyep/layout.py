@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Final
+from typing import Final, SupportsIndex
 
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import (
@@ -30,6 +30,8 @@ from anyep.sizes import (
     LowLatencySizes,
     TokenLayout,
     align,
+    check_even_sms,
+    experts_per_rank,
     num_nodes,
     num_ranks_of_a_node,
 )
@@ -44,6 +46,19 @@ OFFER_HEADER_BYTES: Final = 64
 SOURCE_INDEX_BYTES: Final = 4
 COUNTER_BYTES: Final = 8
 """Every live flag, head, tail, prefix and signal is 64-bit and only grows."""
+
+
+def check_num_sms(name: str, num_sms: SupportsIndex) -> int:
+    """Refuse SMs that no call can use; `name` is what the caller calls their number.
+
+    >>> check_num_sms("num_sms", 258)
+    Traceback (most recent call last):
+    anyep.errors.InvalidCall: num_sms is 258: at most 256 are possible
+    """
+    count = check_even_sms(name, num_sms)
+    if count > 2 * NUM_MAX_CHANNELS:
+        raise InvalidCall(f"{name} is {count}: at most {2 * NUM_MAX_CHANNELS} are possible")
+    return count
 
 
 @dataclass(frozen=True)
@@ -221,11 +236,7 @@ class LowLatencySlots:
     num_ranks: int
 
     def __post_init__(self) -> None:
-        if self.sizes.num_experts % self.num_ranks:
-            raise InvalidCall(
-                f"{self.sizes.num_experts} experts do not divide over {self.num_ranks} ranks:"
-                f" every rank holds the same number of experts"
-            )
+        experts_per_rank(self.sizes.num_experts, self.num_ranks)
 
     @cached_property
     def num_local_experts(self) -> int:

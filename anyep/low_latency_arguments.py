@@ -11,9 +11,8 @@ from anyep.arguments import check_devices, check_num_experts, check_tensor, chec
 from anyep.errors import InvalidCall, whole_number
 from anyep.modes.low_latency import LowLatency, Outputs, Tokens
 from anyep.modes.notes import Format
-from anyep.sizes import LowLatencySizes, low_latency_sizes
+from anyep.sizes import LowLatencySizes, check_fp8_hidden, low_latency_sizes
 
-UE8M0_CHANNELS = 4 * formats.CHANNELS_PER_BLOCK
 WRONG_RANGES = (
     "",
     "its ranges do not follow each other",
@@ -60,10 +59,7 @@ def check_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool, hidden: int)
         return Format.BF16
     if use_ue8m0 and not round_scale:
         raise InvalidCall("use_ue8m0 needs round_scale=True: only powers of two have no mantissa")
-    multiple = UE8M0_CHANNELS if use_ue8m0 else formats.CHANNELS_PER_BLOCK
-    if hidden % multiple:
-        kind = "use_ue8m0" if use_ue8m0 else "use_fp8"
-        raise InvalidCall(f"hidden is {hidden}: with {kind} it must be a multiple of {multiple}")
+    check_fp8_hidden(hidden, use_ue8m0)
     if use_ue8m0:
         return Format.FP8_UE8M0
     return Format.FP8_ROUNDED if round_scale else Format.FP8

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 from pathlib import Path
 
 
@@ -35,6 +37,25 @@ def free_memory_bytes() -> int:
     except (OSError, ValueError):
         used = 0
     return max(0, min(available, limit - used))
+
+
+def address_space_limit_bytes() -> int | None:
+    """What this process may map at most (`ulimit -v`), or None where there is no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def memory_limits_in_words() -> str:
+    """The limits that a mapping of this process may have met, as a sentence."""
+    found = []
+    limit = address_space_limit_bytes()
+    if limit is not None:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        found.append(f"its address space is limited to {limit:,} bytes (ulimit -v), {mapped:,} are mapped")
+    container = container_limit_bytes()
+    if container is not None:
+        found.append(f"its container is limited to {container:,} bytes")
+    return "; ".join(found) or "no limit is set (ulimit -v, container), so the machine has no more"
 
 
 def num_cores() -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Final
+from typing import Final, SupportsIndex
 
 from anyep.errors import InvalidCall, whole_number
 
@@ -77,8 +77,7 @@ class Config:
             object.__setattr__(
                 self, field.name, whole_number(field.name, getattr(self, field.name), minimum=1)
             )
-        if self.num_sms % 2:
-            raise InvalidCall(f"num_sms is {self.num_sms}: it must be even, since a channel takes two SMs")
+        check_even_sms("num_sms", self.num_sms)
         nvl_send, nvl_recv = self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens
         if nvl_send >= nvl_recv:
             raise InvalidCall(
@@ -333,6 +332,53 @@ class TokenLayout:
 def token_layout(hidden_bytes: int, num_scales: int, num_topk: int) -> TokenLayout:
     """A `TokenLayout`, checked once; calls of one kind share it."""
     return TokenLayout(hidden_bytes, num_scales, num_topk)
+
+
+def check_even_sms(name: str, num_sms: SupportsIndex) -> int:
+    """Refuse SMs that do not make whole channels; `name` is what the caller calls their number."""
+    count = whole_number(name, num_sms, minimum=1)
+    if count % 2:
+        raise InvalidCall(f"{name} is {count}: it must be even, since a channel takes two SMs")
+    return count
+
+
+def experts_per_rank(num_experts: SupportsIndex, num_ranks: int, name: str = "num_experts") -> int:
+    """How many experts each rank holds; `name` is what the caller calls the number of all of them.
+
+    >>> experts_per_rank(256, num_ranks=8)
+    32
+    """
+    count = whole_number(name, num_experts, minimum=1)
+    if count % num_ranks:
+        raise InvalidCall(
+            f"{count} experts do not divide over {num_ranks} ranks: every rank holds the same number of"
+            f" experts; choose a multiple of {num_ranks}, such as {align(count, num_ranks)}"
+        )
+    return count // num_ranks
+
+
+def check_num_experts(num_experts: SupportsIndex, num_ranks: int, name: str = "num_experts") -> int:
+    """Refuse experts that do not divide over the ranks, and more of them than a rank can hold."""
+    per_rank = experts_per_rank(num_experts, num_ranks, name)
+    if per_rank > NUM_MAX_LOCAL_EXPERTS:
+        raise InvalidCall(
+            f"{per_rank} experts per rank: at most {NUM_MAX_LOCAL_EXPERTS} are possible, use more ranks"
+        )
+    return per_rank * num_ranks
+
+
+def check_num_topk(has: str, num_topk: int) -> int:
+    """Refuse too few or too many experts per token; `has` begins the sentence, such as "topk_idx has"."""
+    if not 1 <= num_topk <= NUM_MAX_TOPK:
+        raise InvalidCall(f"{has} {num_topk} experts per token: it must be 1 to {NUM_MAX_TOPK}")
+    return num_topk
+
+
+def check_fp8_hidden(hidden: int, use_ue8m0: bool = False, name: str = "hidden") -> None:
+    """Refuse rows that cannot travel as FP8 in low-latency mode; with UE8M0 four scales make a word."""
+    kind, multiple = ("use_ue8m0", 4 * CHANNELS_PER_SCALE) if use_ue8m0 else ("use_fp8", CHANNELS_PER_SCALE)
+    if hidden % multiple:
+        raise InvalidCall(f"{name} is {hidden}: with {kind} it must be a multiple of {multiple}")
 
 
 def check_row_bytes(row_bytes: int) -> None:

@@ -11,9 +11,26 @@ from dataclasses import dataclass
 from typing import Final
 
 from anyep.errors import InvalidCall, whole_number
+from anyep.sizes import experts_per_rank
 
 MAX_RANKS_PER_NODE_OF_SEVERAL: Final = 32
 """Between nodes a token says in a 32-bit mask which ranks of the node want it."""
+
+
+def check_nodes(num_ranks: int, ranks_per_node: int, name: str = "ranks_per_node") -> None:
+    """Refuse nodes that ranks cannot form; `name` is what the caller calls the ranks of a node."""
+    whole_number("num_ranks", num_ranks, minimum=1)
+    whole_number(name, ranks_per_node, minimum=1)
+    if num_ranks % ranks_per_node:
+        raise InvalidCall(
+            f"{num_ranks} ranks do not fill nodes of {ranks_per_node} evenly:"
+            f" choose a {name} that divides {num_ranks}"
+        )
+    if num_ranks > ranks_per_node > MAX_RANKS_PER_NODE_OF_SEVERAL:
+        raise InvalidCall(
+            f"{name} is {ranks_per_node}: with several nodes it may be at most"
+            f" {MAX_RANKS_PER_NODE_OF_SEVERAL}; a smaller one makes more nodes"
+        )
 
 
 @dataclass(frozen=True)
@@ -29,18 +46,7 @@ class Topology:
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        whole_number("num_ranks", self.num_ranks, minimum=1)
-        whole_number("ranks_per_node", self.ranks_per_node, minimum=1)
-        if self.num_ranks % self.ranks_per_node:
-            raise InvalidCall(
-                f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node} evenly:"
-                f" choose a ranks_per_node that divides {self.num_ranks}"
-            )
-        if self.num_nodes > 1 and self.ranks_per_node > MAX_RANKS_PER_NODE_OF_SEVERAL:
-            raise InvalidCall(
-                f"ranks_per_node is {self.ranks_per_node}: with several nodes it may be at most"
-                f" {MAX_RANKS_PER_NODE_OF_SEVERAL}; a smaller one makes more nodes"
-            )
+        check_nodes(self.num_ranks, self.ranks_per_node)
 
     @property
     def num_nodes(self) -> int:
@@ -65,13 +71,7 @@ class Topology:
         return range(first, first + self.ranks_per_node)
 
     def experts_per_rank(self, num_experts: int) -> int:
-        num_experts = whole_number("num_experts", num_experts, minimum=1)
-        if num_experts % self.num_ranks:
-            raise InvalidCall(
-                f"{num_experts} experts do not divide over {self.num_ranks} ranks:"
-                f" every rank holds the same number of experts"
-            )
-        return num_experts // self.num_ranks
+        return experts_per_rank(num_experts, self.num_ranks)
 
     def _known(self, rank: int) -> int:
         if not 0 <= rank < self.num_ranks:

@@ -304,7 +304,14 @@ SCENARIOS = {
     ),
     "another hidden size": different(
         {"x": torch.zeros(TOKENS, 2 * HIDDEN).bfloat16()},
-        "the bytes of a row (hidden size): 64 on ranks 0, 1; 128 on rank 2",
+        "the hidden size: 32 on ranks 0, 1; 64 on rank 2",
+    ),
+    "a wider dtype": different(
+        {"x": torch.zeros(TOKENS, HIDDEN)}, "the dtype: bfloat16 on ranks 0, 1; float32 on rank 2"
+    ),
+    "a wider dtype and no choices": different(
+        {"x": torch.zeros(TOKENS, HIDDEN), "topk_idx": None, "topk_weights": None},
+        "the dtype: bfloat16 on ranks 0, 1; float32 on rank 2, and about top-k: 2 on ranks 0, 1; 0 on rank 2",
     ),
     "another dtype": different(
         {"x": torch.zeros(TOKENS, HIDDEN).half()}, "the dtype: bfloat16 on ranks 0, 1; float16 on rank 2"

@@ -17,7 +17,6 @@ ranks: nothing is left behind, however pytest ends.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import shutil
 import socket
@@ -29,7 +28,9 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import pytest
+import torch
 
+from anyep.nixl_packages import find_nixl
 from tests.world import World
 
 NUM_HOSTS: Final = 2
@@ -181,7 +182,7 @@ def _what_is_missing() -> str | None:
         return "network namespaces need root"
     if _path_of_ip() is None:
         return "network namespaces need `ip`: install iproute2"
-    if importlib.util.find_spec("nixl_cu12") is None:
+    if find_nixl(torch.version.cuda) is None:
         return "NIXL is not installed: pip install 'anyep[network]'"
     try:
         os.close(_new_namespace())

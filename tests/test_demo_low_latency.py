@@ -94,12 +94,12 @@ def test_demo_fails_when_the_check_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--hidden", "200"), "hidden is 200: for FP8 it must be a multiple of 128"),
-        (("--path", "auto"), "path is for normal mode: low-latency calls have one way only; leave it out"),
+        (("--hidden", "200"), "--hidden is 200: with use_fp8 it must be a multiple of 128"),
+        (("--path", "auto"), "--path is for normal mode: low-latency calls have one way only; leave it out"),
         (("--tokens", "0"), "tokens is 0"),
         (("--steps", "0"), "steps is 0"),
-        (("--ranks", "3"), "16 experts cannot be shared by 3 ranks"),
-        (("--mode", "fast"), "mode is 'fast': choose normal or low-latency"),
+        (("--ranks", "3"), "16 experts do not divide over 3 ranks"),
+        (("--mode", "fast"), "--mode is 'fast': choose normal or low-latency"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:

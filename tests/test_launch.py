@@ -373,8 +373,8 @@ def test_a_reader_that_does_not_read_cannot_stop_a_signal(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("-n", "0", "script.py"), "-n is 0: it must be at least 1"),
-        (("-n", "-2", "script.py"), "-n is -2"),
+        (("-n", "0", "script.py"), "--ranks (-n) is 0: it must be at least 1"),
+        (("-n", "-2", "script.py"), "--ranks (-n) is -2"),
         (("-n", "two", "script.py"), "-n"),
         (("script.py",), "-n"),
         (("-n", "2"), "there is no script to run"),

@@ -263,7 +263,8 @@ def test_control_region_does_not_depend_on_the_config() -> None:
         (lambda: ControlRegion(1, 0), "ranks_per_node is 0: it must be at least 1"),
         (
             lambda: LowLatencySlots(0, LowLatencySizes(1, 8, 5), 2),
-            "5 experts do not divide over 2 ranks: every rank holds the same number of experts",
+            "5 experts do not divide over 2 ranks: every rank holds the same number of experts;"
+            " choose a multiple of 2, such as 6",
         ),
     ],
 )

@@ -112,9 +112,7 @@ ids = good_dispatch()["topk_idx"]
 EXPERT_STATS = "cumulative_local_expert_recv_stats"
 WAIT_STATS = "dispatch_wait_recv_cost_stats"
 IN_PLACE = "is not contiguous: it is added to in place, pass a contiguous tensor"
-ON_META = (
-    "is on meta, but this Buffer works on the CPU: move the tensor, or make the Buffer with device='meta'"
-)
+ON_META = "is on meta, where tensors have no data: AnyEP works on CPU and CUDA tensors; materialise it first"
 WRONG_DISPATCHES: dict[str, tuple[Arguments, str]] = {
     "too many tokens": (
         {"x": rows_of(9), "topk_idx": torch.zeros(9, TOPK).long()},
@@ -178,7 +176,7 @@ WRONG_DISPATCHES: dict[str, tuple[Arguments, str]] = {
     "a pair": ({"x": (rows_of(), rows_of())}, "x is of type tuple: it must be a tensor"),
     "x's dtype": ({"x": rows_of().half()}, "x is float16: it must be bfloat16"),
     "x's device": ({"x": rows_of().to("meta")}, f"x {ON_META}"),
-    "x's dimensions": ({"x": rows_of()[0]}, "x has shape [128]: it must be [any, any]"),
+    "x's dimensions": ({"x": rows_of()[0]}, "x has shape [128]: it must be [tokens, hidden]"),
     "x's strides": (
         {"x": torch.zeros(HIDDEN, TOKENS, dtype=torch.bfloat16).t()},
         "x is not contiguous: pass x.contiguous()",
@@ -191,8 +189,8 @@ WRONG_DISPATCHES: dict[str, tuple[Arguments, str]] = {
     "no ids": ({"topk_idx": None}, "topk_idx is of type NoneType: it must be a tensor"),
     "ids' dtype": ({"topk_idx": ids.int()}, "topk_idx is int32: it must be int64"),
     "ids' device": ({"topk_idx": ids.to("meta")}, f"topk_idx {ON_META}"),
-    "ids' rows": ({"topk_idx": ids[:-1]}, "topk_idx has shape [5, 2]: it must be [6, any]"),
-    "ids' dimensions": ({"topk_idx": ids[:, 0]}, "topk_idx has shape [6]: it must be [6, any]"),
+    "ids' rows": ({"topk_idx": ids[:-1]}, "topk_idx has shape [5, 2]: it must be [6, top-k]"),
+    "ids' dimensions": ({"topk_idx": ids[:, 0]}, "topk_idx has shape [6]: it must be [6, top-k]"),
     "no experts per token": (
         {"topk_idx": ids[:, :0]},
         "topk_idx has 0 experts per token: it must be 1 to 128",
@@ -369,7 +367,7 @@ WRONG_COMBINES: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "ids' device": (lambda given: {"topk_idx": ids.to("meta")}, f"topk_idx {ON_META}"),
     "ids' dimensions": (
         lambda given: {"topk_idx": ids[:, 0]},
-        "topk_idx has shape [6]: it must be [any, any]",
+        "topk_idx has shape [6]: it must be [tokens, top-k]",
     ),
     "no weights": (
         lambda given: {"topk_weights": None},

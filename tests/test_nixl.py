@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
@@ -14,17 +13,19 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from anyep.backends.cpu.heap import OwnBlock, PrivateBlock
 from anyep.backends.cpu.kernels.signals import raise_words
 from anyep.errors import InvalidCall, PeerLost
 from anyep.network import NixlEngine
+from anyep.nixl_packages import NAMES, find_nixl
 from tests.namespaces import TwoHosts
 from tests.world import RankContext, RankDied, World
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("nixl_cu12") is None,
+    find_nixl(torch.version.cuda) is None,
     reason="NIXL is not installed: pip install 'anyep[network]'",
 )
 
@@ -366,7 +367,7 @@ def test_an_engine_is_silent() -> None:
 
 def test_without_nixl_there_is_advice() -> None:
     finished = in_a_new_process(
-        "import sys; sys.modules['nixl_cu12'] = None; NixlEngine(0, OwnBlock('test', 64))"
+        f"import sys; sys.modules.update(dict.fromkeys({NAMES})); NixlEngine(0, OwnBlock('test', 64))"
     )
     last_line = finished.stderr.splitlines()[-1]
     assert last_line.startswith("anyep.errors.NotSupported: ")

@@ -181,18 +181,18 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("demo", "--nodes", "2", "--device", "cuda"), "several nodes work on the CPU so far"),
         (
             ("demo", "--nodes", "4", "--topk-nodes", "5"),
-            "topk-nodes is 5: top-4 of 16 experts on 4 nodes come from 1 to 4 of them",
+            "--topk-nodes is 5: top-4 of 16 experts on 4 nodes come from 1 to 4 of them",
         ),
         (
             ("demo", "--nodes", "8", "--topk-nodes", "1"),
-            "topk-nodes is 1: top-4 of 16 experts on 8 nodes come from 2 to 8",
+            "--topk-nodes is 1: top-4 of 16 experts on 8 nodes come from 2 to 8",
         ),
-        (("demo", "--topk-nodes", "1"), "topk-nodes is for several nodes"),
-        (("demo", "--nodes", "2", "--network", "string"), "network is 'string': choose one of auto"),
-        (("demo", "--network", "nixl"), "network is for several nodes"),
+        (("demo", "--topk-nodes", "1"), "--topk-nodes is for several nodes"),
+        (("demo", "--nodes", "2", "--network", "string"), "--network is 'string': choose one of auto"),
+        (("demo", "--network", "nixl"), "--network is for several nodes"),
         (("bench", "--nodes", "2", "--ranks", "7"), "7 ranks do not fill 2 nodes evenly"),
         (("bench", "--nodes", "2", "--device", "cuda"), "several nodes work on the CPU so far"),
-        (("bench", "--nodes", "2", "--network", "string"), "network is 'string': choose one of auto"),
+        (("bench", "--nodes", "2", "--network", "string"), "--network is 'string': choose one of auto"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:

@@ -80,7 +80,7 @@ def test_exceptions_travel(name: str, also: type[Exception]) -> None:
 
 # A module may import those of its own layer and of the layers before it.
 LAYERS = (
-    ("version", "errors", "machine", "launch", "progress", "ending"),
+    ("version", "errors", "machine", "launch", "progress", "ending", "nixl_packages"),
     ("sizes",),
     ("topology", "layout", "formats", "freelist", "events", "rendezvous", "headers", "outcomes"),
     ("backends", "network"),

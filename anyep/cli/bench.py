@@ -18,7 +18,8 @@ from anyep.cli.checks import check_experts, check_folder
 from anyep.cli.gpus import check_device, placed
 from anyep.cli.nodes import count_ranks, nodes_of
 from anyep.errors import InvalidCall, whole_number
-from anyep.sizes import CHANNELS_PER_SCALE, Config, check_row_bytes
+from anyep.layout import check_num_sms
+from anyep.sizes import check_fp8_hidden, check_row_bytes
 
 MODES: Final = ("normal", "low-latency")
 
@@ -77,7 +78,7 @@ def bench(
 ) -> None:
     """Measure dispatch and combine beside a plain copy of the same bytes, and beside Gloo or NCCL."""
     if mode not in MODES:
-        raise InvalidCall(f"mode is {mode!r}: choose {' or '.join(MODES)}")
+        raise InvalidCall(f"--mode is {mode!r}: choose {' or '.join(MODES)}")
     check_device(device)
     usual = USUAL[device, mode]
     counts = count_ranks(ranks, nodes, ranks_per_node, usual.ranks)
@@ -85,21 +86,23 @@ def bench(
     tokens = usual.tokens if tokens is None else tokens
     experts = usual.experts if experts is None else experts
     for name, value in (
-        ("tokens", tokens),
-        ("hidden", hidden),
-        ("repeats", repeats),
-        ("topk", topk),
+        ("--tokens", tokens),
+        ("--hidden", hidden),
+        ("--repeats", repeats),
+        ("--topk", topk),
     ):
         whole_number(name, value, minimum=1)
     check_row_bytes(2 * hidden)
-    if mode == "low-latency" and hidden % CHANNELS_PER_SCALE:
-        raise InvalidCall(f"hidden is {hidden}: for FP8 it must be a multiple of {CHANNELS_PER_SCALE}")
+    if mode == "low-latency":
+        check_fp8_hidden(hidden, name="--hidden")
     check_experts(experts, ranks, topk)
     by_node = nodes_of(counts, device, topk, experts, topk_nodes, network)
     if (sms is not None or sweep_sms) and (device, mode) != ("cuda", "normal"):
-        raise InvalidCall("sms are for --device cuda in normal mode: leave --sms and --sweep-sms out")
+        raise InvalidCall(
+            "--sms and --sweep-sms are for --device cuda in normal mode: add that, or leave them out"
+        )
     if sms is not None:
-        Config(num_sms=sms)
+        check_num_sms("--sms", sms)
     if json_file not in (None, "-"):
         check_folder("the records", Path(str(json_file)))
     if plot_file is not None:

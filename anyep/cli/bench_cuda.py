@@ -219,8 +219,9 @@ def _sms_of(setup: Setup, num_sms: int, ranks_on_a_gpu: int, room: int) -> int |
     if setup.mode != "normal":
         return None
     if (setup.sms or 2) > room:
+        wanted = "a rank needs at least 2 SMs" if setup.sms is None else f"--sms is {setup.sms}"
         raise InvalidCall(
-            f"sms is {setup.sms or 2}, but {ranks_on_a_gpu} ranks on a GPU with {num_sms} SMs have {room}"
+            f"{wanted}, but {ranks_on_a_gpu} ranks on a GPU with {num_sms} SMs have {room}"
             " each, since all of them must run at once: choose fewer SMs or fewer ranks"
         )
     return setup.sms or min(Buffer.num_sms, room)

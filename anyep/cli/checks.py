@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from anyep.errors import InvalidCall
-from anyep.sizes import NUM_MAX_TOPK
+from anyep.sizes import check_num_experts, check_num_topk
 
 
 def check_folder(what: str, file: Path) -> None:
@@ -15,12 +15,8 @@ def check_folder(what: str, file: Path) -> None:
 
 
 def check_experts(num_experts: int, num_ranks: int, num_topk: int) -> None:
-    """Every rank holds the same number of experts, and a token has at most as many as there are."""
-    if num_experts < num_ranks or num_experts % num_ranks:
-        raise InvalidCall(
-            f"{num_experts} experts cannot be shared by {num_ranks} ranks: choose a multiple of {num_ranks}"
-        )
+    """Refuse what a Buffer would refuse, and more experts per token than there are."""
+    check_num_experts(num_experts, num_ranks, "--experts")
+    check_num_topk("--topk asks for", num_topk)
     if num_topk > num_experts:
-        raise InvalidCall(f"top-k is {num_topk}, but there are only {num_experts} experts")
-    if num_topk > NUM_MAX_TOPK:
-        raise InvalidCall(f"top-k is {num_topk}: at most {NUM_MAX_TOPK} experts per token")
+        raise InvalidCall(f"--topk is {num_topk}, but there are only {num_experts} experts")

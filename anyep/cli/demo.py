@@ -22,7 +22,7 @@ from anyep.cli.gpus import check_device, placed
 from anyep.cli.nodes import count_ranks, nodes_of
 from anyep.cli.ranks import run_ranks
 from anyep.errors import InvalidCall, whole_number
-from anyep.sizes import CHANNELS_PER_SCALE, check_row_bytes
+from anyep.sizes import check_fp8_hidden, check_row_bytes
 
 USUAL_RANKS: Final = 8
 PATHS: Final = ("auto", "window", "ring")
@@ -79,13 +79,13 @@ def demo(
 ) -> None:
     """Run a Mixture-of-Experts layer over several ranks, and check it against one process."""
     if mode not in MODES:
-        raise InvalidCall(f"mode is {mode!r}: choose {' or '.join(MODES)}")
+        raise InvalidCall(f"--mode is {mode!r}: choose {' or '.join(MODES)}")
     check_device(device)
     usual = MODES[mode]
     tokens = usual.tokens if tokens is None else tokens
     hidden = usual.hidden if hidden is None else hidden
     steps = usual.steps if steps is None else steps
-    for name, value in (("hidden", hidden), ("topk", topk), ("steps", steps)):
+    for name, value in (("--hidden", hidden), ("--topk", topk), ("--steps", steps)):
         whole_number(name, value, minimum=1)
     counts = count_ranks(ranks, nodes, ranks_per_node, USUAL_RANKS)
     ranks = math.prod(counts)
@@ -95,7 +95,7 @@ def demo(
         path = "auto" if path is None else path
         ok = _train(Job(ranks, tokens, hidden, experts, topk, steps, seed, path, device, by_node), as_json)
     elif path is not None:
-        raise InvalidCall("path is for normal mode: low-latency calls have one way only; leave it out")
+        raise InvalidCall("--path is for normal mode: low-latency calls have one way only; leave it out")
     else:
         ok = _decode(DecodeJob(ranks, tokens, hidden, experts, topk, steps, seed, device, by_node), as_json)
     if not ok:
@@ -104,10 +104,10 @@ def demo(
 
 def _train(job: Job, as_json: bool) -> bool:
     """Normal mode; whether the check went well."""
-    whole_number("tokens", job.tokens, minimum=0)
+    whole_number("--tokens", job.tokens, minimum=0)
     check_row_bytes(4 * job.hidden)
     if job.path not in PATHS:
-        raise InvalidCall(f"path is {job.path!r}: choose one of {', '.join(PATHS)}")
+        raise InvalidCall(f"--path is {job.path!r}: choose one of {', '.join(PATHS)}")
 
     def describe(report: Any) -> str:
         return f"loss {report.loss:.4f}, difference {report.largest_difference:.1e}"
@@ -124,9 +124,8 @@ def _train(job: Job, as_json: bool) -> bool:
 
 def _decode(job: DecodeJob, as_json: bool) -> bool:
     """Low-latency mode; whether the check went well."""
-    whole_number("tokens", job.tokens, minimum=1)
-    if job.hidden % CHANNELS_PER_SCALE:
-        raise InvalidCall(f"hidden is {job.hidden}: for FP8 it must be a multiple of {CHANNELS_PER_SCALE}")
+    whole_number("--tokens", job.tokens, minimum=1)
+    check_fp8_hidden(job.hidden, name="--hidden")
 
     def describe(report: Any) -> str:
         return f"decoding, difference {report.difference.largest:.1e}"

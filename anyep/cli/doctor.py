@@ -24,7 +24,9 @@ from typing import Annotated, Final, Literal
 import typer
 
 from anyep.cli.units import format_bytes
+from anyep.errors import NotSupported
 from anyep.machine import container_limit_bytes, memory_bytes, num_cores
+from anyep.nixl_packages import HOW_TO_INSTALL, find_nixl, installed_packages, load_nixl
 
 State = Literal["ok", "missing", "note"]
 MIN_TORCH: Final = (2, 11)
@@ -322,13 +324,26 @@ def check_nvshmem() -> Iterator[Finding]:
 
 
 def check_nixl() -> Iterator[Finding]:
-    version = _installed("nixl-cu12")
-    if version:
-        yield Finding("nixl", "ok", f"nixl-cu12 {version}, puts bytes into other hosts' memory")
-    else:
-        yield Finding(
-            "nixl", "note", "not installed; needed between hosts only", "pip install 'anyep[network]'"
-        )
+    try:
+        import torch
+
+        cuda = torch.version.cuda
+    except Exception:
+        # What is wrong with it has a line of its own.
+        cuda = None
+    if find_nixl(cuda) is None:
+        yield Finding("nixl", "note", "not installed; needed between hosts only", HOW_TO_INSTALL)
+        return
+    # Some of what it says of a machine is for those who transfer something.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+    try:
+        used, _ = load_nixl(cuda)
+    except NotSupported as error:
+        yield Finding("nixl", "note", str(error), "nothing to do on one host: only several hosts need NIXL")
+        return
+    others = [str(package) for package in installed_packages(cuda) if package != used]
+    also = f"; also installed, not used: {', '.join(others)}" if others else ""
+    yield Finding("nixl", "ok", f"{used} is used, puts bytes into other hosts' memory{also}")
 
 
 CHECKS: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (

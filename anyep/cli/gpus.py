@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from anyep.cli.interrupts import raise_from_here_on
 from anyep.errors import InvalidCall, NotSupported
 
 DEVICES: Final = ("cpu", "cuda")
@@ -46,7 +47,7 @@ def in_words(num_gpus: int) -> str:
 
 def check_device(device: str) -> None:
     if device not in DEVICES:
-        raise InvalidCall(f"device is {device!r}: choose {' or '.join(DEVICES)}")
+        raise InvalidCall(f"--device is {device!r}: choose {' or '.join(DEVICES)}")
 
 
 def count_gpus() -> int:
@@ -76,6 +77,7 @@ def placed(device: str, num_ranks: int) -> Iterator[Placement]:
         yield ON_THE_CPU
         return
     num_gpus = count_gpus()
+    raise_from_here_on()
     with ExitStack() as stack:
         environment: dict[str, str] = {}
         if num_ranks > num_gpus:

@@ -8,21 +8,25 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, Final
 
+from anyep.cli.checks import check_experts
 from anyep.errors import InvalidCall, whole_number
-from anyep.layout import ControlRegion
+from anyep.layout import ControlRegion, check_num_sms
 from anyep.sizes import (
     CHANNELS_PER_SCALE,
     Config,
     LowLatencySizes,
     TokenLayout,
+    check_fp8_hidden,
     get_combine_config,
     get_dispatch_config,
     num_nodes,
     nvl_hint_parts,
     rdma_hint_parts,
 )
+from anyep.topology import check_nodes
 
 ELEMENT_BYTES: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
+LOW_LATENCY_DTYPES: Final = ("bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,20 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
-            raise InvalidCall(f"dtype is {self.dtype!r}: choose one of {', '.join(ELEMENT_BYTES)}")
-        whole_number("hidden", self.hidden, minimum=1)
-        whole_number("tokens", self.num_tokens, minimum=0)
-        whole_number("experts", self.num_experts, minimum=1)
+            raise InvalidCall(f"--dtype is {self.dtype!r}: choose one of {', '.join(ELEMENT_BYTES)}")
+        whole_number("--hidden", self.hidden, minimum=1)
+        whole_number("--tokens", self.num_tokens, minimum=0)
+        check_num_sms("--num-sms", self.num_sms)
+        whole_number("--ranks-per-node", self.ranks_per_node, minimum=1)
         if self.low_latency_tokens is not None:
-            whole_number("low-latency-tokens", self.low_latency_tokens, minimum=1)
-        if self.num_topk > self.num_experts:
-            raise InvalidCall(f"top-k is {self.num_topk}, but there are only {self.num_experts} experts")
+            whole_number("--low-latency-tokens", self.low_latency_tokens, minimum=1)
+            if self.dtype not in LOW_LATENCY_DTYPES:
+                raise InvalidCall(
+                    f"--dtype is {self.dtype!r}, but low-latency calls take bf16 rows, which may travel as"
+                    f" FP8: choose {' or '.join(LOW_LATENCY_DTYPES)}, or leave --low-latency-tokens out"
+                )
+            if self.dtype == "fp8":
+                check_fp8_hidden(self.hidden, name="--hidden")
 
     @property
     def hint_hidden_bytes(self) -> int:
@@ -68,7 +78,12 @@ class MemoryPlan:
     num_ranks: int
 
     def __post_init__(self) -> None:
-        whole_number("ranks", self.num_ranks, minimum=1)
+        """Refuse what a Buffer would refuse, by the same checks."""
+        whole_number("--ranks", self.num_ranks, minimum=1)
+        # Where there are fewer ranks than a node could have, they are one node.
+        ranks_per_node = min(self.num_ranks, self.workload.ranks_per_node)
+        check_nodes(self.num_ranks, ranks_per_node, "--ranks-per-node")
+        check_experts(self.workload.num_experts, self.num_ranks, self.workload.num_topk)
 
     @cached_property
     def dispatch_config(self) -> Config:
@@ -137,22 +152,6 @@ class MemoryPlan:
     @property
     def expected_window_bytes(self) -> int:
         return self.expected_rows * self.workload.token.token_bytes
-
-    def notes(self) -> list[str]:
-        """What is sound to plan for, but would be refused when it runs."""
-        notes = []
-        if self.num_ranks > self.workload.ranks_per_node and self.num_ranks % self.workload.ranks_per_node:
-            notes.append(
-                f"{self.num_ranks} ranks do not fill nodes of {self.workload.ranks_per_node} evenly:"
-                f" a Buffer needs --ranks-per-node to divide --ranks"
-            )
-        if self.workload.num_experts % self.num_ranks:
-            multiple = -(-self.workload.num_experts // self.num_ranks) * self.num_ranks
-            notes.append(
-                f"{self.workload.num_experts} experts do not divide over {self.num_ranks} ranks:"
-                f" a dispatch needs a multiple, such as --experts {multiple}"
-            )
-        return notes
 
     def record(self) -> dict[str, Any]:
         """The plan for programs."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import size_hints
-from anyep.topology import Topology
+from anyep.topology import Topology, check_nodes
 
 NETWORKS: Final = ("auto", "loopback", "nixl")
 
@@ -87,7 +87,7 @@ def count_ranks(
     >>> count_ranks(None, None, None, 8)
     (1, 8)
     """
-    for name, value in (("ranks", ranks), ("nodes", nodes), ("ranks-per-node", ranks_per_node)):
+    for name, value in (("--ranks", ranks), ("--nodes", nodes), ("--ranks-per-node", ranks_per_node)):
         if value is not None:
             whole_number(name, value, minimum=1)
     if nodes is not None and ranks_per_node is not None:
@@ -119,9 +119,9 @@ def nodes_of(
     """The nodes that the options ask for. Unless given, a token's experts come from half of them."""
     num_nodes, ranks_per_node = counts
     if network is not None and network not in NETWORKS:
-        raise InvalidCall(f"network is {network!r}: choose one of {', '.join(NETWORKS)}")
+        raise InvalidCall(f"--network is {network!r}: choose one of {', '.join(NETWORKS)}")
     if num_nodes == 1:
-        for name, value in (("topk-nodes", topk_nodes), ("network", network)):
+        for name, value in (("--topk-nodes", topk_nodes), ("--network", network)):
             if value is not None:
                 raise InvalidCall(f"{name} is for several nodes: add --nodes 2, or leave it out")
         return Nodes(1, ranks_per_node)
@@ -130,12 +130,11 @@ def nodes_of(
     fewest = -(-topk * num_nodes // experts)
     if topk_nodes is None:
         topk_nodes = max(num_nodes // 2, fewest)
-    whole_number("topk-nodes", topk_nodes, minimum=1)
+    whole_number("--topk-nodes", topk_nodes, minimum=1)
     if not fewest <= topk_nodes <= num_nodes:
         raise InvalidCall(
-            f"topk-nodes is {topk_nodes}: top-{topk} of {experts} experts on {num_nodes} nodes come from"
+            f"--topk-nodes is {topk_nodes}: top-{topk} of {experts} experts on {num_nodes} nodes come from"
             f" {fewest} to {num_nodes} of them"
         )
-    nodes = Nodes(num_nodes, ranks_per_node, topk_nodes, network or "auto")
-    nodes.topology  # noqa: B018 -- says what is wrong with more than 32 ranks per node
-    return nodes
+    check_nodes(num_nodes * ranks_per_node, ranks_per_node, "--ranks-per-node")
+    return Nodes(num_nodes, ranks_per_node, topk_nodes, network or "auto")

@@ -34,7 +34,7 @@ def plan(
         int | None, typer.Option(help="Also plan low-latency mode, for at most this many tokens per rank.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Memory of a rank, like 80GiB: say whether the plan fits.")
+        str | None, typer.Option(help="Memory of a rank, like 80GiB or 512MiB: say whether the plan fits.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON: an object, or a list of them.")
@@ -47,14 +47,12 @@ def plan(
     workload = Workload(hidden, dtype, tokens, topk, experts, num_sms, ranks_per_node, low_latency_tokens)
     plans = [MemoryPlan(workload, count) for count in _parse_ranks(ranks)]
     records = [plan.record() for plan in plans]
-    memory_bytes = parse_bytes(memory) if memory is not None else None
+    memory_bytes = parse_bytes("--memory", memory) if memory is not None else None
     if memory_bytes is not None:
         for plan_, record in zip(plans, records, strict=True):
             record["fits"] = plan_.total_bytes <= memory_bytes
     if map_file is not None:
         _draw(plans, map_file)
-    for note in dict.fromkeys(note for plan_ in plans for note in plan_.notes()):
-        print(f"note: {note}", file=sys.stderr)
     if as_json:
         print(json.dumps(records[0] if len(records) == 1 else records, indent=2))
     elif len(plans) == 1:
@@ -67,7 +65,7 @@ def _parse_ranks(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise InvalidCall(f"ranks is {text!r}: write a number, or several like 8,16,32") from None
+        raise InvalidCall(f"--ranks is {text!r}: write a number, or several like 8,16,32") from None
 
 
 def _draw(plans: list[MemoryPlan], map_file: Path) -> None:

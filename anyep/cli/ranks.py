@@ -13,11 +13,12 @@ import pickle
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
 from anyep.cli.gpus import ON_THE_CPU, Placement, take_gpu
+from anyep.cli.interrupts import raise_from_here_on
 from anyep.errors import AnyEPError, PeerLost, whole_number
 from anyep.progress import compile_sentence
 
@@ -50,8 +51,10 @@ def run_ranks(
     are being compiled; without it, that is a line on stderr.
     """
     num_ranks = whole_number("ranks", num_ranks, minimum=1)
+    raise_from_here_on()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_FOR_GPUS if placement.num_gpus else PRELOADED)
+    _start_server()
     # The ranks meet through a file without a name: nothing can collide with it, and nothing remains of it.
     store = os.memfd_create("anyep-store")
     meeting_place = f"/proc/{os.getpid()}/fd/{store}"
@@ -87,6 +90,18 @@ def run_ranks(
             process.kill()
             process.join()
         os.close(store)
+
+
+def _start_server() -> None:
+    """Start the server that ranks are forked from, so that it does not hear Ctrl-C: while it imports what it
+    preloads, it would print a traceback. Ranks inherit that; the command ends them all."""
+    # Or else the server would start it, which lets everyone hear signals again.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def _collect(

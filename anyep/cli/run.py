@@ -27,7 +27,7 @@ def run(
     ] = True,
 ) -> None:
     """Run a Python script as several ranks, with the environment that torch.distributed expects."""
-    whole_number("-n", num_ranks, minimum=1)
+    whole_number("--ranks (-n)", num_ranks, minimum=1)
     if not program:
         raise InvalidCall(
             "there is no script to run: write it after the number, as in `anyep run -n 8 train.py`"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Final
 
 from anyep.errors import InvalidCall
 
+PAGE_BYTES: Final = 4096
+"""Less than this is no amount of memory that anybody means: a unit was left out."""
 _FACTORS: Final = {
     "": 1,
     "B": 1,
@@ -25,17 +28,24 @@ _FACTORS: Final = {
 }
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes from "80GiB", "24 GB", "1.5G" or a plain number.
+def parse_bytes(option: str, text: str) -> int:
+    """Bytes from what an option says: "80GiB", "24 GB", "1.5TiB", or a plain number of at least a page.
 
-    >>> parse_bytes("80GiB"), parse_bytes("1.5 kb"), parse_bytes("4096")
-    (85899345920, 1500, 4096)
+    >>> parse_bytes("--memory", "80GiB"), parse_bytes("--memory", "1.5 MB"), parse_bytes("--memory", "4096")
+    (85899345920, 1500000, 4096)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:
-        raise InvalidCall(f"{text!r} is no amount of memory: write it like 80GiB, 24GB or 4096")
-    return int(float(match[1]) * factor)
+        raise InvalidCall(f"{option} is {text!r}, which is no amount of memory: write it like 80GiB or 24GB")
+    num_bytes = int(Fraction(match[1]) * factor)
+    if num_bytes < PAGE_BYTES:
+        example = f"{match[1]}GiB" if num_bytes else "80GiB"
+        raise InvalidCall(
+            f"{option} is {text!r}, which is {num_bytes} bytes, less than a page of memory ({PAGE_BYTES}):"
+            f" write it with its unit, like {example}"
+        )
+    return num_bytes
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from anyep.errors import AnyEPError, Disagreement, InvalidCall, NotSupported
 from anyep.layout import ControlRegion
-from anyep.machine import free_memory_bytes
+from anyep.machine import address_space_limit_bytes, free_memory_bytes
 from anyep.modes.wire import Wire
 from anyep.network.nixl import NixlEngine
 from anyep.rendezvous import Rendezvous, host_identity
@@ -49,8 +49,8 @@ class Connection:
     windows: dict[int, Any]
     """Of the ranks of this rank's node."""
     pids: list[int]
-    memory_share_bytes: int
-    """What this rank may use for windows and results when the user does not say."""
+    num_result_bytes: int
+    """What this rank may keep for results that no peer writes to."""
     wire: Wire | None = None
     """To the ranks whose memory cannot be mapped here; their heaps are outboxes."""
 
@@ -96,9 +96,9 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
         if own.device != "cpu":
             # The rows are in the memory of GPUs.
             num_row_bytes = num_window_bytes = 0
-        heap = backend.OwnBlock("heap", control.num_bytes + num_row_bytes)
+        heap = backend.OwnBlock("heap", control.num_bytes + num_row_bytes, rendezvous.rank)
         made.append(heap)
-        windows = backend.OwnBlock("windows", num_window_bytes)
+        windows = backend.OwnBlock("windows", num_window_bytes, rendezvous.rank)
         made.append(windows)
         return os.getpid(), heap.share(), windows.share()
 
@@ -112,7 +112,12 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
     wire = None
     if topology.num_nodes > 1 and (own.network == NIXL or len(set(hosts)) > 1):
         wire = _connect_wire(backend, rendezvous, control, heaps, beyond)
-    return Connection(own, topology, control, heaps, windows, [pid for pid, _, _ in shared], share, wire)
+    pids = [pid for pid, _, _ in shared]
+    num_result_bytes = share
+    if own.num_window_bytes is not None and address_space_limit_bytes() is not None:
+        # Where addresses are scarce, who asks for small windows does not want them taken otherwise.
+        num_result_bytes = min(share, own.num_window_bytes)
+    return Connection(own, topology, control, heaps, windows, pids, num_result_bytes, wire)
 
 
 def _kernels_for(backend: Any, wishes: Wishes) -> list[Any]:
@@ -149,7 +154,9 @@ def _connect_wire(
         engine = NixlEngine(rendezvous.rank, own_heap)
         engines.append(engine)
         for rank in beyond:
-            heaps[rank] = backend.PrivateBlock(control.num_bytes)
+            heaps[rank] = backend.PrivateBlock(
+                control.num_bytes, f"the outbox for rank {rank}", rendezvous.rank
+            )
             engine.register(heaps[rank].address, heaps[rank].num_bytes)
         return engine.describe()
 
@@ -187,9 +194,9 @@ def _open_all(
             if rank in beyond:
                 heaps.append(None)
                 continue
-            heaps.append(own_heap if rank == own else backend.open_block(heap, rank))
+            heaps.append(own_heap if rank == own else backend.open_block(heap, rank, own))
             if topology.node_of(rank) == topology.node_of(own):
-                windows[rank] = own_windows if rank == own else backend.open_block(window, rank)
+                windows[rank] = own_windows if rank == own else backend.open_block(window, rank, own)
 
     on_all_ranks(rendezvous, open_blocks)
     return heaps, windows

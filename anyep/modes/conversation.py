@@ -29,7 +29,14 @@ from anyep.layout import (
     NUM_MAILBOXES,
     ControlRegion,
 )
-from anyep.modes.letters import NUM_WORDS, SIGNATURE, SIGNATURE_WORDS, signature, word_for_people
+from anyep.modes.letters import (
+    DERIVED_FIELDS,
+    NUM_WORDS,
+    SIGNATURE,
+    SIGNATURE_WORDS,
+    signature,
+    word_for_people,
+)
 from anyep.modes.status import (
     FUNCTIONS,
     TEXT_BYTES,
@@ -376,11 +383,12 @@ class Conversation(ending.Part):
         headers: Array,
         text: int,
         signature_words: Mapping[Any, str],
-        for_people: Callable[[int, int], str],
+        for_people: Callable[[int, Any], str],
     ) -> Disagreement:
         """What the headers of letters or notes, which begin alike, disagree about; every rank finds the same.
 
-        Ranks without a header have a call number of 0 there.
+        `signature_words` names the fields, the most telling one first; `for_people` says what a header has
+        there. Ranks without a header have a call number of 0 there.
         """
         ranks = np.flatnonzero(headers[:, Field.CALL])
         refusing = [int(rank) for rank in ranks if headers[rank, Field.REFUSED]]
@@ -391,16 +399,23 @@ class Conversation(ending.Part):
                 f"rank {refusing[0]} refused its {function} ({name_of_call(call.number)}),"
                 f" so rank {self.rank} cannot go on with its {FUNCTIONS[call.kind]}: {reason}"
             )
+        different: dict[int, str] = {}
         for field, name in signature_words.items():
             ranks_by_value: dict[str, list[int]] = {}
             for rank in ranks:
-                ranks_by_value.setdefault(for_people(field, int(headers[rank, field])), []).append(int(rank))
+                ranks_by_value.setdefault(for_people(field, headers[rank]), []).append(int(rank))
             if len(ranks_by_value) > 1:
                 listing = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items())
-                return Disagreement(
-                    f"the ranks disagree in {name_of_call(call.number)} about {name}: {listing}"
-                )
-        raise AssertionError("headers that differ agree in every field")
+                different[int(field)] = f"about {name}: {listing}"
+        if not different:
+            raise AssertionError("headers that differ agree in every field")
+        if Field.KIND in different:
+            # Other functions have other fields: only this one can be compared.
+            causes = [different[Field.KIND]]
+        else:
+            causes = [text for field, text in different.items() if field not in DERIVED_FIELDS]
+        listing = ", and ".join(causes or different.values())
+        return Disagreement(f"the ranks disagree in {name_of_call(call.number)} {listing}")
 
     # Waiting
 

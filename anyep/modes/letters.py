@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache, lru_cache
 from typing import Final
@@ -29,10 +30,11 @@ class Kind(IntEnum):
 
 
 SIGNATURE: Final = tuple(field for field in Field if Field.KIND <= field <= Field.ROUTING)
+# In the order in which they explain a disagreement: what comes later may follow from what comes first.
 SIGNATURE_WORDS: Final = {
     Field.KIND: "the function called",
-    Field.ROW_BYTES: "the bytes of a row (hidden size)",
     Field.DTYPE: "the dtype",
+    Field.ROW_BYTES: "the hidden size",
     Field.TOPK: "top-k",
     Field.SCALES: "the number of scales per token",
     Field.EXPERTS: "the number of experts",
@@ -40,6 +42,8 @@ SIGNATURE_WORDS: Final = {
     Field.RING_ROWS: "the rows of a ring (config, num_nvl_bytes or num_rdma_bytes)",
     Field.ROUTING: "the routing in the handle",
 }
+DERIVED_FIELDS: Final = frozenset({Field.RING_ROWS})
+"""These differ wherever the rows or the channels do, and explain nothing then."""
 
 
 DTYPES: Final = (
@@ -55,6 +59,8 @@ DTYPES: Final = (
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 )
+WIDE_DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a value; all others have one."""
 
 
 # Plain numbers, for code that is run in every call.
@@ -91,14 +97,23 @@ def _header(words: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]
     return np.array((0, 0, 0, *words, *_NO_FACTS), np.int64)
 
 
-def word_for_people(field: int, word: int) -> str:
-    """A word of the signature as a message says it."""
+def word_for_people(field: int, header: Sequence[int]) -> str:
+    """A word of a header's signature as a message says it.
+
+    >>> header = signature(row_bytes=256, dtype=dtype_word(torch.bfloat16))
+    >>> word_for_people(Field.DTYPE, header), word_for_people(Field.ROW_BYTES, header)
+    ('bfloat16', '128')
+    """
+    word = int(header[field])
     if field == Field.KIND:
         return Kind(word).name.lower().replace("_", " ") if word in list(Kind) else str(word)
     if field == Field.ROUTING:
         return f"checksum {word:08x}"
     if field == Field.DTYPE:
         return DTYPES[word]
+    if field == Field.ROW_BYTES:
+        # Rows of the same hidden size differ in bytes where their dtypes do, which is said then.
+        return str(word // WIDE_DTYPES.get(DTYPES[int(header[Field.DTYPE])], 1))
     if field == Field.RING_ROWS and word >> NETWORK_ROWS_SHIFT:
         return f"{word % (1 << NETWORK_ROWS_SHIFT)} and {word >> NETWORK_ROWS_SHIFT} between nodes"
     return str(word)
@@ -108,7 +123,7 @@ def word_for_people(field: int, word: int) -> str:
 def dtype_word(dtype: torch.dtype) -> int:
     """A dtype's number in letters.
 
-    >>> word_for_people(Field.DTYPE, dtype_word(torch.bfloat16))
+    >>> DTYPES[dtype_word(torch.bfloat16)]
     'bfloat16'
     """
     name = str(dtype).removeprefix("torch.")

@@ -7,6 +7,7 @@ in the low ones. The call number is stored last, with release.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, Final
@@ -76,12 +77,13 @@ def _note(kind: int, sizes: LowLatencySizes | None, travel: int) -> Any:
     return words
 
 
-def word_for_people(field: int, word: int) -> str:
-    """A word of the signature as a message says it.
+def word_for_people(field: int, header: Sequence[int]) -> str:
+    """A word of a header's signature as a message says it.
 
-    >>> word_for_people(Field.FORMAT, Format.FP8_ROUNDED), word_for_people(Field.HIDDEN, 512)
-    ('fp8 rounded', '512')
+    >>> word_for_people(Field.FORMAT, [0, 0, 4, 128, 512, 256, Format.FP8_ROUNDED])
+    'fp8 rounded'
     """
+    word = int(header[field])
     if field == Field.KIND:
         return FUNCTIONS[word]
     if field == Field.FORMAT:

@@ -30,14 +30,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from anyep.backends.cpu.heap import Block
 from anyep.backends.cpu.kernels.signals import raise_words
 from anyep.errors import InvalidCall, NotSupported, PeerLost
+from anyep.nixl_packages import load_nixl
 
-_INSTALL: Final = (
-    "NIXL is not installed, which puts bytes into other hosts' memory: pip install 'anyep[network]'"
-)
 _LOOK: Final = (
     "see whether UCX_NET_DEVICES and UCX_TLS, where they are set, name what is there and up;"
     " NIXL_LOG_LEVEL=INFO and UCX_LOG_LEVEL=INFO tell more"
@@ -326,13 +325,10 @@ def join_pieces(pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, i
 def _make_agent(name: str) -> Any:
     # Read once, when the library is loaded. What fails is said by AnyEP, once and not for every transfer.
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-    try:
-        from nixl_cu12._api import nixl_agent, nixl_agent_config
-    except ImportError as error:
-        raise NotSupported(f"{_INSTALL} ({error})") from error
+    _, api = load_nixl(torch.version.cuda)
     try:
         # Its own thread for progress competes with the ranks for the cores: a tenth of the speed on two.
-        return nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+        return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
     except Exception as error:
         raise NotSupported(f"NIXL cannot be used here ({error}): {_LOOK}") from error
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from anyep.errors import NotSupported
+from anyep.machine import memory_limits_in_words
 
 STAMP_BYTES: Final = 16
 MAP_NORESERVE: Final = 0x4000
@@ -36,6 +37,7 @@ class BlockAddress:
     descriptor: int
     num_bytes: int
     stamp: bytes
+    name: str
 
 
 class Block:
@@ -78,11 +80,14 @@ class Block:
 
 
 class PrivateBlock(Block):
-    """Memory of this process alone; it takes memory only where it has been touched."""
+    """Memory of this process alone, for `what`; it takes memory only where it has been touched."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, what: str = "its own use", rank: int | None = None) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-        mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
+        try:
+            mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
+        except OSError as error:
+            raise _not_mapped(rank, num_bytes, what, error) from error
         # Fewer and larger pages are faster; a kernel without them does as well.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -103,21 +108,19 @@ class SharedBlock(Block):
 class OwnBlock(SharedBlock):
     """A block that this process made; `close` takes away its descriptor, so that nobody new can open it."""
 
-    def __init__(self, name: str, num_bytes: int) -> None:
+    def __init__(self, name: str, num_bytes: int, rank: int | None = None) -> None:
+        self._name = name
         self._descriptor = os.memfd_create(f"anyep-{name}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._descriptor, num_bytes + STAMP_BYTES)
             super().__init__(self._descriptor, num_bytes)
         except OSError as error:
             os.close(self._descriptor)
-            raise NotSupported(
-                f"{num_bytes:,} bytes of shared memory cannot be had ({error.strerror}):"
-                f" ask for less; `anyep plan` tells what is needed"
-            ) from error
+            raise _not_mapped(rank, num_bytes, f"its {name}", error) from error
         self._view[num_bytes:] = secrets.token_bytes(STAMP_BYTES)
 
     def share(self) -> BlockAddress:
-        return BlockAddress(os.getpid(), self._descriptor, self.num_bytes, self.stamp)
+        return BlockAddress(os.getpid(), self._descriptor, self.num_bytes, self.stamp, self._name)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -125,8 +128,8 @@ class OwnBlock(SharedBlock):
         self._descriptor = -1
 
 
-def open_block(address: BlockAddress, owner: int) -> SharedBlock:
-    """Map a peer's block."""
+def open_block(address: BlockAddress, owner: int, rank: int | None = None) -> SharedBlock:
+    """Map the block of rank `owner`, as rank `rank`."""
     path = f"/proc/{address.pid}/fd/{address.descriptor}"
     advice = (
         "all ranks of a node need to see each other's processes; run them in one container or with a shared"
@@ -139,12 +142,27 @@ def open_block(address: BlockAddress, owner: int) -> SharedBlock:
     try:
         if os.fstat(descriptor).st_size != address.num_bytes + STAMP_BYTES:
             raise NotSupported(f"{path} is not the memory of rank {owner}: {advice}")
-        block = SharedBlock(descriptor, address.num_bytes)
+        try:
+            block = SharedBlock(descriptor, address.num_bytes)
+        except OSError as error:
+            what = f"the {address.name} of rank {owner}"
+            raise _not_mapped(rank, address.num_bytes, what, error) from error
     finally:
         os.close(descriptor)
     if block.stamp != address.stamp:
         raise NotSupported(f"{path} is not the memory of rank {owner}: {advice}")
     return block
+
+
+def _not_mapped(rank: int | None, num_bytes: int, what: str, error: OSError) -> NotSupported:
+    """What to raise when memory cannot be mapped: how much of what, which limit applies, and what to do."""
+    who = "this process" if rank is None else f"rank {rank}"
+    return NotSupported(
+        f"{who} could not map {num_bytes:,} bytes for {what} ({error.strerror}): {memory_limits_in_words()}."
+        f" Every rank maps the heap and the windows of all ranks of its node. Pass Buffer a smaller"
+        f" num_window_bytes (0 works, too: rows then go through rings) or smaller num_nvl_bytes and"
+        f" num_rdma_bytes, which `anyep plan` tells; or raise the limit (ulimit -v unlimited)"
+    )
 
 
 def _tensor_over(view: memoryview, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

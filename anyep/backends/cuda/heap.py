@@ -48,8 +48,8 @@ class SymmetricBlock:
             self._memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise NotSupported(
-                f"{num_bytes:,} bytes of GPU memory cannot be had: ask for less; `anyep plan` tells what is"
-                f" needed"
+                f"could not allocate {num_bytes:,} bytes of GPU memory: pass Buffer smaller num_nvl_bytes and"
+                f" num_rdma_bytes, which `anyep plan` tells"
             ) from error
         self.address = self._memory.data_ptr()
         self.addresses: list[int] = []

@@ -1,0 +1,93 @@
+"""The list of commands, and what becomes of their errors: a sentence, and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from anyep.cli.bench import bench
+from anyep.cli.demo import demo
+from anyep.cli.doctor import doctor
+from anyep.cli.interrupts import INTERRUPTED
+from anyep.cli.plan import plan
+from anyep.cli.run import run
+from anyep.cli.warmup import warmup
+from anyep.errors import AnyEPError, InvalidCall
+from anyep.version import __version__
+
+app = typer.Typer(
+    name="anyep",
+    help="Dispatch and combine for Mixture-of-Experts models, on any machine.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class _Interrupted(Exception):
+    """Ctrl-C, as typer lets it through: it makes an exit code of KeyboardInterrupt, and says nothing."""
+
+
+def _hearing_interrupts(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run_it(*arguments: object, **options: object) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt as error:
+            raise _Interrupted from error
+
+    return run_it
+
+
+app.command()(_hearing_interrupts(plan))
+app.command()(_hearing_interrupts(demo))
+app.command()(_hearing_interrupts(bench))
+app.command()(_hearing_interrupts(doctor))
+app.command()(_hearing_interrupts(warmup))
+# Options end at the script's name: what follows is the script's own.
+app.command(context_settings={"allow_interspersed_args": False})(_hearing_interrupts(run))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"anyep {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _top_level(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run the command line; its exit code is 0, 1 (it failed), 2 (it was called wrongly) or 130 (Ctrl-C)."""
+    try:
+        # Without a command there is nothing to do: show what there is.
+        result = app(args=arguments or ["--help"], prog_name="anyep", standalone_mode=False)
+    except AnyEPError as error:
+        return _refuse(str(error), 2 if isinstance(error, InvalidCall) else 1)
+    except (KeyboardInterrupt, _Interrupted, typer.Abort):
+        return _refuse("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader (a pager, `head`) has gone; keep the interpreter from complaining about it at exit.
+        sys.stdout = None
+        return 141
+    except Exception as error:
+        # The parser's own errors: their class moved between releases of typer, their shape did not.
+        if not hasattr(error, "format_message"):
+            raise
+        return _refuse(" ".join(error.format_message().split()), 2)
+    return result if isinstance(result, int) else 0
+
+
+def _refuse(sentence: str, exit_code: int) -> int:
+    print(f"anyep: {sentence}", file=sys.stderr)
+    return exit_code
