@@ -23,10 +23,10 @@ def check_what_is_said(buffer: Buffer, share: int) -> None:
     few, many, more = Config(share), Config(share + 2), Config(share + 4)
     other_rings = replace(many, num_max_nvl_chunked_send_tokens=4)
     with warnings_heard() as heard:
-        for config in (few, many, other_rings, more, many, more, few):
+        for config in (few, many, other_rings, more, many):
             _, *_, handle, _ = buffer.dispatch(**good_arguments(buffer) | {"config": config})
             assert handle[1].shape[1] == config.num_channels
-            buffer.dispatch(good_arguments(buffer)["x"], handle=handle)
+        buffer.dispatch(good_arguments(buffer)["x"], handle=handle)
     said = [message for message in heard if HELD in message]
     starts = [f"rank {buffer.rank} uses {share} SMs {HELD}{config.num_sms}:" for config in (many, more)]
     assert [message.startswith(start) for message, start in zip(said, starts, strict=True)] == [True, True]
@@ -78,11 +78,13 @@ def check_like_an_intranode_test(
     num_topk: int,
     num_experts: int,
     tuned: list[Config],
+    is_short: bool = False,
 ) -> None:
     """The calls of a program that tries all ways to dispatch and combine, and then some configs for speed.
 
     Every row of a rank is its number, so that a receiver knows the right rows from the handle alone, and sums
-    are exact: a token's sum is its rank's number times the ranks that it went to.
+    are exact: a token's sum is its rank's number times the ranks that it went to. If `is_short`, two of the
+    eight ways are tried.
     """
     rank, num_ranks, device = context.rank, context.num_ranks, device_of(buffer)
     generator = torch.Generator().manual_seed(rank)
@@ -113,6 +115,8 @@ def check_like_an_intranode_test(
     for is_async in (False, True):
         for given in (x, _fp8(x)):
             for with_topk in (False, True):
+                if is_short and not is_async == (given is not x) == with_topk:
+                    continue
                 overlap: dict[str, Any] = {}
                 if is_async:
                     overlap = {"async_finish": True, "previous_event": buffer.capture()}

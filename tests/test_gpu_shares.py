@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,9 +45,11 @@ CASES = {
 }
 
 
+# Rings of 128 channels for real rows would need a larger Buffer.
 @pytest.mark.parametrize("num_window_bytes", WINDOW_BYTES)
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "config"), [pair for pair in product(CASES, CONFIGS) if pair != ("real rows", "128 channels")]
+)
 def test_case(name: str, config: str, num_window_bytes: int | None) -> None:
     case = replace(CASES[name], config=CONFIGS[config], num_window_bytes=num_window_bytes)
     gpu_world(NUM_RANKS).run(run_gpu_case, case, timeout=TIMEOUT_S)
@@ -110,7 +113,7 @@ def replay(context: RankContext, num_window_bytes: int | None) -> None:
     """A graph of a cached dispatch and a combine with 12 channels: the rows change from replay to replay."""
     prepare_rank()
     buffer = buffer_for(context, num_window_bytes, device="cuda")
-    device, shape, config = device_of(buffer), Shape(context.num_ranks), Config(24, 2, 4)
+    device, shape, config = device_of(buffer), Shape(context.num_ranks, 64), Config(24, 2, 4)
     truths = [Truth(shape, 7, context.rank, device, rows_seed=index) for index in range(10)]
     x = truths[0].x.clone()
     layout: dict[str, Any] = layout_of(buffer, truths[0].topk_idx, shape.num_experts) | {"config": config}
