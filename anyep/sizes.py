@@ -67,6 +67,7 @@ class Config:
     """
 
     num_sms: int = NUM_DEFAULT_SMS
+    """Fixes the channels. On a GPU whose share for a rank is smaller, fewer SMs serve them."""
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6

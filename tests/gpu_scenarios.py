@@ -297,11 +297,6 @@ SCENARIOS = {
         {"topk_idx": None}, "topk_weights is given without topk_idx: pass both or neither"
     ),
     "no counts": refused({"num_tokens_per_rank": None}, "num_tokens_per_rank is missing"),
-    "more SMs than a rank has": refused(
-        {"config": Config(256)},
-        r"num_sms is 256, but 3 ranks share a GPU of \d+ SMs: at most (\d+) per rank can run at once;"
-        r" use a Config with num_sms=\1, or fewer ranks per GPU",
-    ),
     "another hidden size": different(
         {"x": torch.zeros(TOKENS, 2 * HIDDEN).bfloat16()},
         "the hidden size: 32 on ranks 0, 1; 64 on rank 2",

@@ -47,6 +47,11 @@ class Sizes:
     ring_rows: int
     tile_tokens: int
     token: TokenLayout
+    num_senders: tuple[int, ...] = ()
+    """Of each rank, which has as many programs that receive; one per channel unless given."""
+
+    def num_programs(self, rank: int) -> int:
+        return 2 * (self.num_senders[rank] if self.num_senders else self.num_channels)
 
     @property
     def head_at(self) -> int:
@@ -210,6 +215,7 @@ class Ranks:
             STRIDE,
             self.sizes.ring_rows,
             self.sizes.token.token_bytes,
+            self.sizes.num_channels,
         )
 
     @property
@@ -334,7 +340,7 @@ class Dispatch:
 
         def launch(rank: int) -> None:
             tensors = of_rank[rank]
-            rings.dispatch_through_rings[(2 * sizes.num_channels,)](
+            rings.dispatch_through_rings[(sizes.num_programs(rank),)](
                 *tensors[:6],
                 tensors[6].data_ptr(),
                 *tensors[7:],
@@ -385,14 +391,27 @@ def check_dispatch_example(device: str) -> None:
 
 
 def all_sizes(device: str, token: TokenLayout) -> list[tuple[Sizes, list[int]]]:
-    """Sizes with the tokens of each rank: in the interpreter a ring must hold the rows of a channel."""
+    """Sizes with the tokens of each rank: in the interpreter a ring must hold the rows of a channel.
+
+    Some have fewer programs than channels. In the interpreter a rank with one program per side may be among
+    others that have as many as each other: programs there run in the order of their numbers.
+    """
     if device == "cpu":
-        return [(Sizes(2, 1, 5, 4, token), [5, 4]), (Sizes(3, 2, 4, 2, token), [7, 0, 5])]
+        return [
+            (Sizes(2, 1, 5, 4, token), [5, 4]),
+            (Sizes(3, 2, 4, 2, token), [7, 0, 5]),
+            (Sizes(2, 3, 4, 2, token, (2, 2)), [10, 4]),
+            (Sizes(2, 5, 2, 2, token, (1, 3)), [9, 7]),
+        ]
     return [
         (Sizes(2, 3, 2, 2, token), [101, 64]),
+        (Sizes(2, 12, 2, 2, token, (8, 8)), [101, 640]),
+        (Sizes(3, 7, 2, 2, token, (1, 3, 5)), [300, 0, 111]),
+        (Sizes(8, 12, 3, 2, token, (8, 1, 8, 3, 8, 2, 5, 7)), [90, 33, 1, 200, 64, 500, 0, 77]),
         (Sizes(3, 2, 3, 2, token), [70, 0, 111]),
         (Sizes(5, 2, 5, 4, token), [90, 33, 1, 200, 64]),
         (Sizes(1, 4, 19, 16, token), [155]),
+        (Sizes(1, 9, 2, 2, token, (2,)), [155]),
     ]
 
 
@@ -525,7 +544,7 @@ class Combine:
             )
 
         def launch(rank: int) -> None:
-            rings.combine_through_rings[(2 * sizes.num_channels,)](
+            rings.combine_through_rings[(sizes.num_programs(rank),)](
                 *of_rank[rank],
                 *ranks.arguments(rank, self.patience_ns),
                 slot_offsets(token)[3],
@@ -639,6 +658,20 @@ def check_who_waits_in_vain_says_so(device: str) -> None:
         assert int(ranks.words(0, ALARM_AT, 1)) == 2
 
 
+def check_no_channel_is_begun_after_a_failure(device: str) -> None:
+    """Rank 1 does not come. Rank 0 gives up in its first channel, and leaves the second one as it is."""
+    sizes = Sizes(2, 2, 4, 2, TokenLayout(hidden_bytes=64, num_topk=2), (1, 1))
+    choices = [torch.tensor([[0, 3]] * 6), torch.tensor([[0, 3]] * 6)]
+    for kind, counters in ((Dispatch, "head"), (Combine, "head")):
+        call = replace(kind(Routing(sizes, choices), 1), patience_ns=LITTLE_PATIENCE_NS)
+        ranks = Ranks(sizes, device)
+        # What rank 0 has in its second channel is all there: it could take it.
+        ranks.words(0, TAIL_AT + STRIDE + 8, 1).fill_(3)
+        assert call.run(ranks, [0])[0][0] == LATE
+        # What it took of rank 1's is said there.
+        assert ranks.counters(counters)[1][0][1] == 0
+
+
 def check_who_finds_no_room_says_so(device: str) -> None:
     """The ring to rank 1 has one free slot, and nobody empties it: what is in the others stays."""
     for kind, num_sent in ((Dispatch, 0), (Combine, 1)):  # two tokens make a tile, but rows are pushed singly
@@ -682,6 +715,17 @@ def check_rows_that_a_window_does_not_have(device: str) -> None:
 
 
 @triton.jit
+def ask_next_channels(outcomes, answers):
+    """What `next_channel` says in the example of its docstring; then after a failure."""
+    channel = rings.next_channel(1, 8, outcomes)
+    tl.store(answers, channel)
+    channel = rings.next_channel(channel, 8, outcomes)
+    tl.store(answers + 1, channel)
+    tl.store(answers + 2, rings.next_channel(channel, 8, outcomes))
+    tl.store(answers + 3, rings.next_channel(1, 8, outcomes + 1))
+
+
+@triton.jit
 def ask_parts(heaps, rank_prefix, recv_channel_prefix, send_head, answers):
     """What the small functions say in the examples of their docstrings."""
     area = rings.Area(
@@ -703,7 +747,7 @@ def ask_parts(heaps, rank_prefix, recv_channel_prefix, send_head, answers):
     tl.store(answers + 2 + at, to_peers.rows)
     tl.store(answers + 4 + at, to_peers.ours.to(tl.int64))
     tl.store(answers + 6 + at, to_peers.theirs.to(tl.int64))
-    begin, end = rings.lanes(rank_prefix, recv_channel_prefix, 1, channel, to_peers, 2)
+    begin, end = rings.lanes(rank_prefix, recv_channel_prefix, 1, channel, 2, to_peers, 2)
     tl.store(answers + 8 + 4 * channel + at, begin)
     tl.store(answers + 10 + 4 * channel + at, end)
     counts, first_rows = rings.rows_of_tile(send_head, at, at < 2, at < 2, at, 2)
@@ -730,6 +774,10 @@ def check_parts(device: str) -> None:
     assert found[:4] == [[1120, 1168], [144, 1168], [24, 1048], [1072, 1080]]
     assert found[4:8] == [[0, 2], [1, 2], [1, 2], [2, 3]]
     assert found[8:] == [[1, 2], [4, 0], [1184, 1200], [1168, 1184]]
+    channels = there([0] * 4, torch.int64)
+    ask_next_channels[(6,)](there([0, outcomes.DIFFERENT], torch.int64), channels)
+    assert channels.tolist()[:2] == [4, 7]
+    assert min(channels.tolist()[2:]) >= 8
 
 
 def check_types(device: str) -> None:
@@ -747,6 +795,7 @@ CHECKS = (
     check_combine,
     check_combine_beside_windows,
     check_who_waits_in_vain_says_so,
+    check_no_channel_is_begun_after_a_failure,
     check_who_finds_no_room_says_so,
     check_nothing_is_done_after_a_failure,
     check_rows_that_a_window_does_not_have,

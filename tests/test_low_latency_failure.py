@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +21,18 @@ import torch
 
 from anyep import PeerLost
 from anyep.buffer import Buffer
+from anyep.modes.conversation import Stall
+from anyep.modes.letters import Kind
 from anyep.modes.status import Phase
 from tests import low_latency_oracle, oracle
 from tests.low_latency_cases import RDMA_BYTES, Case, check_case, inputs_of
+from tests.patience import patience_s
 from tests.world import RankContext, RankDied, World
 
 NUM_RANKS = 4
 PAIRS = 6
+TIMEOUT_S = 240.0
+"""For tests in which deadlines pass: these are long on a machine that is busy."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Survival:
 
     mask: list[int]
     seconds: list[float]
+    timeout_s: float
     raised: str = ""
 
 
@@ -60,6 +67,13 @@ def new_buffer(context: RankContext, enable_shrink: bool, timeout_s: float = 100
     return Buffer(
         context.group, 0, RDMA_BYTES, low_latency_mode=True, enable_shrink=enable_shrink, device="cpu"
     )
+
+
+def patient_s(context: RankContext, least_s: float) -> float:
+    """How long ranks wait for each other where one of them is to be late: the others never are."""
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64, num_topk=2 * context.num_ranks)
+    with new_buffer(context, True) as buffer:
+        return patience_s(context, lambda: check_case(context.rank, case, buffer), least_s)
 
 
 def strike_at(buffer: Buffer, rank: int, faults: tuple[Fault, ...], nap_s: float = 2.0) -> None:
@@ -95,9 +109,11 @@ def mask_for_all(context: RankContext, buffer: Buffer, rank: int) -> None:
 # Without masks
 
 
-def call_until_it_fails(context: RankContext, faults: tuple[Fault, ...], timeout_s: float) -> tuple[str, str]:
+def call_until_it_fails(context: RankContext, faults: tuple[Fault, ...]) -> tuple[str, str]:
+    is_timed = any(fault.what == "sleep" for fault in faults)
+    timeout_s = patient_s(context, 0.6) if is_timed else 100
     buffer = new_buffer(context, False, timeout_s)
-    strike_at(buffer, context.rank, faults)
+    strike_at(buffer, context.rank, faults, nap_s=3 * timeout_s)
     messages = []
     for _ in range(2):
         try:
@@ -122,7 +138,7 @@ KILLS = [
 @pytest.mark.parametrize("fault", KILLS, ids=str)
 def test_a_killed_rank(world: World, fault: Fault) -> None:
     pids = world.pids
-    outcomes = world.gather(call_until_it_fails, (fault,), 100, timeout=30)
+    outcomes = world.gather(call_until_it_fails, (fault,))
     assert isinstance(outcomes[fault.rank], RankDied)
     for rank, outcome in enumerate(outcomes):
         if rank != fault.rank:
@@ -133,12 +149,12 @@ def test_a_killed_rank(world: World, fault: Fault) -> None:
 
 
 def test_a_slow_rank(world: World) -> None:
-    outcomes = world.gather(call_until_it_fails, (Fault(1, 3, "send", "sleep"),), 0.6, timeout=30)
+    outcomes = world.gather(call_until_it_fails, (Fault(1, 3, "send", "sleep"),), timeout=TIMEOUT_S)
     late = [message for message, _ in outcomes if message.startswith("WaitTimeout")]
     assert late
     for message in late:
         pattern = (
-            r"WaitTimeout: rank \d waited 0.6 s for the note of rank 1.* in low-latency dispatch \(call 3\),"
+            r"WaitTimeout: rank \d waited .* s for the note of rank 1.* in low-latency dispatch \(call 3\),"
             r" phase receive: counter 1 seen, 3 expected\. What rank 1 said last: rank 1 \(pid \d+\) is in"
             r" low-latency dispatch \(call 3\), phase send, for .* s.*ANYEP_TIMEOUT_S"
         )
@@ -146,7 +162,8 @@ def test_a_slow_rank(world: World) -> None:
 
 
 def forget_a_hook(context: RankContext) -> str:
-    buffer = new_buffer(context, False, 0.5)
+    timeout_s = patient_s(context, 0.5)
+    buffer = new_buffer(context, False, timeout_s)
     case = Case(tokens=(4,) * context.num_ranks, hidden=64)
     given = inputs_of(case)[context.rank]
 
@@ -157,7 +174,7 @@ def forget_a_hook(context: RankContext) -> str:
 
     hooks = [dispatch(), dispatch()]
     if context.rank == 1:
-        time.sleep(1.5)
+        time.sleep(3 * timeout_s)
         return "slept"
     for hook in hooks:
         hook()
@@ -169,7 +186,7 @@ def forget_a_hook(context: RankContext) -> str:
 
 
 def test_a_rank_that_does_not_call_its_hook(world: World) -> None:
-    outcomes = world.run(forget_a_hook)
+    outcomes = world.run(forget_a_hook, timeout=TIMEOUT_S)
     blamed = [outcome for outcome in outcomes if "for the receipt of call 1 (by its hook" in outcome]
     assert blamed
     assert all("of rank 1" in outcome for outcome in blamed)
@@ -215,8 +232,10 @@ def subsets(ranks: frozenset[int]) -> list[frozenset[int]]:
     return result
 
 
-def go_on(context: RankContext, faults: tuple[Fault, ...], timeout_s: float) -> Survival:
+def go_on(context: RankContext, faults: tuple[Fault, ...]) -> Survival:
     """Pairs of calls; after a fault has been noticed, whoever it struck must be absent for good."""
+    is_timed = any(fault.what == "sleep" for fault in faults)
+    timeout_s = patient_s(context, 0.7) if is_timed else 20
     buffer = new_buffer(context, True, timeout_s)
     strike_at(buffer, context.rank, faults, nap_s=3 * timeout_s)
     struck = frozenset(fault.rank for fault in faults)
@@ -238,11 +257,11 @@ def go_on(context: RankContext, faults: tuple[Fault, ...], timeout_s: float) -> 
         try:
             absent = echo(buffer, case, context.rank, struck)
         except PeerLost as error:
-            return Survival(masked_by(buffer), seconds, str(error))
+            return Survival(masked_by(buffer), seconds, timeout_s, str(error))
         seconds.append(time.monotonic() - started)
         assert known <= absent
         assert absent <= struck
-    return Survival(masked_by(buffer), seconds)
+    return Survival(masked_by(buffer), seconds, timeout_s)
 
 
 PLANS = [
@@ -255,7 +274,7 @@ PLANS = [
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_the_others_go_on_without_killed_ranks(world: World, plan: tuple[Fault, ...]) -> None:
-    outcomes = world.gather(go_on, plan, 20, timeout=40)
+    outcomes = world.gather(go_on, plan)
     dead = {fault.rank for fault in plan}
     expected = [int(rank in dead) for rank in range(NUM_RANKS)]
     for rank, outcome in enumerate(outcomes):
@@ -265,9 +284,8 @@ def test_the_others_go_on_without_killed_ranks(world: World, plan: tuple[Fault, 
             assert isinstance(outcome, Survival), outcome
             assert outcome.mask == expected
             assert not outcome.raised
-            # Noticed, not timed out; and at full speed afterwards.
-            assert max(outcome.seconds) < 5
-            assert outcome.seconds[-1] < 0.5
+            # Noticed, not timed out.
+            assert max(outcome.seconds) < outcome.timeout_s
 
 
 @pytest.mark.parametrize(
@@ -281,7 +299,7 @@ def test_the_others_go_on_without_killed_ranks(world: World, plan: tuple[Fault, 
     ids=str,
 )
 def test_the_others_go_on_without_a_slow_rank(world: World, plan: tuple[Fault, ...]) -> None:
-    outcomes = world.gather(go_on, plan, 0.7, timeout=40)
+    outcomes = world.gather(go_on, plan, timeout=TIMEOUT_S)
     struck = {fault.rank: fault.what for fault in plan}
     expected = [int(rank in struck) for rank in range(NUM_RANKS)]
     for rank, outcome in enumerate(outcomes):
@@ -295,24 +313,25 @@ def test_the_others_go_on_without_a_slow_rank(world: World, plan: tuple[Fault, .
             assert f"low_latency_update_mask_buffer({rank}, mask=False)" in outcome.raised
         else:
             assert not outcome.raised
-            assert 0.5 < max(outcome.seconds) < 2
-            assert outcome.seconds[-1] < 0.5
+            # One deadline, or two where the sleeper seemed to wait; none when it is masked.
+            assert 0.7 * outcome.timeout_s < max(outcome.seconds) < 3 * outcome.timeout_s
+            assert outcome.seconds[-1] < outcome.timeout_s
 
 
 def come_back(context: RankContext, by_cleaning: bool) -> list[list[int]]:
-    """Rank 2 sleeps and is masked, the others go on; then all take it back. Twice."""
-    buffer = new_buffer(context, True, 0.5)
+    """Rank 2 does not come and is masked, the others go on; then all take it back. Twice."""
+    buffer = new_buffer(context, True, patient_s(context, 0.5))
     case = Case(tokens=(5, 0, 7, 3), hidden=128, travel="fp8")
     masks = []
     for turn in range(2):
         check_case(context.rank, case, buffer)
-        if context.rank == 2:
-            time.sleep(1.5)
-            with pytest.raises(PeerLost, match="go on without rank 2"):
-                check_case(context.rank, case, buffer)
-        else:
+        if context.rank != 2:
             for _ in range(turn + 2):
                 check_case(context.rank, case, buffer, frozenset([2]))
+        torch.distributed.barrier(context.group)
+        if context.rank == 2:
+            with pytest.raises(PeerLost, match="go on without rank 2"):
+                check_case(context.rank, case, buffer)
         masks.append(masked_by(buffer))
         torch.distributed.barrier(context.group)
         if by_cleaning:
@@ -327,7 +346,7 @@ def come_back(context: RankContext, by_cleaning: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("by_cleaning", [False, True])
 def test_a_rank_comes_back(world: World, by_cleaning: bool) -> None:
-    for masks in world.run(come_back, by_cleaning):
+    for masks in world.run(come_back, by_cleaning, timeout=TIMEOUT_S):
         assert masks == [[0, 0, 1, 0], [0, 0, 0, 0]] * 2
 
 
@@ -486,7 +505,8 @@ def test_destroy_gives_the_memory_back(world: World) -> None:
 
 def leave_a_round_early(context: RankContext) -> str:
     """Rank 0 wants rank 2 back, which dies; rank 1 has still to receive what rank 0 sent before."""
-    buffer = new_buffer(context, True, 1)
+    timeout_s = patient_s(context, 1)
+    buffer = new_buffer(context, True, timeout_s)
     case = Case(tokens=(3,) * context.num_ranks, hidden=64, routing="one rank", local_experts=1, num_topk=1)
     if context.rank == 0:
         buffer.low_latency_update_mask_buffer(2, mask=True)
@@ -505,9 +525,9 @@ def leave_a_round_early(context: RankContext) -> str:
                 buffer.low_latency_update_mask_buffer(2)
             for batch in batches[2:]:
                 send(buffer, batch, context.rank)
-            time.sleep(1)
+            time.sleep(timeout_s)
             return "sent"
-        time.sleep(2.5)
+        time.sleep(2.5 * timeout_s)
         sent[0][1]()
     except PeerLost as error:
         return str(error)
@@ -516,14 +536,15 @@ def leave_a_round_early(context: RankContext) -> str:
 
 
 def test_a_round_waits_for_all(world: World) -> None:
-    for outcome in world.gather(leave_a_round_early):
+    for outcome in world.gather(leave_a_round_early, timeout=TIMEOUT_S):
         assert isinstance(outcome, RankDied) or outcome in ("sent", "right") or "go on without" in outcome
 
 
 def wake_up_after_a_cleaning(context: RankContext) -> str:
     """Rank 2 sleeps in the middle of sending; the others mask it and lay out their slots anew."""
-    buffer = new_buffer(context, True, 0.5)
-    strike_at(buffer, context.rank, (Fault(2, 1, "send", "sleep"),), nap_s=2)
+    timeout_s = patient_s(context, 0.5)
+    buffer = new_buffer(context, True, timeout_s)
+    strike_at(buffer, context.rank, (Fault(2, 1, "send", "sleep"),), nap_s=4 * timeout_s)
     small = Case(tokens=(4,) * context.num_ranks, max_tokens=4, hidden=128, local_experts=1, num_topk=4)
     large = replace(small, hidden=2048)
     try:
@@ -532,14 +553,14 @@ def wake_up_after_a_cleaning(context: RankContext) -> str:
         return str(error)
     buffer.clean_low_latency_buffer(4, 2048, large.num_experts)
     received, hook = send(buffer, large, context.rank)
-    time.sleep(2.5)
+    time.sleep(5 * timeout_s)
     hook()
     expected = low_latency_oracle.rows_of_expert(inputs_of(large), context.rank, frozenset([2])).x
     return "right" if oracle.same_bits(received[0, : len(expected)], expected) else "wrong rows"
 
 
 def test_a_masked_rank_can_do_no_harm(world: World) -> None:
-    outcomes = world.run(wake_up_after_a_cleaning)
+    outcomes = world.run(wake_up_after_a_cleaning, timeout=TIMEOUT_S)
     assert "go on without rank 2" in outcomes.pop(2)
     assert outcomes == ["right"] * 3
 
@@ -566,7 +587,8 @@ def test_a_rank_that_missed_a_cleaning(world: World) -> None:
 
 def ask_too_early(context: RankContext) -> str:
     """Rank 2 is masked and wants to come back before the others want it; later they do."""
-    buffer = new_buffer(context, True, 1.2)
+    timeout_s = patient_s(context, 1.2)
+    buffer = new_buffer(context, True, timeout_s)
     case = Case(tokens=(5,) * context.num_ranks, hidden=64)
     check_case(context.rank, case, buffer)
     mask_for_all(context, buffer, 2)
@@ -579,7 +601,7 @@ def ask_too_early(context: RankContext) -> str:
     else:
         for seed in range(40):
             check_case(context.rank, replace(case, seed=seed), buffer, frozenset([2]))
-            time.sleep(0.06)
+            time.sleep(timeout_s / 20)
     torch.distributed.barrier(context.group)
     if context.rank == 2:
         # Long enough for the others to find what is left of the first try.
@@ -591,14 +613,15 @@ def ask_too_early(context: RankContext) -> str:
 
 
 def test_a_masked_rank_that_asks_too_early_masks_nobody(world: World) -> None:
-    outcomes = world.run(ask_too_early)
+    outcomes = world.run(ask_too_early, timeout=TIMEOUT_S)
     assert "go on without rank 2" in outcomes.pop(2)
     assert outcomes == ["", "", ""]
 
 
 def want_a_round_alone(context: RankContext, whom: tuple[int, ...]) -> str:
     """Rank 3 waits for a round, unmasked, while the others make calls, and mask it for its silence."""
-    buffer = new_buffer(context, True, 1.2)
+    timeout_s = patient_s(context, 1.2)
+    buffer = new_buffer(context, True, timeout_s)
     case = Case(tokens=(5,) * context.num_ranks, hidden=64)
     check_case(context.rank, case, buffer)
     message = ""
@@ -613,7 +636,7 @@ def want_a_round_alone(context: RankContext, whom: tuple[int, ...]) -> str:
     else:
         for seed in range(60):
             check_case(context.rank, replace(case, seed=seed), buffer, frozenset([3]))
-            time.sleep(0.06)
+            time.sleep(timeout_s / 20)
         assert masked_by(buffer) == [0, 0, 0, 1]
     torch.distributed.barrier(context.group)
     buffer.low_latency_clean_mask_buffer()
@@ -624,9 +647,78 @@ def want_a_round_alone(context: RankContext, whom: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("whom", [(2,), (3,), (0, 1, 2, 3)], ids=["another", "itself", "all"])
 def test_a_round_that_only_one_rank_wants(world: World, whom: tuple[int, ...]) -> None:
-    outcomes = world.run(want_a_round_alone, whom)
+    outcomes = world.run(want_a_round_alone, whom, timeout=TIMEOUT_S)
     assert "go on without rank 3" in outcomes.pop(3)
     assert outcomes == ["", "", ""]
+
+
+def be_masked_while_it_decides(context: RankContext) -> str:
+    """Rank 3 wants a round, and its deadline passes first. The others wait for it in a call, and mask it in
+    the very moment when it decides who is late: they are not."""
+    timeout_s = patient_s(context, 0.5)
+    buffer = new_buffer(context, True, 4 * timeout_s)
+    assert buffer.runtime is not None
+    assert buffer._low_latency is not None
+    conversation, masks = buffer.runtime.conversation, buffer._low_latency.masks
+    case = Case(tokens=(5,) * context.num_ranks, hidden=64)
+    check_case(context.rank, case, buffer)
+    torch.distributed.barrier(context.group)
+    message = ""
+    if context.rank != 3:
+        for seed in range(3):
+            check_case(context.rank, replace(case, seed=seed), buffer, frozenset([3]))
+    else:
+        while any(conversation.whom_it_waits_for(peer) != 3 for peer in range(3)):
+            time.sleep(0.001)
+        conversation.timeout_s = timeout_s
+        adopt = masks.adopt
+
+        def adopt_and_pause() -> None:
+            """Nothing is found; but before this rank does anything else, all others have masked it."""
+            adopt()
+            if any(frame.name == "give_up" for frame in traceback.extract_stack()):
+                while any(conversation.whom_it_waits_for(peer) == 3 for peer in range(3)):
+                    time.sleep(0.001)
+
+        masks.adopt = adopt_and_pause  # type: ignore[method-assign]
+        try:
+            buffer.low_latency_update_mask_buffer(2)
+        except PeerLost as error:
+            message = str(error)
+        masks.adopt = adopt  # type: ignore[method-assign]
+    torch.distributed.barrier(context.group)
+    assert masked_by(buffer) == [0, 0, 0, 1]
+    return message
+
+
+def test_a_rank_that_is_masked_masks_nobody_who_came_in_time(world: World) -> None:
+    outcomes = world.run(be_masked_while_it_decides, timeout=TIMEOUT_S)
+    assert "go on without rank 3" in outcomes.pop(3)
+    assert outcomes == ["", "", ""]
+
+
+def sleep_through_a_deadline(context: RankContext) -> int:
+    """A step finds that something is missing; then this process does not run until long after the deadline.
+    Meanwhile it has come: nobody is late."""
+    buffer = new_buffer(context, True, 0.2)
+    assert buffer.runtime is not None
+    conversation = buffer.runtime.conversation
+    missing = [1, 1]
+
+    def stalled() -> Stall:
+        if not missing:
+            time.sleep(0.5)
+        return Stall((1 - context.rank % 2,), "something", 0, 1)
+
+    call = conversation.begin(Kind.LOW_LATENCY_DISPATCH)
+    conversation.wait_until(call, lambda _: missing.pop() if missing else 0, stalled)
+    conversation.end(call)
+    torch.distributed.barrier(context.group)
+    return len(missing)
+
+
+def test_who_came_while_this_rank_did_not_run_is_not_late(world: World) -> None:
+    assert world.run(sleep_through_a_deadline) == [0] * NUM_RANKS
 
 
 def come_back_with_other_words(context: RankContext) -> None:
@@ -666,7 +758,8 @@ def refuse_to_take_back(context: RankContext, how: str) -> str:
         message = "nothing was raised"
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-    assert time.monotonic() - started < 5
+    # At once, and not when the deadline has passed.
+    assert time.monotonic() - started < 15
     hook()
     buffer.low_latency_update_mask_buffer(3)
     check_case(context.rank, case, buffer)
@@ -686,14 +779,15 @@ def live_with_naps(context: RankContext, seed: int, turns: int) -> list[list[int
     Who was masked in each turn, as this rank saw it in the end.
     """
     common, own = random.Random(seed), random.Random(seed * 10 + context.rank)
-    buffer = new_buffer(context, True, 0.8)
+    timeout_s = patient_s(context, 0.8)
+    buffer = new_buffer(context, True, timeout_s)
     assert buffer.runtime is not None
     conversation = buffer.runtime.conversation
     num_ranks = context.num_ranks
     masks = []
     for _ in range(turns):
         sleepers = {rank: common.randint(1, 30) for rank in common.sample(range(num_ranks), 2)}
-        nap_s = common.choice([0.4, 2.0])
+        nap_s = common.choice([0.5, 2.5]) * timeout_s
         steps = itertools.count(1)
 
         def sleep(call: Any, phase: Phase, at: int | None, nap_s: float, steps: Iterator[int]) -> None:
@@ -723,6 +817,6 @@ def live_with_naps(context: RankContext, seed: int, turns: int) -> list[list[int
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_naps_at_random(world: World, seed: int) -> None:
-    by_rank = world.run(live_with_naps, seed, 3)
+    by_rank = world.run(live_with_naps, seed, 3, timeout=TIMEOUT_S)
     for masks in by_rank:
         assert masks == by_rank[0]

@@ -25,6 +25,7 @@ from anyep.buffer import Buffer
 from tests import test_low_latency as on_cpu
 from tests.gpu_scenarios import NVL_BYTES, closing_threads, wait_until_gone
 from tests.low_latency_cases import FORMATS, RDMA_BYTES, Case, buffer_for, check_case, inputs_of, run_case
+from tests.patience import patience_s
 from tests.strategies import low_latency_cases
 from tests.world import RankContext, RankDied, World
 
@@ -32,6 +33,8 @@ from tests.world import RankContext, RankDied, World
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None, reason="Triton is not installed: pip install anyep[cuda]"
 )
+TIMEOUT_S = 240.0
+"""For tests in which deadlines pass, or are not to pass: interpreted kernels are slow on a busy machine."""
 NUM_EXAMPLES = {1: 3, 2: 14, 3: 4, 4: 3}
 _worlds: dict[int, World] = {}
 
@@ -331,9 +334,17 @@ def test_a_third_call_in_flight() -> None:
 # Ranks that die, sleep or are masked
 
 
+def patient_s(context: RankContext, least_s: float) -> float:
+    """How long ranks wait for each other where one of them is to be late: the others never are."""
+    case = Case(tokens=(5,) * context.num_ranks, hidden=128, travel="fp8")
+    with new_buffer(context) as buffer:
+        # Interpreted kernels take long: a few times as long as a pair of calls is long enough.
+        return patience_s(context, lambda: check_case(context.rank, case, buffer), least_s, factor=3, turns=1)
+
+
 def go_on_in_normal_mode(context: RankContext) -> list[str]:
     """Rank 1 does not come to a low-latency call; the others hear of it in a call of the other mode."""
-    buffer = new_buffer(context, False, 0.5, NVL_BYTES)
+    buffer = new_buffer(context, False, patient_s(context, 2), NVL_BYTES)
     case = Case(tokens=(3,) * context.num_ranks, hidden=128)
     given_ = inputs_of(case)[context.rank]
     messages = []
@@ -356,7 +367,7 @@ def go_on_in_normal_mode(context: RankContext) -> list[str]:
 
 
 def test_normal_mode_tells_what_low_latency_mode_waited_for(world: World) -> None:
-    for rank, messages in enumerate(world.run(go_on_in_normal_mode)):
+    for rank, messages in enumerate(world.run(go_on_in_normal_mode, timeout=TIMEOUT_S)):
         if rank != 1:
             assert messages[0] == "nothing was raised"
             pattern = r"(WaitTimeout|PeerLost): .*rank 1\b.* in low-latency dispatch \(.*\), phase receive"
@@ -364,9 +375,9 @@ def test_normal_mode_tells_what_low_latency_mode_waited_for(world: World) -> Non
             assert messages[2].startswith("BufferBroken: ")
 
 
-def die_at(context: RankContext, enable_shrink: bool, timeout_s: float) -> tuple[list[str], list[int]]:
-    """Rank 1 dies before its second pair of calls."""
-    buffer = new_buffer(context, enable_shrink, timeout_s)
+def die_at(context: RankContext, enable_shrink: bool) -> tuple[list[str], list[int]]:
+    """Rank 1 dies before its second pair of calls. The others notice it: no deadline passes."""
+    buffer = new_buffer(context, enable_shrink, 2 * TIMEOUT_S)
     case = Case(tokens=(4,) * context.num_ranks, hidden=128)
     check_case(context.rank, case, buffer)
     if context.rank == 1:
@@ -383,7 +394,7 @@ def die_at(context: RankContext, enable_shrink: bool, timeout_s: float) -> tuple
 
 
 def test_a_killed_rank(world: World) -> None:
-    outcomes = world.gather(die_at, False, 50)
+    outcomes = world.gather(die_at, False, timeout=TIMEOUT_S)
     assert isinstance(outcomes[1], RankDied)
     for rank in (0, 2):
         messages, _ = outcomes[rank]
@@ -417,17 +428,15 @@ def test_who_died_is_named_and_not_who_failed_because_of_it(world: World) -> Non
 
 
 def test_the_others_go_on_without_a_killed_rank(world: World) -> None:
-    started = time.monotonic()
-    outcomes = world.gather(die_at, True, 50)
+    outcomes = world.gather(die_at, True, timeout=TIMEOUT_S)
     assert isinstance(outcomes[1], RankDied)
     for rank in (0, 2):
         assert outcomes[rank] == (["nothing was raised"] * 2, [0, 1, 0])
-    assert time.monotonic() - started < 40
 
 
 def come_back(context: RankContext, by_hand: bool) -> list[list[int]]:
-    """Rank 2 is masked, by hand or since it sleeps; the others go on, then all take it back. Twice."""
-    buffer = new_buffer(context, True, 100 if by_hand else 5)
+    """Rank 2 is masked, by hand or since it is late; the others go on, then all take it back. Twice."""
+    buffer = new_buffer(context, True, 100 if by_hand else patient_s(context, 5))
     case = Case(tokens=(5, 0, 7), hidden=128, travel="fp8")
     masks = []
 
@@ -442,16 +451,17 @@ def come_back(context: RankContext, by_hand: bool) -> list[list[int]]:
         if by_hand and context.rank == 0:
             buffer.low_latency_update_mask_buffer(2, mask=True)
         torch.distributed.barrier(context.group)
+        if context.rank != 2:
+            for seed in range(2):
+                check_case(context.rank, replace(case, seed=seed), buffer, frozenset([2]))
+        if not by_hand:
+            torch.distributed.barrier(context.group)
         if context.rank == 2:
-            time.sleep(0 if by_hand else 12)
             given_ = inputs_of(case)[2]
             dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
             buffer.low_latency_dispatch(*dispatch)
             assert "go on without rank 2" in message_of(buffer.low_latency_dispatch, *dispatch)
             assert "go on without rank 2" in message_of(buffer.low_latency_dispatch, *dispatch)
-        else:
-            for seed in range(2):
-                check_case(context.rank, replace(case, seed=seed), buffer, frozenset([2]))
         read_mask()
         torch.distributed.barrier(context.group)
         if by_hand:
@@ -467,7 +477,7 @@ def come_back(context: RankContext, by_hand: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_a_rank_comes_back(world: World, by_hand: bool) -> None:
-    for masks in world.run(come_back, by_hand, timeout=120):
+    for masks in world.run(come_back, by_hand, timeout=TIMEOUT_S):
         assert masks == [[0, 0, 1], [0, 0, 0]] * 2
 
 

@@ -33,6 +33,15 @@ BLOCK_BYTES: Final = 2 << 20
 log = logging.getLogger("anyep")
 
 
+def share_of_sms(num_sms: int, num_ranks: int) -> int:
+    """How many programs each of so many ranks can have on a GPU at once: an even number, at least two.
+
+    >>> share_of_sms(132, 8), share_of_sms(132, 3), share_of_sms(132, 1)
+    (16, 44, 132)
+    """
+    return max(2, num_sms // num_ranks // 2 * 2)
+
+
 class GpuConnection:
     """The memory of all ranks' GPUs, opened here."""
 
@@ -54,11 +63,18 @@ class GpuConnection:
             )
         # On all ranks, since a rank's memory is free when its peers have closed it, too.
         on_all_ranks(rendezvous, gpu.do_postponed)
-        facts_of_ranks = on_all_ranks(rendezvous, lambda: (gpu.identity, gpu.free_memory_bytes()))
-        ranks_by_gpu = Counter(identity for identity, _ in facts_of_ranks)
+        facts_of_ranks = on_all_ranks(
+            rendezvous, lambda: (gpu.identity, gpu.num_sms, gpu.free_memory_bytes())
+        )
+        ranks_by_gpu = Counter(identity for identity, _, _ in facts_of_ranks)
         self.ranks_on_gpu = ranks_by_gpu[gpu.identity]
+        self.share_of_sms = share_of_sms(gpu.num_sms, self.ranks_on_gpu)
+        self.least_share_of_sms = min(
+            share_of_sms(num_sms, ranks_by_gpu[identity]) for identity, num_sms, _ in facts_of_ranks
+        )
+        """Of all ranks, on whatever GPU: the same on each of them."""
         # The same on all ranks, as they decide by it, each for itself, whether windows grow.
-        least_free = min(free for _, free in facts_of_ranks)
+        least_free = min(free for _, _, free in facts_of_ranks)
         share = least_free // SHARE_OF_FREE_MEMORY // max(ranks_by_gpu.values())
         self._most_window_bytes = share if wishes.num_window_bytes is None else wishes.num_window_bytes
         self.heap = self._new_block(

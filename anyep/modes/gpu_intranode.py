@@ -8,6 +8,7 @@ waits only where a dispatch has to find out how many rows come; other calls can 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -59,6 +60,7 @@ from anyep.sizes import Config, TokenLayout, align, token_layout
 T = TypeVar("T")
 LOOK_S: Final = 0.002
 """How often a thread asks whether the last calls of a dropped Buffer are over."""
+log = logging.getLogger("anyep")
 DTYPE_CODES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
@@ -87,7 +89,10 @@ class GpuIntranode(ending.Part):
         self._areas = RingAreas(talk.control.num_bytes, num_nvl_bytes, talk.num_ranks)
         self._tiles = tiles_for(talk.num_ranks, bool(self.windows.num_bytes))
         self._ranks_on_gpu = connection.ranks_on_gpu
-        self._most_sms = max(2, self._gpu.num_sms // connection.ranks_on_gpu // 2 * 2)
+        self._share_of_sms: Final = connection.share_of_sms
+        self._default_sms: Final = connection.least_share_of_sms
+        self._told_of_sms: set[int] = set()
+        """Numbers of SMs that are more than the share, and have been spoken of."""
         self._counters: dict[tuple[int, int], Launcher] = {}
         """What counts tokens, by the kernel's identity and the choices of a token."""
         self._known_ring_arguments: dict[int, tuple[RingArea, tuple[Any, ...]]] = {}
@@ -121,21 +126,36 @@ class GpuIntranode(ending.Part):
         self.talk.refuse(call, error)
 
     def check_config(self, config: Config, token: TokenLayout) -> None:
-        """Refuse more programs than can run at once: those that wait for each other would wait for ever."""
-        if config.num_sms > self._most_sms:
-            raise InvalidCall(
-                f"num_sms is {config.num_sms}, but {self._ranks_on_gpu} ranks share a GPU of"
-                f" {self._gpu.num_sms} SMs: at most {self._most_sms} per rank can run at once;"
-                f" use a Config with num_sms={self._most_sms}, or fewer ranks per GPU"
-            )
+        """Any number of channels is possible; say once if this rank has fewer programs than that takes."""
+        num_sms = config.num_sms
+        if num_sms <= self._share_of_sms or num_sms in self._told_of_sms:
+            return
+        self._told_of_sms.add(num_sms)
+        log.warning(
+            "rank %d uses %d SMs instead of num_sms=%d: %s on a GPU of %d SMs, and all must run at once."
+            " The %d channels of the config, the shapes of its handles and all results are as they would be"
+            " with %d SMs",
+            self._rank,
+            self._share_of_sms,
+            num_sms,
+            "there is one rank" if self._ranks_on_gpu == 1 else f"there are {self._ranks_on_gpu} ranks",
+            self._gpu.num_sms,
+            config.num_channels,
+            num_sms,
+        )
+
+    def _num_programs(self, config: Config) -> int:
+        """How many programs move the rows of a call: no more than can be resident beside the other ranks'.
+        Programs that wait for one that is not would wait for ever."""
+        return min(config.num_sms, self._share_of_sms)
 
     def default_config(self, config: Config) -> Config:
-        """The tuned config, with no more SMs than this rank's share of the GPU."""
-        if config.num_sms <= self._most_sms:
+        """The tuned config, with no more SMs than any rank has: all ranks have the same channels."""
+        if config.num_sms <= self._default_sms:
             return config
         known = self._smaller_configs.get(id(config))
         if known is None:
-            known = (config, dataclasses.replace(config, num_sms=self._most_sms))
+            known = (config, dataclasses.replace(config, num_sms=self._default_sms))
             self._smaller_configs[id(config)] = known
         return known[1]
 
@@ -626,7 +646,7 @@ class GpuIntranode(ending.Part):
         )
         send(
             self.communication_stream,
-            (config.num_sms,),
+            (self._num_programs(config),),
             _words(payload.x),
             Seen(scales, torch.int32) if scales is not None else nothing,
             payload.topk_idx if payload.topk_idx is not None else nothing,
@@ -723,7 +743,7 @@ class GpuIntranode(ending.Part):
         )
         pull(
             self.communication_stream,
-            (config.num_sms,),
+            (self._num_programs(config),),
             _bits(out),
             out_weights if out_weights is not None else self.talk.state,
             *(_bits(bias) for bias in biases),
@@ -780,7 +800,7 @@ class GpuIntranode(ending.Part):
         )
         launch(
             self.communication_stream,
-            (config.num_sms,),
+            (self._num_programs(config),),
             _words(x),
             _words(window),
             routing.rank_prefix_matrix,
@@ -829,7 +849,7 @@ class GpuIntranode(ending.Part):
         meta_at, scales_at, ids_at, weights_at, _ = _slot_offsets(token)
         launch(
             self.communication_stream,
-            (config.num_sms,),
+            (self._num_programs(config),),
             _words(payload.x),
             Seen(scales, torch.int32) if scales is not None else nothing,
             payload.topk_idx if payload.topk_idx is not None else nothing,
@@ -840,6 +860,7 @@ class GpuIntranode(ending.Part):
             routing.rank_prefix_matrix,
             routing.recv_channel_prefix_matrix,
             *self._ring_arguments(area),
+            config.num_channels,
             meta_at,
             scales_at,
             ids_at,
@@ -880,7 +901,7 @@ class GpuIntranode(ending.Part):
         )
         launch(
             self.communication_stream,
-            (config.num_sms,),
+            (self._num_programs(config),),
             _words(x),
             weights if weights is not None else self.talk.state,
             _bits(out),
@@ -892,6 +913,7 @@ class GpuIntranode(ending.Part):
             routing.rank_prefix_matrix,
             routing.recv_channel_prefix_matrix,
             *self._ring_arguments(area),
+            config.num_channels,
             weights_at,
             routing.num_tokens,
             _tokens_per_channel(routing.num_tokens, config),

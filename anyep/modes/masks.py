@@ -278,13 +278,15 @@ class _Round:
 
     def give_up(self, peers: Sequence[int], error: AnyEPError) -> None:
         masks, conversation = self._masks, self._conversation
-        masks.adopt()
         gone = conversation.gone()
+        # A peer that waits for this rank in a call is not late: this rank is, and will be told. It is told
+        # before a peer stops waiting for it. So the masks are read after the peers were asked: in the other
+        # order a peer could go on in between, and this rank would mask it without knowing the reason.
+        late = [peer for peer in peers if peer in gone or conversation.whom_it_waits_for(peer) != self._rank]
+        masks.adopt()
         if not masks.is_masked_out:
-            for peer in peers:
-                # Who waits for this rank, in a call, is not late: this rank is, and is going to hear of it.
-                if peer in gone or conversation.whom_it_waits_for(peer) != self._rank:
-                    masks.mask_in(peer, 2 * self._number + 1, str(error))
+            for peer in late:
+                masks.mask_in(peer, 2 * self._number + 1, str(error))
         elif set(peers) <= gone:
             self._ignored[list(peers)] = True
         else:

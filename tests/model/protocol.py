@@ -36,7 +36,7 @@ What is merged into one step, and why nothing is lost by it:
 
 The user writes over x the moment that combine returns, the worst moment there is. Tensors that die during a
 call need no step of their own, as blocks are chosen only when a call starts. A rank's rows for itself, and
-channels beyond one, are left out.
+channels beyond one, are left out: `tests.model.programs` has them.
 """
 
 from __future__ import annotations

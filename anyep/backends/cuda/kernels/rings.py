@@ -6,13 +6,17 @@ each is where it is polled. They only grow, over all calls, and one program alon
 with what they hold, so no argument has to change from call to call. Row n of a ring lies in its slot n %
 ring_rows.
 
-A kernel has two programs per channel, the even ones send and the odd ones receive; those of all ranks must be
-resident at once. Who sends tokens, or sums them, takes the next tile of them when all peers are ready for it.
-Who drains rings, or pushes rows, takes what there is, and never waits for one peer alone: so nobody waits in
-a circle. A tile may not hold more tokens than a ring has slots.
+The even programs of a kernel send and the odd ones receive; those of all ranks must be resident at once. With
+two programs per channel each serves one side of one channel. With fewer, each serves every n-th channel, one
+after the other, in ascending order. The number of programs may differ from rank to rank: the lowest channel
+that is not finished has all its senders and receivers at work (`tests/model/programs.py`).
 
-A wait ends when nothing has moved for `patience_ns`, or when the alarm is raised; the outcome then says whom
-it was for. Addresses and sizes of rows and slots are multiples of 16 bytes.
+Who sends tokens, or sums them, takes the next tile of them when all peers are ready for it. Who drains rings,
+or pushes rows, takes what there is, and never waits for one peer alone: so nobody waits in a circle. A tile
+may not hold more tokens than a ring has slots.
+
+A wait ends when nothing has moved in its channel for `patience_ns`, or when the alarm is raised; the outcome
+then says whom it was for. Addresses and sizes of rows and slots are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -50,8 +54,8 @@ TAIL_AT = tl.constexpr(facts.TAIL_AT)
 
 VARYING = [
     *("results", "alarm", "patience_ns", "rank", "ring_rows", "meta_at", "scales_at", "ids_at", "weights_at"),
-    *("num_tokens", "tokens_per_channel", "num_scales", "stride_token", "stride_scale", "num_topk"),
-    "experts_per_rank",
+    *("num_channels", "num_tokens", "tokens_per_channel", "num_scales", "stride_token", "stride_scale"),
+    *("num_topk", "experts_per_rank"),
 ]
 """Numbers that differ between calls, or between ranks: kernels are not compiled for some of them."""
 
@@ -180,14 +184,27 @@ def words_at(addresses):
 
 
 @triton.jit
-def lanes(rank_prefix, recv_channel_prefix, rank, channel, rings, NUM_RANKS: tl.constexpr):
+def next_channel(channel, num_channels, outcome):
+    """The channel that a program serves after this one, from `num_channels` on if there is none.
+
+    Of 6 programs, of which 3 send, and 8 channels: the program that served channel 1 serves 4, 7, and no
+    other one; after a failure none at all.
+    """
+    channel += tl.num_programs(0) // 2
+    if channel < num_channels:
+        # The alarm is raised then, and all ranks give up.
+        channel = tl.where(is_good(outcome), channel, num_channels)
+    return channel
+
+
+@triton.jit
+def lanes(rank_prefix, recv_channel_prefix, rank, channel, num_channels, rings, NUM_RANKS: tl.constexpr):
     """This rank's rows of a channel, for each peer: where they begin and where they end.
 
     On rank 1, with rank_prefix [[0, 2], [0, 3]] and recv_channel_prefix [[0, 1], [0, 0]]: in channel 0 the
     rows [0, 1) are peer 0's and [2, 2), which are none, peer 1's; in channel 1 [1, 2) and [2, 3).
     """
     ranks, is_rank = rings.ranks, rings.is_rank
-    num_channels = tl.num_programs(0) // 2
     by_peer = rank_prefix + ranks * NUM_RANKS + rank
     before = tl.load(by_peer - NUM_RANKS, mask=is_rank & (ranks > 0), other=0)
     by_channel = recv_channel_prefix + ranks * num_channels + channel
@@ -300,6 +317,7 @@ def dispatch_through_rings(
     head_stride,
     ring_rows,
     slot_bytes,
+    num_channels,
     meta_at,
     scales_at,
     ids_at,
@@ -360,49 +378,55 @@ def dispatch_through_rings(
     if is_good(outcome) & (tl.load(outcome + USES_RINGS) != 0):
         tl.store(outcome + WAITED_FOR, TAIL_AT)
         if tl.program_id(0) % 2 == 0:
-            first_token = channel * tokens_per_channel
-            send_tokens(
-                x,
-                scales,
-                topk_idx,
-                topk_weights,
-                send_head,
-                places,
-                rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK),
-                waiting,
-                beside,
-                first_token,
-                tl.minimum(first_token + tokens_per_channel, num_tokens),
-                row_words,
-                stride_token,
-                stride_scale,
-                experts_per_rank,
-                NUM_RANKS,
-                SCALE_BLOCK,
-                TOPK_BLOCK,
-                TILE_TOKENS,
-                TILE_WORDS,
-                STAGES,
-            )
+            while channel < num_channels:
+                first_token = channel * tokens_per_channel
+                send_tokens(
+                    x,
+                    scales,
+                    topk_idx,
+                    topk_weights,
+                    send_head,
+                    places,
+                    rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK),
+                    waiting,
+                    beside,
+                    first_token,
+                    tl.minimum(first_token + tokens_per_channel, num_tokens),
+                    row_words,
+                    stride_token,
+                    stride_scale,
+                    experts_per_rank,
+                    NUM_RANKS,
+                    SCALE_BLOCK,
+                    TOPK_BLOCK,
+                    TILE_TOKENS,
+                    TILE_WORDS,
+                    STAGES,
+                )
+                channel = next_channel(channel, num_channels, outcome)
         elif tl.load(places + PLACE_WORDS * rank) == 0:
-            rings = rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK)
-            begin, end = lanes(rank_prefix, recv_channel_prefix, rank, channel, rings, NUM_RANKS)
-            take_rows(
-                results.to(tl.pointer_type(tl.int64)),
-                tl.load(places + PLACE_WORDS * rank + PLACE_ROWS),
-                begin,
-                end,
-                rings,
-                waiting,
-                beside,
-                row_words,
-                NUM_RANKS,
-                SCALE_BLOCK,
-                TOPK_BLOCK,
-                TILE_TOKENS,
-                TILE_WORDS,
-                STAGES,
-            )
+            while channel < num_channels:
+                rings = rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK)
+                begin, end = lanes(
+                    rank_prefix, recv_channel_prefix, rank, channel, num_channels, rings, NUM_RANKS
+                )
+                take_rows(
+                    results.to(tl.pointer_type(tl.int64)),
+                    tl.load(places + PLACE_WORDS * rank + PLACE_ROWS),
+                    begin,
+                    end,
+                    rings,
+                    waiting,
+                    beside,
+                    row_words,
+                    NUM_RANKS,
+                    SCALE_BLOCK,
+                    TOPK_BLOCK,
+                    TILE_TOKENS,
+                    TILE_WORDS,
+                    STAGES,
+                )
+                channel = next_channel(channel, num_channels, outcome)
 
 
 @triton.jit
@@ -593,6 +617,7 @@ def combine_through_rings(
     head_stride,
     ring_rows,
     slot_bytes,
+    num_channels,
     weights_at,
     num_tokens,
     tokens_per_channel,
@@ -645,49 +670,55 @@ def combine_through_rings(
         tl.store(outcome + WAITED_FOR, TAIL_AT)
         if tl.program_id(0) % 2 == 0:
             if tl.load(places + PLACE_WORDS * rank) == 0:
-                rings = rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK)
-                begin, end = lanes(rank_prefix, recv_channel_prefix, rank, channel, rings, NUM_RANKS)
-                push_rows(
-                    x,
-                    topk_weights,
-                    tl.load(places + PLACE_WORDS * rank + PLACE_ROWS),
-                    begin,
-                    end,
-                    rings,
+                while channel < num_channels:
+                    rings = rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK)
+                    begin, end = lanes(
+                        rank_prefix, recv_channel_prefix, rank, channel, num_channels, rings, NUM_RANKS
+                    )
+                    push_rows(
+                        x,
+                        topk_weights,
+                        tl.load(places + PLACE_WORDS * rank + PLACE_ROWS),
+                        begin,
+                        end,
+                        rings,
+                        waiting,
+                        weights_at,
+                        row_words,
+                        num_topk,
+                        NUM_RANKS,
+                        TOPK_BLOCK,
+                        TILE_TOKENS,
+                        TILE_WORDS,
+                        STAGES,
+                    )
+                    channel = next_channel(channel, num_channels, outcome)
+        else:
+            while channel < num_channels:
+                first_token = channel * tokens_per_channel
+                sum_tokens(
+                    out,
+                    out_weights,
+                    bias_0,
+                    bias_1,
+                    send_head,
+                    places,
+                    rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK),
                     waiting,
                     weights_at,
+                    first_token,
+                    tl.minimum(first_token + tokens_per_channel, num_tokens),
                     row_words,
                     num_topk,
+                    DTYPE,
+                    NUM_BIASES,
                     NUM_RANKS,
                     TOPK_BLOCK,
                     TILE_TOKENS,
-                    TILE_WORDS,
-                    STAGES,
+                    TILE_VALUES,
+                    IN_HARDWARE,
                 )
-        else:
-            first_token = channel * tokens_per_channel
-            sum_tokens(
-                out,
-                out_weights,
-                bias_0,
-                bias_1,
-                send_head,
-                places,
-                rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK),
-                waiting,
-                weights_at,
-                first_token,
-                tl.minimum(first_token + tokens_per_channel, num_tokens),
-                row_words,
-                num_topk,
-                DTYPE,
-                NUM_BIASES,
-                NUM_RANKS,
-                TOPK_BLOCK,
-                TILE_TOKENS,
-                TILE_VALUES,
-                IN_HARDWARE,
-            )
+                channel = next_channel(channel, num_channels, outcome)
 
 
 @triton.jit
