@@ -322,9 +322,12 @@ def unheard(rank: Rank) -> Any:
 def in_vain(rank: Rank) -> Any:
     """Rank 0 waits, beside its program, for ranks that never come; they stay until it is gone."""
     buffer = rank.buffer()
+    arguments = {**inputs(rank, buffer), "num_worst_tokens": 8 * NUM_TOKENS, "async_finish": True}
+    # With everyone first: on a GPU no kernel can be loaded while another one waits.
+    buffer.dispatch(**arguments)[-1].current_stream_wait()
     call(rank, buffer)
     if rank.rank == 0:
-        buffer.dispatch(**inputs(rank, buffer), num_worst_tokens=8 * NUM_TOKENS, async_finish=True)
+        buffer.dispatch(**arguments)
     else:
         rank.wait_until(lambda: not buffer.status()[0].alive)
     return buffer
