@@ -86,7 +86,7 @@ LAYERS = (
     ("backends", "network"),
     ("modes",),
     ("arguments", "low_latency_arguments", "buffer"),
-    ("autograd", "nn"),
+    ("autograd", "balance", "nn", "training"),
     ("deep_ep_modules", "as_deep_ep", "run_as_deep_ep"),
     ("cli", "__main__"),
 )
