@@ -215,8 +215,8 @@ def test_a_low_bias_does_not_open_other_groups() -> None:
 # The layer
 
 
-def check_logits(context: RankContext) -> None:
-    layer, x = make_layer(context), rows_of(context.rank)
+def check_logits(context: RankContext, device: str = "cpu") -> None:
+    layer, x = make_layer(context, device=device), rows_of(context.rank).to(device)
     output = layer(x)
     again, logits = layer(x.view(2, -1, HIDDEN), output_router_logits=True)
     assert torch.equal(again.view(-1, HIDDEN), output)
@@ -224,7 +224,7 @@ def check_logits(context: RankContext) -> None:
     assert torch.equal(layer.gate.choose(logits)[0], layer.gate(x)[0])
     logits.sum().backward()
     torch.testing.assert_close(layer.gate.weight.grad, x.sum(0).expand(NUM_EXPERTS, -1), **TOLERANCE)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16):
         _, under_autocast = layer(x, output_router_logits=True)
     assert torch.equal(under_autocast, logits)
     layer.low_latency = True

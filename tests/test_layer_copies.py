@@ -17,14 +17,15 @@ from tests.test_nn import HIDDEN, NUM_EXPERTS, make_expert, make_gate, make_laye
 from tests.world import RankContext, World, get_world
 
 
-def make_model(context: RankContext) -> nn.Sequential:
+def make_model(context: RankContext, device: str = "cpu") -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), make_layer(context), make_layer(context))
+    layers = [make_layer(context, device=device) for _ in range(2)]
+    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers).to(device)
 
 
-def check_copies_in_training(context: RankContext) -> None:
+def check_copies_in_training(context: RankContext, device: str = "cpu") -> None:
     """A copy made between two steps keeps its parameters, and both go on in turns over one Buffer."""
-    model, x = make_model(context), rows_of(context.rank)
+    model, x = make_model(context, device), rows_of(context.rank).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x).square().sum().backward()
     before = model(x)

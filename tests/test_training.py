@@ -23,7 +23,6 @@ from anyep.training import average_expert_gradients, clip_grad_norm, data_parall
 from tests.world import RankContext, get_world
 
 TIMEOUT_S = 240.0
-TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}
 State = dict[str, Tensor]
 
 
@@ -60,14 +59,14 @@ def state_of(model: nn.Module) -> State:
     return {name.removeprefix("module."): full(tensor) for name, tensor in model.state_dict().items()}
 
 
-def check_states(states: list[State], right: State) -> None:
+def check_states(states: list[State], right: State, rtol: float = 1e-4, atol: float = 2e-6) -> None:
     """What the ranks hold together is the whole; what several of them hold is the same to the last bit."""
     assert {name for state in states for name in state} == set(right)
     seen: State = {}
     for state in states:
         for name, tensor in state.items():
             torch.testing.assert_close(
-                tensor, right[name], **TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
+                tensor, right[name], rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
             )
             assert torch.equal(tensor, seen.setdefault(name, tensor)), name
 
@@ -91,11 +90,11 @@ def trained_in_one_process() -> tuple[list[float], State]:
     return example.train(model, optimizer, range(4), plan, None), state_of(model)
 
 
-def check_trained(answers: list[tuple[list[float], State]]) -> None:
+def check_trained(answers: list[tuple[list[float], State]], rtol: float = 1e-4, atol: float = 2e-6) -> None:
     right_losses, right = trained_in_one_process()
     for losses, _ in answers:
-        assert losses == pytest.approx(right_losses, rel=1e-5)
-    check_states([state for _, state in answers], right)
+        assert losses == pytest.approx(right_losses, rel=rtol)
+    check_states([state for _, state in answers], right, rtol, atol)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -148,7 +147,7 @@ def test_experts_gradients_are_sums_until_they_are_divided() -> None:
     assert norm > 1.05 * right_norm
     for name, gradient in gradients.items():
         factor = (2 if ".experts." in name else 1) * right_norm / norm
-        torch.testing.assert_close(gradient, factor * right[name], **TOLERANCE)
+        torch.testing.assert_close(gradient, factor * right[name], rtol=1e-4, atol=2e-6)
 
 
 # Several groups that hold the same experts
