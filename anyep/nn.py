@@ -23,6 +23,7 @@ are made of them, and `anyep.training` what training over ranks needs besides. B
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -133,7 +134,9 @@ class TopKGate(nn.Module):
 
         Logits are computed in float32, under autocast as well: a rounded logit changes the choice.
         """
-        with torch.autocast(x.device.type, enabled=False):
+        device = x.device.type
+        has_autocast = torch.amp.is_autocast_available(device)
+        with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
             logits = functional.linear(x.float(), self.weight.float())
         topk_idx, weights = self.choose(logits)
         return (topk_idx, weights, logits) if output_router_logits else (topk_idx, weights)

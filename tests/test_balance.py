@@ -204,6 +204,12 @@ def test_the_bias_chooses_but_does_not_weigh() -> None:
     assert "bias" not in TopKGate(HIDDEN, NUM_EXPERTS, TOPK).state_dict()
 
 
+def test_a_gate_has_shapes_on_the_meta_device() -> None:
+    gate = TopKGate(HIDDEN, NUM_EXPERTS, TOPK, has_bias=True).to("meta")
+    topk_idx, weights = gate(torch.empty(5, HIDDEN, device="meta"))
+    assert topk_idx.shape == weights.shape == (5, TOPK)
+
+
 def test_a_low_bias_does_not_open_other_groups() -> None:
     gate = TopKGate(HIDDEN, 8, 2, num_groups=4, topk_groups=1, has_bias=True)
     assert gate.bias is not None

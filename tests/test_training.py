@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from anyep.nn import ExpertParallelMoE, TopKGate, load_balancing_loss, make_buffer
+from anyep.nn import ExpertParallelMoE, TopKGate, expert_layers, load_balancing_loss, make_buffer
 from anyep.training import average_expert_gradients, clip_grad_norm, data_parallel, expert_parameters
 from tests.world import RankContext, get_world
 
@@ -27,15 +27,19 @@ State = dict[str, Tensor]
 
 
 @cache
-def recipe() -> Any:
-    """The example as a module."""
-    path = Path(__file__).parent.parent / "examples/train.py"
-    spec = importlib.util.spec_from_file_location("train_recipe", path)
+def example_of(name: str) -> Any:
+    """An example as a module."""
+    path = Path(__file__).parent.parent / f"examples/{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules["train_recipe"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def recipe() -> Any:
+    return example_of("train")
 
 
 def plan_of(optimizer: str = "sgd") -> Any:
@@ -148,6 +152,33 @@ def test_experts_gradients_are_sums_until_they_are_divided() -> None:
     for name, gradient in gradients.items():
         factor = (2 if ".experts." in name else 1) * right_norm / norm
         torch.testing.assert_close(gradient, factor * right[name], rtol=1e-4, atol=2e-6)
+
+
+def check_hugging_face_model(context: RankContext) -> float:
+    """The largest relative difference of its gradients, and of their norm, from those of the whole model."""
+    example = example_of("qwen3_moe")
+    tokens = torch.randint(example.VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(2))
+    whole, sharded = example.make_model(), example.make_model()
+    whole(input_ids=tokens, labels=tokens).loss.backward()
+    right_norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    example.shard(sharded, context.group)
+    model = data_parallel(sharded, process_group=context.group)
+    mine = tokens.chunk(context.num_ranks)[context.rank]
+    model(input_ids=mine, labels=mine).loss.backward()
+    average_expert_gradients(model, context.num_ranks)
+    norm = clip_grad_norm(model, 0.1, context.group)
+    differences = [
+        example.relative_difference(parameter.grad, example.reference_gradient(name, whole))
+        for name, parameter in sharded.named_parameters()
+    ]
+    (layer, *_) = expert_layers(sharded)
+    layer.buffer.destroy()
+    return max(*differences, abs(float(norm / right_norm) - 1))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="pip install 'anyep[examples]'")
+def test_a_hugging_face_model() -> None:
+    assert max(get_world(2).run(check_hugging_face_model, timeout=TIMEOUT_S)) < 1e-5
 
 
 # Several groups that hold the same experts
