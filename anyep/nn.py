@@ -12,11 +12,18 @@ and a whole state dict loads into any number of ranks.
 Layers of one model share a Buffer: `make_buffer` makes it, and each layer gets it as `buffer`; else each
 makes its own, when it is made (given `hidden`) or first called. For decoding, set `low_latency` on every
 rank; then at most `max_decode_tokens` tokens per rank and call.
+
+A copy of a layer (`copy.deepcopy`, an averaged model) uses the Buffer of the original. A pickled layer
+(`torch.save` of the module) leaves it out, and needs a new one after loading: `layer.buffer = ...`.
+
+`layer(x, output_router_logits=True)` returns the router's logits as well; `anyep.balance` has the losses that
+are made of them, and `anyep.training` what training over ranks needs besides. Both are reachable from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,11 +32,25 @@ from torch.nn import functional
 
 from anyep import autograd
 from anyep.arguments import check_num_experts
+from anyep.balance import expert_counts, load_balancing_loss, router_z_loss, update_bias
 from anyep.buffer import Buffer
 from anyep.errors import Disagreement, InvalidCall, whole_number
 from anyep.rendezvous import host_identity, rendezvous_of
 from anyep.sizes import size_hints
 from anyep.topology import topology_of_hosts
+
+__all__ = [
+    "ExpertParallelMoE",
+    "FeedForward",
+    "TopKGate",
+    "expert_counts",
+    "expert_layers",
+    "load_balancing_loss",
+    "make_buffer",
+    "router_z_loss",
+    "run_experts",
+    "update_bias",
+]
 
 Expert = Callable[[Tensor], Tensor]
 
@@ -78,10 +99,22 @@ class TopKGate(nn.Module):
     With groups of experts (`num_groups`), only the experts of the best `topk_groups` of them are eligible;
     a group is as good as the sum of its two best scores. With a group per rank, or per node, this limits to
     how many of them a token travels.
+
+    With `has_bias` the gate has a buffer `bias`, one float32 number per expert, zero at first. It is added to
+    the scores for the choice only, not for the weights, and gets no gradient: `update_bias` changes it after
+    each step. Keep it in float32 where the model is converted to a smaller dtype.
     """
 
+    bias: Tensor | None
+
     def __init__(
-        self, hidden: int, num_experts: int, topk: int, num_groups: int = 1, topk_groups: int = 1
+        self,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         for name, number in (("hidden", hidden), ("num_experts", num_experts), ("num_groups", num_groups)):
@@ -94,24 +127,38 @@ class TopKGate(nn.Module):
             raise InvalidCall(f"topk is {topk}: that many experts are not in {topk_groups} of the groups")
         self.topk, self.num_groups, self.topk_groups = topk, num_groups, topk_groups
         self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32) if has_bias else None)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each row, and their weights in float32."""
-        scores = functional.linear(x.float(), self.weight.float()).softmax(dim=-1)
-        topk_idx = self._eligible(scores.detach()).topk(self.topk, dim=-1).indices
+    def forward(self, x: Tensor, output_router_logits: bool = False) -> tuple[Tensor, ...]:
+        """The experts of each row, and their weights in float32; and the logits, where asked for.
+
+        Logits are computed in float32, under autocast as well: a rounded logit changes the choice.
+        """
+        device = x.device.type
+        has_autocast = torch.amp.is_autocast_available(device)
+        with torch.autocast(device, enabled=False) if has_autocast else nullcontext():
+            logits = functional.linear(x.float(), self.weight.float())
+        topk_idx, weights = self.choose(logits)
+        return (topk_idx, weights, logits) if output_router_logits else (topk_idx, weights)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts and weights that belong to logits: always the same, while `bias` is."""
+        scores = logits.softmax(dim=-1)
+        ranking = scores.detach() if self.bias is None else scores.detach() + self.bias
+        topk_idx = self._eligible(ranking).topk(self.topk, dim=-1).indices
         weights = scores.gather(-1, topk_idx)
         return topk_idx, weights / weights.sum(dim=-1, keepdim=True)
 
     def _eligible(self, scores: Tensor) -> Tensor:
-        """The scores, with -1 for experts in other groups than the best."""
+        """The scores, with -inf for experts in other groups than the best."""
         if self.topk_groups == self.num_groups:
             return scores
-        by_group = scores.view(len(scores), self.num_groups, scores.shape[1] // self.num_groups)
+        by_group = scores.view(*scores.shape[:-1], self.num_groups, scores.shape[-1] // self.num_groups)
         best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(dim=-1)
         others = torch.ones_like(best, dtype=torch.bool).scatter(
             -1, best.topk(self.topk_groups, dim=-1).indices, False
         )
-        return by_group.masked_fill(others.unsqueeze(-1), -1.0).flatten(-2)
+        return by_group.masked_fill(others.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 class FeedForward(nn.Module):
@@ -149,13 +196,37 @@ def run_experts(rows: Tensor, topk_idx: Tensor, weights: Tensor, experts: Sequen
     return torch.zeros_like(rows, dtype=torch.float32).index_add(0, row, weighted).to(rows.dtype)
 
 
-class ExpertParallelMoE(nn.Module):
-    """`gate` chooses, `experts` are this rank's, or a function that makes the one of a number; x is
-    [..., hidden].
+class _Link:
+    """How a layer reaches the other ranks.
 
-    A gate returns the experts of each row and their weights in float32. It is the same on all ranks: its
-    gradients, like those of everything but the experts, are to be summed over the ranks. Without `hidden` the
-    Buffer is made in the first call.
+    Copies of a layer share it, so that a Buffer that one of them makes is that of all. A pickle holds an
+    empty one, since a Buffer belongs to its process.
+    """
+
+    def __init__(self, group: Any = None, buffer: Buffer | None = None) -> None:
+        self.group, self.buffer = group, buffer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
+        return _Link, ()
+
+
+class ExpertParallelMoE(nn.Module):
+    """A Mixture-of-Experts layer; every rank of `group` makes it, and calls it with tokens of its own.
+
+    gate: chooses. It is called with rows [tokens, hidden] and returns the experts of each row, int64
+        [tokens, topk], and their weights in float32; called with `output_router_logits=True`, it returns
+        the logits in a third place. It is the same on all ranks: its gradients, like those of everything but
+        the experts, are to be summed over the ranks.
+    experts: the modules of this rank's experts, from rows to rows, or a function that makes the one of a
+        number; then `num_experts` says how many there are on all ranks together.
+    group: the ranks, a process group.
+    hidden: with it the Buffer is made here, else in the first call.
+    max_decode_tokens: how many tokens a rank may give to `decode`; 0 leaves out low-latency mode.
+    buffer: a Buffer to use; layers of one model share one (`make_buffer`).
+    device: where the Buffer is made if the layer makes it, "cpu" or "cuda".
     """
 
     def __init__(
@@ -171,43 +242,70 @@ class ExpertParallelMoE(nn.Module):
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.gate, self._group, self._device = gate, group, device
+        self.gate, self._device = gate, device
         self.num_experts, local = _local_experts(experts, group, num_experts)
         self.experts = nn.ModuleDict({str(index): expert for index, expert in local.items()})
         self.max_decode_tokens, self.low_latency = max_decode_tokens, False
+        self._link = _Link(group)
         self.buffer = buffer
         if hidden is not None:
             self.ready_buffer(hidden)
         self.register_load_state_dict_pre_hook(_leave_out_other_experts)  # type: ignore[no-untyped-call]
 
+    @property
+    def buffer(self) -> Buffer | None:
+        """The Buffer, which copies of the layer share; None before it is made, and after unpickling.
+
+        Setting it changes this layer alone.
+        """
+        return self._link.buffer
+
+    @buffer.setter
+    def buffer(self, buffer: Buffer | None) -> None:
+        if buffer is not None:
+            self._check_fits(buffer)
+        self._link = _Link(self._link.group if buffer is None else buffer.group, buffer)
+
     def ready_buffer(self, hidden: int) -> Buffer:
         """The layer's Buffer; it is made if there is none yet, on every rank."""
-        if self.buffer is None:
-            self.buffer = make_buffer(
-                self._group, hidden, self.num_experts, self.max_decode_tokens, self._device
+        link = self._link
+        if link.buffer is None:
+            if link.group is None:
+                raise InvalidCall(
+                    "this layer was pickled, which leaves out its Buffer: give it one on every rank before it"
+                    f" is called, layer.buffer = anyep.nn.make_buffer(group, {hidden}, {self.num_experts})"
+                )
+            link.buffer = make_buffer(
+                link.group, hidden, self.num_experts, self.max_decode_tokens, self._device
             )
-        return self.buffer
+        return link.buffer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, output_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """The layer's output for `x` [..., hidden]; in low-latency mode where `low_latency` is set.
+
+        output_router_logits: return `(output, logits)`, the logits in float32 [tokens, num_experts] with the
+            leading dimensions of x flattened. Losses are made of them (`anyep.balance`).
+        """
         if self.low_latency:
-            return self.decode(x)
+            return self.decode(x, output_router_logits)
         flat, buffer = x.reshape(-1, x.shape[-1]), self.ready_buffer(x.shape[-1])
-        topk_idx, weights = self.gate(flat)
+        topk_idx, weights, logits = self._chosen(flat, output_router_logits)
         received = autograd.dispatch(buffer, flat, topk_idx, weights, self.num_experts)
         experts = list(self.experts.values())
         outputs = run_experts(received.x, received.topk_idx, received.topk_weights, experts)
         combined, _ = autograd.combine(buffer, outputs, received.handle)
-        return combined.view(x.shape)
+        output = combined.view(x.shape)
+        return output if logits is None else (output, logits)
 
     @torch.no_grad()
-    def decode(self, x: Tensor) -> Tensor:
+    def decode(self, x: Tensor, output_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The same for a few tokens in bfloat16, in low-latency mode: no gradients.
 
         An expert's output is rounded to bfloat16; the weighted sum is made in float32, in the order of the
         gate's choice, and rounded once.
         """
         flat, buffer = x.reshape(-1, x.shape[-1]), self.ready_buffer(x.shape[-1])
-        topk_idx, weights = self.gate(flat)
+        topk_idx, weights, logits = self._chosen(flat, output_router_logits)
         rows, counts, handle, _, _ = buffer.low_latency_dispatch(
             flat.contiguous(), topk_idx, self.max_decode_tokens, self.num_experts, use_fp8=False
         )
@@ -216,7 +314,34 @@ class ExpertParallelMoE(nn.Module):
         for local, (expert, count) in enumerate(zip(self.experts.values(), counts.tolist(), strict=True)):
             outputs[local, :count] = expert(rows[local, :count])
         combined, _, _ = buffer.low_latency_combine(outputs, topk_idx, weights, handle)
-        return combined.view(x.shape)
+        output = combined.view(x.shape)
+        return output if logits is None else (output, logits)
+
+    def _chosen(self, flat: Tensor, output_router_logits: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the gate says of each row; the logits only where asked for, since not every gate has them."""
+        if not output_router_logits:
+            topk_idx, weights = self.gate(flat)
+            return topk_idx, weights, None
+        topk_idx, weights, logits = self.gate(flat, output_router_logits=True)
+        return topk_idx, weights, logits
+
+    def _check_fits(self, buffer: Buffer) -> None:
+        """A Buffer of other ranks would take tokens to experts that are elsewhere."""
+        if not isinstance(buffer, Buffer):
+            raise InvalidCall(f"buffer is of type {type(buffer).__name__}: it must be an anyep.Buffer")
+        num_local = len(self.experts)
+        rank, num_ranks = int(next(iter(self.experts))) // num_local, self.num_experts // num_local
+        if (buffer.rank, buffer.group_size) != (rank, num_ranks):
+            raise InvalidCall(
+                f"the Buffer is that of rank {buffer.rank} of {buffer.group_size}, but the layer holds the"
+                f" experts of rank {rank} of {num_ranks}: load its state dict into a new layer, it fits any"
+                " number of ranks"
+            )
+
+
+def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
+    """The layers of a model, for example to give all of them one Buffer after unpickling."""
+    return [module for module in model.modules() if isinstance(module, ExpertParallelMoE)]
 
 
 def _local_experts(
@@ -238,6 +363,8 @@ def _local_experts(
             index: experts(index) for index in range(rank * num_local, (rank + 1) * num_local)
         }
     local = list(experts)
+    if not local:
+        raise InvalidCall("experts is empty: every rank holds the same number of experts, at least 1")
     if num_experts not in (None, len(local) * num_ranks):
         raise InvalidCall(
             f"{len(local)} experts on each of {num_ranks} ranks are not {num_experts}: pass this rank's"

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from qwen3_moe import VOCABULARY, Expert, expert_layers, make_model, router_of, shard
+from qwen3_moe import VOCABULARY, Expert, make_model, router_of, shard
 from torch import Tensor, nn
 from transformers import Qwen3MoeForCausalLM
+
+from anyep.nn import expert_layers
 
 
 class InOneProcess(nn.Module):

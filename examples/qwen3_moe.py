@@ -90,10 +90,6 @@ def shard(model: Qwen3MoeForCausalLM, group: dist.ProcessGroup, max_decode_token
         )
 
 
-def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
-    return [module for module in model.modules() if isinstance(module, ExpertParallelMoE)]
-
-
 def sum_shared_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """What every rank holds, all but the experts, has on each rank the gradient of that rank's tokens."""
     for name, parameter in model.named_parameters():

@@ -48,13 +48,31 @@ def test_logits_and_gradients_match() -> None:
     assert "relative difference of logits" in finished.stdout
 
 
-@needs_transformers
-def test_losses_match_and_are_drawn(tmp_path: Path) -> None:
-    picture = tmp_path / "losses.png"
-    options = ("--steps", "6", "--sequences", "4", "--length", "16", "--plot", str(picture))
+def test_training_matches_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    """The example compares with one process itself, in both runs."""
+    script, picture, folder = (
+        REPOSITORY / "examples/train.py",
+        tmp_path / "losses.png",
+        tmp_path / "checkpoint",
+    )
+    finished = run(script, "--steps", "4", "--save", str(folder), num_ranks=4)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    options = ("--resume", str(folder), "--steps", "2", "--parallel", "fsdp", "--plot", str(picture))
+    finished = run(script, *options)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout.count("farthest apart, relative") == 1
+    assert "Warning" not in finished.stderr
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_training_with_autocast(parallel: str) -> None:
+    options = ("--autocast", "--steps", "8", "--micro-batches", "1", "--parallel", parallel)
     finished = run(REPOSITORY / "examples/train.py", *options)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    first, last = (float(word) for word in finished.stdout.split("loss ", 1)[1].split()[:3:2])
+    assert last < 0.8 * first
 
 
 @needs_transformers
@@ -64,13 +82,12 @@ def test_tokens_match() -> None:
     assert "32 of 32 tokens are those of one process" in finished.stdout
 
 
-# Gradients that are not summed over ranks, a loss of one rank only, experts that are mixed up.
+# Gradients that are not summed over ranks, experts that are mixed up.
 @needs_transformers
 @pytest.mark.parametrize(
     ("name", "before", "after", "script", "options"),
     [
         ("match.py", "    sum_shared_gradients(model, group)\n", "", "match.py", ("--length", "8")),
-        ("train.py", ".loss / num_parts", ".loss", "train.py", ("--steps", "2", "--sequences", "2")),
         ("qwen3_moe.py", "Expert(all_, i)", "Expert(all_, i ^ 1)", "decode.py", ("--new-tokens", "4")),
     ],
 )
@@ -80,6 +97,26 @@ def test_a_wrong_example_fails(
     finished = run(changed(tmp_path, name, before, after, script), *options)
     assert finished.returncode == 1
     assert "Traceback" not in finished.stderr
+
+
+# Gradients of experts that are not divided, a norm of one rank, an even load of one rank, averaged experts.
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("        average_expert_gradients(model, group.size())\n", ""),
+        (
+            "clip_grad_norm(model, plan.max_norm, group)",
+            "nn.utils.clip_grad_norm_(model.parameters(), plan.max_norm)",
+        ),
+        ("load_balancing_loss(of_block, topk_idx, group)", "load_balancing_loss(of_block, topk_idx)"),
+        ("return data_parallel(model,", "return DistributedDataParallel(model,"),
+    ],
+)
+def test_a_wrong_recipe_fails(tmp_path: Path, before: str, after: str) -> None:
+    finished = run(changed(tmp_path, "train.py", before, after, "train.py"), "--steps", "2")
+    assert finished.returncode == 1
+    assert "Traceback" not in finished.stderr
+    assert "farthest apart, relative" in finished.stdout
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

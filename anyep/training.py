@@ -1,0 +1,156 @@
+"""What training over ranks needs besides the layer: gradients, clipping and checkpoints of sharded experts.
+
+    model = data_parallel(model)                   # experts stay out of it; or fully_shard, docs/training.md
+    loss_of(model(tokens)).backward()              # the mean over this rank's tokens
+    average_expert_gradients(model, num_ranks)     # once per step: now all gradients are those of the mean
+    clip_grad_norm(model, 1.0, group)              # over all ranks, each parameter counted once
+    optimizer.step()
+    dcp.save({"training": TrainingState(model, optimizer)}, checkpoint_id=path)
+
+Experts differ from rank to rank; everything else is one model on all ranks, replicated by
+DistributedDataParallel or sharded by FSDP2. Neither may average or shard the experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from anyep.nn import ExpertParallelMoE
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """This rank's experts' parameters by their names in the model: what no other rank has.
+
+    FSDP2 leaves them alone by `fully_shard(..., ignored_params=set(expert_parameters(model).values()))`.
+    Where it shards the rest of a model, give experts a parameter group of their own in the optimizer: an
+    optimizer may work on a whole group at once, and cannot mix sharded and plain tensors there.
+    """
+    return {
+        f"{prefix}{name}": parameter
+        for prefix, experts in _experts_of(model)
+        for name, parameter in experts.named_parameters()
+    }
+
+
+def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """The model in DistributedDataParallel, which averages all gradients but those of experts.
+
+    options: of DistributedDataParallel, such as `process_group` or `device_ids`.
+    """
+    apart = [
+        f"{prefix}{name}"
+        for prefix, experts in _experts_of(model)
+        for named in (experts.named_parameters(), experts.named_buffers())
+        for name, _ in named
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, apart)  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(model, **options)
+
+
+@torch.no_grad()
+def average_expert_gradients(
+    model: nn.Module, num_ranks: int, replicas: dist.ProcessGroup | None = None
+) -> None:
+    """Make the experts' gradients, sums over all ranks' tokens, those of the mean over the ranks' losses.
+
+    Each of R ranks calls `backward` on its own loss, and the loss of the batch is the mean of these. An
+    expert's gradient is then the sum over the ranks, since its tokens come from all of them: R times too
+    large. This divides by R. To be called once per step, after the last `backward` and before clipping.
+
+    num_ranks: R, the number of ranks whose losses are averaged: of all data-parallel ranks.
+    replicas: where several groups of ranks hold the same experts, the ranks that hold the same as this one.
+        An expert has had the tokens of its own group only, so gradients are first summed over the replicas.
+        R still counts the ranks of all groups.
+    """
+    for parameter in expert_parameters(model).values():
+        if replicas is not None and parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=replicas)
+        if parameter.grad is not None:
+            parameter.grad.div_(num_ranks)
+
+
+@torch.no_grad()
+def clip_grad_norm(model: nn.Module, max_norm: float, group: dist.ProcessGroup) -> Tensor:
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+
+    The norm is that of the whole model's gradient, each parameter counted once, and the same on all ranks:
+    squares of experts are summed over the ranks of `group`; a parameter that every rank has is counted from
+    this rank's copy; one that FSDP2 sharded is summed by its own mesh. `torch.nn.utils.clip_grad_norm_` would
+    find another norm on each rank, and the ranks' copies would drift apart. Every rank makes this call.
+
+    group: the ranks over which the experts are spread.
+    """
+    apart = {id(parameter) for parameter in expert_parameters(model).values()}
+    experts: list[nn.Parameter] = []
+    replicated: list[nn.Parameter] = []
+    sharded: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if id(parameter) in apart:
+            experts.append(parameter)
+        else:
+            (sharded if isinstance(parameter, DTensor) else replicated).append(parameter)
+    square = _norm_of(experts).square()
+    dist.all_reduce(square, group=group)
+    device = square.device
+    for parameters in (replicated, sharded):
+        square = square + _norm_of(parameters).to(device).square()
+    norm = square.sqrt()
+    for parameters in (experts, replicated, sharded):
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+class TrainingState(Stateful):
+    """Model and optimizer for `torch.distributed.checkpoint`, which loads them into any number of ranks.
+
+        dcp.save({"training": TrainingState(model, optimizer)}, checkpoint_id=path)
+        dcp.load({"training": TrainingState(model, optimizer)}, checkpoint_id=path)
+
+    An expert's tensors are named by its number in the whole layer, so each rank writes those that it has, and
+    reads those that it needs, whoever wrote them. The rest is written once, or by shards where FSDP2 sharded
+    it. Names are those of the bare model: what DDP wrote FSDP2 can read, and one process, too.
+    """
+
+    # By parameter, not by group: the lists of parameters in an optimizer's groups differ from rank to rank.
+    _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._OPTIONS)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+            options=self._OPTIONS,
+        )
+
+
+def _experts_of(model: nn.Module) -> list[tuple[str, nn.ModuleDict]]:
+    """The experts of each layer, with what their names begin with in the model."""
+    return [
+        (f"{name}.experts." if name else "experts.", module.experts)
+        for name, module in model.named_modules()
+        if isinstance(module, ExpertParallelMoE)
+    ]
+
+
+def _norm_of(parameters: list[nn.Parameter]) -> Tensor:
+    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
