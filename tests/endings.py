@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -463,6 +464,18 @@ def in_a_team(rank: Rank) -> Any:
     return goes_on(rank)
 
 
+def closing(rank: Rank) -> Any:
+    """A Buffer on a simulated GPU is dropped, and a thread waits for its calls, which never end."""
+    from anyep.backends.cuda.gpu import Gpu
+
+    buffer = rank.buffer()
+    call(rank, buffer)
+    dist.barrier()
+    Gpu.now = lambda _: SimpleNamespace(query=lambda: False)  # type: ignore[method-assign,assignment]
+    del buffer
+    assert [thread.name for thread in threading.enumerate() if thread.name == "anyep-close"]
+
+
 def in_a_block(rank: Rank) -> Any:
     """The program ends in the middle of a `with` block."""
     with rank.buffer() as buffer:
@@ -505,6 +518,7 @@ STATES: Final[dict[str, Callable[[Rank], Any]]] = {
         goes_on,
         in_a_team,
         in_a_block,
+        closing,
         over_a_network,
         waited_for_over_a_network,
     )

@@ -98,7 +98,11 @@ NEEDS_NO_STREAM = ("never called", "idle", "destroyed", "broken", "hook held")
 ENDINGS_ON_GPU = [ending for ending in ENDINGS if ending.state not in ("in a call",)]
 
 
-@pytest.mark.parametrize("ending", [ending for ending in ENDINGS if ending.state in NEEDS_NO_STREAM], ids=str)
+@pytest.mark.parametrize(
+    "ending",
+    [*(ending for ending in ENDINGS if ending.state in NEEDS_NO_STREAM), Ending("closing", how="exit")],
+    ids=str,
+)
 def test_a_process_that_ends_on_a_simulated_gpu(simulated_gpu: EndingServer, ending: Ending) -> None:
     check_endings(ending, simulated_gpu.run(ending, 2))
 
