@@ -596,18 +596,17 @@ class Buffer:
 
         tokens = self._refusing(call, check, mode.refuse)
         received, sent = mode.dispatch(call, tokens, async_finish, return_recv_hook)
-        layout_range = torch.as_tensor(received.layout_range)
         if sent.event is not None:
-            self._fills_later(layout_range, sent.event)
+            self._fills_later(received.layout_range, sent.event)
         handle = (
             received.src_info,
-            layout_range,
+            received.layout_range,
             tokens.sizes.num_max_tokens,
             tokens.sizes.hidden,
             tokens.sizes.num_experts,
         )
         rows = received.x if received.scales is None else (received.x, received.scales)
-        return rows, torch.as_tensor(received.counts), handle, EventOverlap(sent.event), sent.hook
+        return rows, received.counts, handle, EventOverlap(sent.event), sent.hook
 
     def low_latency_combine(
         self,

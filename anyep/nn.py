@@ -78,10 +78,20 @@ class TopKGate(nn.Module):
     With groups of experts (`num_groups`), only the experts of the best `topk_groups` of them are eligible;
     a group is as good as the sum of its two best scores. With a group per rank, or per node, this limits to
     how many of them a token travels.
+
+    `device` and `dtype` are those of the weight; as in torch.nn, torch's defaults where they are not given.
     """
 
     def __init__(
-        self, hidden: int, num_experts: int, topk: int, num_groups: int = 1, topk_groups: int = 1
+        self,
+        hidden: int,
+        num_experts: int,
+        topk: int,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         for name, number in (("hidden", hidden), ("num_experts", num_experts), ("num_groups", num_groups)):
@@ -93,11 +103,15 @@ class TopKGate(nn.Module):
         if not 1 <= topk <= topk_groups * (num_experts // num_groups):
             raise InvalidCall(f"topk is {topk}: that many experts are not in {topk_groups} of the groups")
         self.topk, self.num_groups, self.topk_groups = topk, num_groups, topk_groups
-        self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
+        drawn = torch.randn(num_experts, hidden, device=device, dtype=dtype)
+        self.weight = nn.Parameter(drawn * hidden**-0.5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each row, and their weights in float32."""
-        scores = functional.linear(x.float(), self.weight.float()).softmax(dim=-1)
+        """The experts of each row, and their weights in float32, under autocast too."""
+        # Autocast does not know the device "meta", and changes nothing there.
+        device_type = "cpu" if x.is_meta else x.device.type
+        with torch.autocast(device_type, enabled=False):
+            scores = functional.linear(x.float(), self.weight.float()).softmax(dim=-1)
         topk_idx = self._eligible(scores.detach()).topk(self.topk, dim=-1).indices
         weights = scores.gather(-1, topk_idx)
         return topk_idx, weights / weights.sum(dim=-1, keepdim=True)
@@ -115,13 +129,23 @@ class TopKGate(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """An expert: `down(silu(gate(x)) * up(x))`."""
+    """An expert: `down(silu(gate(x)) * up(x))`.
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    `device` and `dtype` are those of the weights; as in torch.nn, torch's defaults where they are not given.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, inner, bias=False)
-        self.up = nn.Linear(hidden, inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
+        self.gate = nn.Linear(hidden, inner, bias=False, device=device, dtype=dtype)
+        self.up = nn.Linear(hidden, inner, bias=False, device=device, dtype=dtype)
+        self.down = nn.Linear(inner, hidden, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))

@@ -27,8 +27,8 @@ TOLERANCE = 1e-4
 def batch_of(step: int, sequences: int, length: int) -> Tensor:
     """Sequences of a small language: each token follows from the last by a fixed rule, most of the time."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCABULARY, (sequences, length), generator=generator)
-    is_noise = torch.rand(tokens.shape, generator=generator) < 0.1
+    tokens = torch.randint(VOCABULARY, (sequences, length), generator=generator, device="cpu")
+    is_noise = torch.rand(tokens.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.1
     for at in range(1, length):
         tokens[:, at] = torch.where(is_noise[:, at], tokens[:, at], (5 * tokens[:, at - 1] + 3) % VOCABULARY)
     return tokens
@@ -80,10 +80,11 @@ def main() -> None:
     model = make_model()
     shard(model, group)
     mine = [tokens.chunk(num_ranks)[rank] for tokens in batches]
-    losses = torch.tensor(train(model, mine, num_ranks, lambda: sum_shared_gradients(model, group)))
+    of_mine = train(model, mine, num_ranks, lambda: sum_shared_gradients(model, group))
+    losses = torch.tensor(of_mine, dtype=torch.float32, device="cpu")
     dist.all_reduce(losses, group=group)
 
-    farthest = torch.zeros(())
+    farthest = torch.zeros((), dtype=torch.float32, device="cpu")
     if rank == 0:
         ours, right = losses.tolist(), train(make_model(), batches, 1, lambda: None)
         farthest += max(abs(a - b) / b for a, b in zip(ours, right, strict=True))
