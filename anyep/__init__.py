@@ -1,6 +1,7 @@
 """AnyEP moves the tokens of Mixture-of-Experts models to the ranks that hold their experts, and back.
 
-Importing this package is cheap: torch and Numba are loaded when `Buffer` or an event is first used.
+Importing this package is cheap: torch and Numba are loaded when `Buffer`, an event, `anyep.autograd` or
+`anyep.nn` is first used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from anyep.errors import (
     BufferBroken,
     Disagreement,
     InvalidCall,
+    Masked,
     NotSupported,
     PeerLost,
     WaitTimeout,
@@ -30,6 +32,12 @@ from anyep.version import __version__
 if TYPE_CHECKING:
     import torch
 
+    from anyep import autograd as autograd
+    from anyep import errors as errors
+    from anyep import layout as layout
+    from anyep import nn as nn
+    from anyep import sizes as sizes
+    from anyep import topology as topology
     from anyep.buffer import Buffer
     from anyep.deep_ep_modules import install_as_deep_ep
     from anyep.events import EventHandle, EventOverlap
@@ -45,6 +53,7 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "InvalidCall",
+    "Masked",
     "NotSupported",
     "PeerLost",
     "WaitTimeout",
@@ -62,10 +71,20 @@ _LOADED_WHEN_USED = {
 }
 
 
+_MODULES = ("autograd", "errors", "layout", "nn", "sizes", "topology")
+"""Attributes of the package as well. Not in `__all__`: `from anyep import *` would hide torch's `nn`."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"anyep.{name}")
     if name not in _LOADED_WHEN_USED:
         raise AttributeError(f"module 'anyep' has no attribute {name!r}")
     module, attribute = _LOADED_WHEN_USED[name]
     value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

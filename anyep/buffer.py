@@ -13,6 +13,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from anyep.requirements import check_requirements
+
+check_requirements()
+
+# ruff: noqa: E402 - what follows needs a torch that is new enough
 from anyep import arguments, low_latency_arguments, sizes
 from anyep.backends import cpu
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from anyep.cli.gpus import ON_THE_CPU, Placement, take_gpu
 from anyep.errors import AnyEPError, PeerLost, whole_number
+from anyep.requirements import check_requirements
 
 PRELOADED: Final = ["torch.distributed", "anyep.buffer"]
 PRELOADED_FOR_GPUS: Final = [*PRELOADED, "triton"]
@@ -107,14 +108,16 @@ def _serve(
     """What a rank's process does."""
     _die_with_the_command()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command that started the ranks ends them
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The server that this rank was forked from has the environment of when it started.
     os.environ.update(placement.environment)
     try:
+        import torch
+
+        check_requirements()
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
         if placement.num_gpus:
             take_gpu(placement.gpu_of(rank), rank)
         meeting = dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]
