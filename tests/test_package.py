@@ -104,7 +104,7 @@ LAYERS = (
     ("topology", "layout", "formats", "freelist", "events", "rendezvous", "headers", "outcomes"),
     ("backends", "network"),
     ("modes",),
-    ("arguments", "low_latency_arguments", "buffer"),
+    ("arguments", "gradients", "low_latency_arguments", "buffer"),
     ("autograd", "nn"),
     ("deep_ep_modules", "as_deep_ep", "run_as_deep_ep"),
     ("cli", "__main__"),
