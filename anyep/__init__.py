@@ -1,6 +1,7 @@
 """AnyEP moves the tokens of Mixture-of-Experts models to the ranks that hold their experts, and back.
 
-Importing this package is cheap: what takes time, such as torch and Numba, is loaded when it is first used.
+Importing this package is cheap: torch and Numba are loaded when `Buffer`, an event, `anyep.autograd` or
+`anyep.nn` is first used.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from anyep.errors import (
     BufferBroken,
     Disagreement,
     InvalidCall,
+    Masked,
     NotSupported,
     PeerLost,
     WaitTimeout,
@@ -31,6 +33,14 @@ if TYPE_CHECKING:
 
     import torch
 
+    from anyep import autograd as autograd
+    from anyep import balance as balance
+    from anyep import errors as errors
+    from anyep import layout as layout
+    from anyep import nn as nn
+    from anyep import sizes as sizes
+    from anyep import topology as topology
+    from anyep import training as training
     from anyep.buffer import Buffer
     from anyep.deep_ep_modules import install_as_deep_ep
     from anyep.events import EventHandle, EventOverlap
@@ -47,6 +57,7 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "InvalidCall",
+    "Masked",
     "NotSupported",
     "PeerLost",
     "WaitTimeout",
@@ -65,10 +76,20 @@ _LOADED_WHEN_USED = {
 }
 
 
+_MODULES = ("autograd", "balance", "errors", "layout", "nn", "sizes", "topology", "training")
+"""Attributes of the package as well. Not in `__all__`: `from anyep import *` would hide torch's `nn`."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"anyep.{name}")
     if name not in _LOADED_WHEN_USED:
         raise AttributeError(f"module 'anyep' has no attribute {name!r}")
     module, attribute = _LOADED_WHEN_USED[name]
     value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -13,7 +13,12 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from anyep import arguments, ending, low_latency_arguments, sizes
+from anyep.requirements import check_requirements
+
+check_requirements()
+
+# ruff: noqa: E402 - what follows needs a torch that is new enough
+from anyep import arguments, ending, gradients, low_latency_arguments, sizes
 from anyep.backends import cpu
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
@@ -400,6 +405,7 @@ class Buffer:
                 is_token_in_rank=is_token_in_rank,
                 num_tokens_per_expert=num_tokens_per_expert,
             )
+            gradients.warn_if_lost(x, topk_weights)
             payload = arguments.check_payload(x, topk_idx, topk_weights, runtime.source_bytes)
             default = runtime.default_config(self.get_dispatch_config(self.group_size))
             chosen = arguments.check_config(config, default, None)
@@ -458,6 +464,7 @@ class Buffer:
                 raise InvalidCall(
                     "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
                 )
+            gradients.warn_if_lost(x)
             payload = arguments.check_payload(x, None, None, runtime.source_bytes)
             parts = self._routing_of(runtime, handle)
             if payload.num_tokens != parts.num_tokens:
@@ -493,6 +500,7 @@ class Buffer:
             runtime.before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             arguments.check_devices(self._device, x=x, topk_weights=topk_weights, bias=bias)
+            gradients.warn_if_lost(x, topk_weights, bias)
             rows = arguments.check_x("x", x, arguments.FLOAT_DTYPES)
             parts = self._routing_of(runtime, handle)
             if rows.shape[0] != parts.num_recv_rows:
@@ -615,6 +623,7 @@ class Buffer:
                 cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
                 dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
             )
+            gradients.warn_if_lost(x)
             return low_latency_arguments.check_tokens(
                 mode,
                 self.group_size,
@@ -631,18 +640,17 @@ class Buffer:
 
         tokens = self._refusing(call, check, mode.refuse)
         received, sent = mode.dispatch(call, tokens, async_finish, return_recv_hook)
-        layout_range = torch.as_tensor(received.layout_range)
         if sent.event is not None:
-            self._fills_later(layout_range, sent.event)
+            self._fills_later(received.layout_range, sent.event)
         handle = (
             received.src_info,
-            layout_range,
+            received.layout_range,
             tokens.sizes.num_max_tokens,
             tokens.sizes.hidden,
             tokens.sizes.num_experts,
         )
         rows = received.x if received.scales is None else (received.x, received.scales)
-        return rows, torch.as_tensor(received.counts), handle, EventOverlap(sent.event), sent.hook
+        return rows, received.counts, handle, EventOverlap(sent.event), sent.hook
 
     def low_latency_combine(
         self,
@@ -672,6 +680,7 @@ class Buffer:
                 out=out,
                 combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
             )
+            gradients.warn_if_lost(x, topk_weights)
             self._wait_until_handle_is_filled(handle, LAYOUT_RANGE)
             outputs = low_latency_arguments.check_outputs(
                 mode,
@@ -945,7 +954,8 @@ class Buffer:
 
 
 def _checked_device(device: str | torch.device | None) -> torch.device:
-    """Where a Buffer works: by default on the current GPU, if there is one."""
+    """Where a Buffer works: by default on the current GPU, if there is one. Torch's default device is for the
+    tensors of the program, and does not matter here."""
     try:
         wanted = torch.device(
             device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"

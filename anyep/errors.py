@@ -45,6 +45,10 @@ class NotSupported(AnyEPError):
     """This machine, or this installation, cannot do what was asked."""
 
 
+class Outdated(NotSupported, ImportError):
+    """A package that AnyEP needs is too old. Also an ImportError: it is raised by imports."""
+
+
 def whole_number(name: str, value: SupportsIndex, minimum: int) -> int:
     """`value` as an int of at least `minimum`, or an `InvalidCall` that names it.
 

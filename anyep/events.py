@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+from anyep.requirements import check_requirements
+
+check_requirements()
+
 
 class EventHandle:
     """A moment. Made by a caller it means "now": on a GPU, when the current stream has come to here; on the

@@ -103,6 +103,8 @@ class TopKGate(nn.Module):
     With `has_bias` the gate has a buffer `bias`, one float32 number per expert, zero at first. It is added to
     the scores for the choice only, not for the weights, and gets no gradient: `update_bias` changes it after
     each step. Keep it in float32 where the model is converted to a smaller dtype.
+
+    `device` and `dtype` are those of the weight; as in torch.nn, torch's defaults where they are not given.
     """
 
     bias: Tensor | None
@@ -115,6 +117,9 @@ class TopKGate(nn.Module):
         num_groups: int = 1,
         topk_groups: int = 1,
         has_bias: bool = False,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         for name, number in (("hidden", hidden), ("num_experts", num_experts), ("num_groups", num_groups)):
@@ -126,8 +131,10 @@ class TopKGate(nn.Module):
         if not 1 <= topk <= topk_groups * (num_experts // num_groups):
             raise InvalidCall(f"topk is {topk}: that many experts are not in {topk_groups} of the groups")
         self.topk, self.num_groups, self.topk_groups = topk, num_groups, topk_groups
-        self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
-        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32) if has_bias else None)
+        drawn = torch.randn(num_experts, hidden, device=device, dtype=dtype)
+        self.weight = nn.Parameter(drawn * hidden**-0.5)
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=self.weight.device) if has_bias else None
+        self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor, output_router_logits: bool = False) -> tuple[Tensor, ...]:
         """The experts of each row, and their weights in float32; and the logits, where asked for.
@@ -162,13 +169,23 @@ class TopKGate(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """An expert: `down(silu(gate(x)) * up(x))`."""
+    """An expert: `down(silu(gate(x)) * up(x))`.
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    `device` and `dtype` are those of the weights; as in torch.nn, torch's defaults where they are not given.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, inner, bias=False)
-        self.up = nn.Linear(hidden, inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
+        self.gate = nn.Linear(hidden, inner, bias=False, device=device, dtype=dtype)
+        self.up = nn.Linear(hidden, inner, bias=False, device=device, dtype=dtype)
+        self.down = nn.Linear(inner, hidden, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))

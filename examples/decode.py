@@ -35,11 +35,11 @@ class InOneProcess(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
         chosen, weights = self.gate(flat)
-        outputs = torch.zeros(*chosen.shape, flat.shape[1])
+        outputs = torch.zeros(*chosen.shape, flat.shape[1], dtype=torch.float32, device=x.device)
         for index, expert in enumerate(self.experts):
             token, place = torch.nonzero(chosen == index, as_tuple=True)
             outputs[token, place] = expert(flat[token]).float()
-        total = torch.zeros(flat.shape)
+        total = torch.zeros(flat.shape, dtype=torch.float32, device=x.device)
         for place in range(chosen.shape[1]):
             total = total + weights[:, place, None] * outputs[:, place]
         return total.to(x.dtype).view(x.shape)
@@ -68,7 +68,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     torch.manual_seed(2)
-    prompts = torch.randint(VOCABULARY, (num_ranks * options.prompts, options.length))
+    prompts = torch.randint(VOCABULARY, (num_ranks * options.prompts, options.length), device="cpu")
     mine = slice(rank * options.prompts, (rank + 1) * options.prompts)
 
     model = make_model().bfloat16()
@@ -83,7 +83,8 @@ def main() -> None:
         decoder.mlp = InOneProcess(decoder.mlp, reference.config)
     right = generate(reference, prompts, options.new_tokens)[mine]
 
-    equal = torch.tensor([(ours == right).sum(), (ours == plain).sum(), ours.numel()])
+    counts = [int((ours == right).sum()), int((ours == plain).sum()), ours.numel()]
+    equal = torch.tensor(counts, dtype=torch.int64, device="cpu")
     print(f"first prompt: {ours[0].tolist()}", flush=True)
     dist.all_reduce(equal, group=group)
     if rank == 0:

@@ -33,7 +33,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (num_ranks * options.sequences, options.length))
+    tokens = torch.randint(VOCABULARY, (num_ranks * options.sequences, options.length), device="cpu")
     mine = slice(rank * options.sequences, (rank + 1) * options.sequences)
 
     whole = make_model()
@@ -51,7 +51,8 @@ def main() -> None:
         for name, parameter in model.named_parameters()
     }
     worst = max(differences, key=differences.__getitem__)
-    found = torch.tensor([relative_difference(ours.logits, right.logits[mine]), differences[worst]])
+    of_both = [relative_difference(ours.logits, right.logits[mine]), differences[worst]]
+    found = torch.tensor(of_both, dtype=torch.float32, device="cpu")
     print(f"{len(differences)} gradients; farthest off: {worst}, {differences[worst]:.1e}", flush=True)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     if rank == 0:

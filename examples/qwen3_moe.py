@@ -63,7 +63,8 @@ class Expert(nn.Module):
 
 
 def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    outputs, inputs = weight.shape
+    linear = nn.Linear(inputs, outputs, bias=False, device=weight.device, dtype=weight.dtype)
     linear.weight.data.copy_(weight.detach())
     return linear
 

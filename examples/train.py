@@ -124,8 +124,8 @@ class Model(nn.Module):
 def batch_of(step: int, sequences: int, length: int) -> Tensor:
     """Sequences of a small language: each token follows from the last by a fixed rule, most of the time."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCABULARY, (sequences, length), generator=generator)
-    is_noise = torch.rand(tokens.shape, generator=generator) < 0.1
+    tokens = torch.randint(VOCABULARY, (sequences, length), generator=generator, device="cpu")
+    is_noise = torch.rand(tokens.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.1
     for at in range(1, length):
         tokens[:, at] = torch.where(is_noise[:, at], tokens[:, at], (5 * tokens[:, at - 1] + 3) % VOCABULARY)
     return tokens
@@ -200,7 +200,7 @@ def train_step(
 ) -> Tensor:
     """One step; returns the loss of the batch on all ranks. Without a group, in one process."""
     optimizer.zero_grad()
-    total = torch.zeros(())
+    total = torch.zeros((), dtype=torch.float32, device=micro_batches[0].device)
     for index, tokens in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         with (
@@ -316,7 +316,7 @@ def main() -> None:
     if options.sequences % (num_ranks * options.micro_batches):
         parser.error(f"{options.sequences} sequences do not divide by {num_ranks} ranks and micro-batches")
     plan = Plan(options.sequences, num_micro_batches=options.micro_batches, autocast=options.autocast)
-    verdict = torch.zeros(())
+    verdict = torch.zeros((), dtype=torch.float32, device="cpu")
     with (
         make_buffer(group, HIDDEN, NUM_EXPERTS, device="cpu") as buffer,
         tempfile.TemporaryDirectory() as folder,

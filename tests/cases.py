@@ -80,10 +80,10 @@ def _input_of(case: Case, rank: int) -> oracle.RankInput:
     x = _rows(case.dtype, (tokens, case.hidden), generator)
     scales = None
     if case.num_scales:
-        scales = torch.rand((tokens, case.num_scales), generator=generator)
+        scales = _uniform((tokens, case.num_scales), generator)
         if case.strided_scales:
             scales = scales.t().contiguous().t()
-    weights = torch.rand((tokens, case.num_topk), generator=generator)
+    weights = _uniform((tokens, case.num_topk), generator)
     if not case.send_topk:
         return oracle.RankInput(x, in_rank, scales)
     return oracle.RankInput(x, in_rank, scales, topk_idx, weights)
@@ -91,24 +91,24 @@ def _input_of(case: Case, rank: int) -> oracle.RankInput:
 
 def _routing(case: Case, rank: int, generator: torch.Generator) -> torch.Tensor:
     tokens, topk, experts = case.tokens[rank], case.num_topk, case.num_experts
-    scores = torch.rand((tokens, experts), generator=generator)
+    scores = _uniform((tokens, experts), generator)
     if case.routing == "one rank":
         scores[:, : case.local_experts] += 1
     if case.routing == "own rank":
         scores[:, rank * case.local_experts : (rank + 1) * case.local_experts] += 1
     if case.routing == "skewed":
-        scores *= torch.linspace(1, 0.2, experts)
+        scores *= torch.linspace(1, 0.2, experts, dtype=torch.float32, device="cpu")
     if topk <= experts:
         topk_idx = scores.topk(topk, dim=-1).indices
     else:
         # An expert may come twice.
-        topk_idx = torch.randint(0, experts, (tokens, topk), generator=generator)
+        topk_idx = torch.randint(0, experts, (tokens, topk), generator=generator, device="cpu")
     if case.routing == "one rank":
         topk_idx = torch.where(topk_idx < case.local_experts, topk_idx, -1)
     if case.routing == "none":
         topk_idx = torch.full_like(topk_idx, -1)
     if case.routing == "some missing":
-        keep = torch.rand(topk_idx.shape, generator=generator) < 0.5
+        keep = _uniform(topk_idx.shape, generator) < 0.5
         # Anything outside the experts means none.
         topk_idx = torch.where(keep, topk_idx, torch.where(topk_idx % 2 == 0, -1, experts + 3))
     return topk_idx
@@ -117,9 +117,13 @@ def _routing(case: Case, rank: int, generator: torch.Generator) -> torch.Tensor:
 def _rows(dtype: str, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
     kind = ROW_DTYPES[dtype]
     if kind.itemsize == 1:
-        data = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        data = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device="cpu")
         return data.view(kind)
-    return (torch.randn(shape, generator=generator) * 3).to(kind)
+    return (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * 3).to(kind)
+
+
+def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def buffer_for(
@@ -271,7 +275,7 @@ def check_combine(
     for other, output in enumerate(received):
         generator = torch.Generator().manual_seed(case.seed * 77 + other)
         outputs.append(_rows(dtype, (len(output.x), case.hidden), generator))
-        weights.append(torch.rand((len(output.x), 3), generator=generator))
+        weights.append(_uniform((len(output.x), 3), generator))
     generator = torch.Generator().manual_seed(case.seed * 99 + rank)
     shape = (case.tokens[rank], case.hidden)
     biases = tuple(_rows(dtype, shape, generator) for _ in range(case.num_biases))
@@ -286,7 +290,7 @@ def check_combine(
         x[:num_rows] = outputs[rank]
     own_weights = None
     if case.combine_weights:
-        own_weights = torch.zeros(len(x), 3, device=device)
+        own_weights = torch.zeros(len(x), 3, dtype=torch.float32, device=device)
         own_weights[:num_rows] = weights[rank]
     combined, combined_weights, event = buffer.combine(
         x,
@@ -323,7 +327,7 @@ def check_handle(
     for peer in range(case.num_ranks):
         first = int(matrix[:rank, peer].sum())
         rows = send_head[:, peer][in_rank[:, peer]]
-        assert torch.equal(rows, torch.arange(first, first + len(rows), dtype=torch.int32))
+        assert torch.equal(rows, torch.arange(first, first + len(rows), dtype=torch.int32, device="cpu"))
 
 
 def check_node_handle(
@@ -350,7 +354,7 @@ def check_node_handle(
     assert torch.equal(rdma_head >= 0, in_node[rank])
     for node in range(nodes):
         numbers = rdma_head[:, node][in_node[rank][:, node]]
-        assert torch.equal(numbers, torch.arange(len(numbers), dtype=torch.int32))
+        assert torch.equal(numbers, torch.arange(len(numbers), dtype=torch.int32, device="cpu"))
     # Where at the ranks of this node the relayed rows went.
     matrix = torch.stack([mask.sum(0) for mask in masks])
     heads = []

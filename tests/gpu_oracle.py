@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -64,20 +65,22 @@ class Truth:
         generator = torch.Generator(device).manual_seed(seed)
         ids = self._choices(chance, generator, device, all_to)
         is_there = (
-            torch.arange(shape.max_tokens, device=device) < torch.tensor(tokens, device=device)[:, None]
+            torch.arange(shape.max_tokens, dtype=torch.int64, device=device)
+            < torch.tensor(tokens, dtype=torch.int64, device=device)[:, None]
         )
         ids = torch.where(is_there[:, :, None], ids, -1)
         size = (shape.num_ranks, shape.max_tokens)
-        weights = torch.rand((*size, shape.num_topk), generator=generator, device=device)
+        drawn: Any = {"generator": generator, "dtype": torch.float32, "device": device}
+        weights = torch.rand((*size, shape.num_topk), **drawn)
         if rows_seed is not None:
             generator.manual_seed(rows_seed)
-        x = (torch.randn((*size, shape.hidden), generator=generator, device=device) * 3).bfloat16()
+        x = (torch.randn((*size, shape.hidden), **drawn) * 3).bfloat16()
 
         self.num_tokens = tokens[rank]
         self.x = x[rank, : self.num_tokens].clone()
         self.topk_idx = ids[rank, : self.num_tokens].clone()
         self.topk_weights = weights[rank, : self.num_tokens].clone()
-        ranks = torch.arange(shape.num_ranks, device=device)
+        ranks = torch.arange(shape.num_ranks, dtype=torch.int64, device=device)
         in_rank = (ids[..., None].div(shape.local_experts, rounding_mode="floor") == ranks).any(2)
         self._receive(x, ids, weights, in_rank[:, :, rank])
         self._combine(in_rank[rank, : self.num_tokens])
@@ -88,14 +91,15 @@ class Truth:
         """The experts of every token: evenly or not, all of them or not."""
         shape = self.shape
         size = (shape.num_ranks, shape.max_tokens)
-        scores = torch.rand((*size, shape.num_experts), generator=generator, device=device)
+        drawn: Any = {"generator": generator, "dtype": torch.float32, "device": device}
+        scores = torch.rand((*size, shape.num_experts), **drawn)
         favourite = chance.randrange(shape.num_ranks) if chance.random() < 0.3 else None
         favourite = favourite if all_to is None else all_to
         if favourite is not None:
             first = favourite * shape.local_experts
             scores[:, :, first : first + shape.local_experts] += 1 if all_to is None else 2
         ids = scores.topk(shape.num_topk, dim=-1).indices
-        missing = torch.rand(ids.shape, generator=generator, device=device)
+        missing = torch.rand(ids.shape, **drawn)
         share = chance.choice([0.0, 0.3, 0.3, 0.9]) if all_to is None else 0.0
         return torch.where(missing < share, -1, ids)
 
@@ -116,7 +120,7 @@ class Truth:
 
     def _combine(self, in_rank: torch.Tensor) -> None:
         """The sum of what each rank's experts made of the row, in float32, ranks ascending, rounded once."""
-        total = torch.zeros(self.x.shape, device=self.x.device)
+        total = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device)
         for rank in range(self.shape.num_ranks):
             total = torch.where(in_rank[:, rank, None], total + experts(self.x, rank).float(), total)
         self.combined = total.bfloat16()

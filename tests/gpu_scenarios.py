@@ -286,7 +286,8 @@ def rows_far_outside(function: str) -> Scenario:
     )
 
 
-IDS_OF_OTHERS = (torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % (2 * NUM_RANKS)).roll(1, 0)
+PLACES = torch.arange(TOKENS * TOPK, dtype=torch.int64, device="cpu").view(TOKENS, TOPK)
+IDS_OF_OTHERS = (PLACES % (2 * NUM_RANKS)).roll(1, 0)
 WRONG_RANKS = {"num_tokens_per_rank": torch.tensor([2, 2, 3]).int()}
 WRONG_EXPERTS = {"num_tokens_per_expert": torch.tensor([2, 2, 2, 9, 2, 2]).int()}
 SCENARIOS = {

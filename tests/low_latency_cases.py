@@ -203,14 +203,16 @@ def outputs_of(case: Case, expert: int, num_rows: int) -> torch.Tensor:
     """What an expert makes of its rows: anything, as long as every rank knows it."""
     generator = torch.Generator().manual_seed(case.seed * 131 + expert)
     scale = 0.2 if expert % 2 else 3.0  # with LogFMT some blocks are encoded and some are not
-    return (torch.randn((num_rows, case.hidden), generator=generator) * scale).bfloat16()
+    shape = (num_rows, case.hidden)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return (rows * scale).bfloat16()
 
 
 def through_logfmt(rows: torch.Tensor) -> torch.Tensor:
     """What arrives of rows that travel in LogFMT; the cast itself has tests of its own."""
     stride = 16 + 2 * rows.shape[1]
-    messages = torch.zeros(len(rows), stride, dtype=torch.uint8)
-    decoded = torch.empty(rows.shape, dtype=torch.float32)
+    messages = torch.zeros(len(rows), stride, dtype=torch.uint8, device="cpu")
+    decoded = torch.empty(rows.shape, dtype=torch.float32, device="cpu")
     shape = (stride, rows.shape[1])
     casts.encode_logfmt_rows(0, len(rows), rows.data_ptr(), messages.data_ptr(), *shape)
     casts.decode_logfmt_rows(0, len(rows), messages.data_ptr(), stride, decoded.data_ptr(), rows.shape[1])

@@ -38,15 +38,18 @@ def rows_of_expert(inputs: list[RankInput], expert: int, absent: frozenset[int] 
                 ranks.append(rank)
                 tokens.append(token)
     hidden = inputs[0].x.shape[1]
-    x = torch.stack(rows) if rows else torch.empty(0, hidden, dtype=torch.bfloat16)
-    return ExpertRows(x, torch.tensor(ranks), torch.tensor(tokens))
+    x = torch.stack(rows) if rows else torch.empty(0, hidden, dtype=torch.bfloat16, device="cpu")
+    source_rank, source_token = (
+        torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (ranks, tokens)
+    )
+    return ExpertRows(x, source_rank, source_token)
 
 
 def fp8(x: torch.Tensor, round_scale: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of finite bf16 as e4m3fn with a scale per 128 channels."""
     blocks = x.float().view(len(x), x.shape[1] // BLOCK, BLOCK)
     amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4)
-    scale = amax * torch.tensor(1 / 448, dtype=torch.float32)
+    scale = amax * torch.tensor(1 / 448, dtype=torch.float32, device="cpu")
     if round_scale:
         mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2**exponent, 0.5 <= mantissa < 1
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
@@ -76,7 +79,7 @@ def combine(
 ) -> torch.Tensor:
     """The weighted float32 sum in top-k order; `outputs` are the rows that each expert made of its rows,
     `absent` the experts of ranks that are not there."""
-    combined = torch.zeros(given.x.shape, dtype=torch.float32)
+    combined = torch.zeros(given.x.shape, dtype=torch.float32, device="cpu")
     for token, choices in enumerate(given.topk_idx.tolist()):
         for slot, expert in enumerate(choices):
             if not 0 <= expert < len(outputs) or expert in absent:

@@ -44,8 +44,8 @@ def layout(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens per rank, tokens per expert, token in rank."""
     per_rank = num_experts // num_ranks
-    in_rank = torch.zeros(topk_idx.shape[0], num_ranks, dtype=torch.bool)
-    per_expert = torch.zeros(num_experts, dtype=torch.int32)
+    in_rank = torch.zeros(topk_idx.shape[0], num_ranks, dtype=torch.bool, device="cpu")
+    per_expert = torch.zeros(num_experts, dtype=torch.int32, device="cpu")
     for token, experts in enumerate(topk_idx.tolist()):
         for expert in experts:
             if 0 <= expert < num_experts:
@@ -75,7 +75,7 @@ def dispatch(inputs: list[RankInput], rank: int, num_experts: int, alignment: in
         weights = torch.where(here, weights, 0.0)
         counts = [int((ids == expert).sum()) for expert in range(local_experts)]
         per_expert = [-(-count // alignment) * alignment for count in counts]
-    sources = [torch.full((len(index),), source) for source, index in enumerate(tokens)]
+    sources = [torch.full_like(index, source) for source, index in enumerate(tokens)]
     x = gather("x")
     assert x is not None
     return RankOutput(
@@ -100,7 +100,7 @@ def combine(
         return combine(node_rows, [in_node], 0, biases)
     dtype = expert_rows[0].dtype
     hidden = expert_rows[0].shape[1]
-    total = torch.zeros(num_tokens, hidden)
+    total = torch.zeros(num_tokens, hidden, dtype=torch.float32, device="cpu")
     if biases:
         total = biases[0].float()
         for bias in biases[1:]:
@@ -120,7 +120,7 @@ def node_sums(
     num_tokens, num_ranks = in_rank[rank].shape
     sums = []
     for first in range(0, num_ranks, ranks_per_node):
-        here = torch.zeros(num_ranks, dtype=torch.bool)
+        here = torch.zeros(num_ranks, dtype=torch.bool, device="cpu")
         here[first : first + ranks_per_node] = True
         # Only this rank's own rows are left out: where they begin depends on the other ranks' tokens.
         only_here = [mask & here if source == rank else mask for source, mask in enumerate(in_rank)]

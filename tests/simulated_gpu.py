@@ -129,10 +129,10 @@ class SimulatedGpu:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # Whatever is read before it is written should be noticed.
         num_bytes = math.prod(shape) * dtype.itemsize
-        return torch.full((num_bytes,), 0x5A, dtype=torch.uint8).view(dtype).view(shape)
+        return torch.full((num_bytes,), 0x5A, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
 
     def table(self, words: list[int]) -> torch.Tensor:
-        return torch.tensor(words, dtype=torch.int64)
+        return torch.tensor(words, dtype=torch.int64, device="cpu")
 
     def now(self) -> SimulatedEvent:
         return SimulatedEvent()

@@ -31,18 +31,19 @@ def routing_of(rank: int, num_ranks: int, seed: int = 0) -> tuple[Tensor, Tensor
     """Experts, some of them none, and weights."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     num_experts = LOCAL_EXPERTS * num_ranks
-    ids = torch.randint(-1, num_experts, (TOKENS[rank], TOPK), generator=generator)
+    ids = torch.randint(-1, num_experts, (TOKENS[rank], TOPK), generator=generator, device="cpu")
     ids[:1] = -1  # a token that goes nowhere
-    return ids, torch.rand(ids.shape, generator=generator)
+    return ids, torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def rows_of(rank: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(7000 + 100 * seed + rank)
-    return torch.randn(TOKENS[rank], HIDDEN, generator=generator)
+    return torch.randn(TOKENS[rank], HIDDEN, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def matrix_of(rank: int) -> Tensor:
-    return (torch.arange(HIDDEN * HIDDEN) * (rank + 1.0)).sin().view(HIDDEN, HIDDEN) / 3
+    numbers = torch.arange(HIDDEN * HIDDEN, dtype=torch.float32, device="cpu")
+    return (numbers * (rank + 1.0)).sin().view(HIDDEN, HIDDEN) / 3
 
 
 # Against a dense computation
@@ -103,7 +104,8 @@ def test_gradients_are_those_of_a_dense_computation(num_ranks: int, ranks_per_no
 
 
 def whole_numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator, device="cpu").float()
 
 
 def total(context: RankContext, value: Tensor) -> float:

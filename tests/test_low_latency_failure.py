@@ -92,7 +92,7 @@ def strike_at(buffer: Buffer, rank: int, faults: tuple[Fault, ...], nap_s: float
 
 
 def masked_by(buffer: Buffer) -> list[int]:
-    mask = torch.full((buffer.group_size,), 7, dtype=torch.int32)
+    mask = torch.full((buffer.group_size,), 7, dtype=torch.int32, device="cpu")
     buffer.low_latency_query_mask_buffer(mask)
     return mask.tolist()
 

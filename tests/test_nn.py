@@ -22,16 +22,18 @@ MAX_DECODE_TOKENS = 6
 TOKENS = (4, 6, 0, 2)
 TIMEOUT_S = 180.0
 State = dict[str, Tensor]
+ON_CPU: Any = {"device": "cpu", "dtype": torch.float32}
+"""Stated, as some tests run with other defaults of torch."""
 
 
 def make_expert(index: int) -> FeedForward:
     torch.manual_seed(1000 + index)
-    return FeedForward(HIDDEN, INNER)
+    return FeedForward(HIDDEN, INNER, **ON_CPU)
 
 
 def make_gate(num_groups: int, topk_groups: int) -> TopKGate:
     torch.manual_seed(7)
-    return TopKGate(HIDDEN, NUM_EXPERTS, TOPK, num_groups, topk_groups)
+    return TopKGate(HIDDEN, NUM_EXPERTS, TOPK, num_groups, topk_groups, **ON_CPU)
 
 
 def make_layer(
@@ -61,7 +63,7 @@ def make_layer(
 
 
 def rows_of(rank: int) -> Tensor:
-    return torch.randn(TOKENS[rank], HIDDEN, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(TOKENS[rank], HIDDEN, generator=torch.Generator().manual_seed(rank), **ON_CPU)
 
 
 def dense(x: Tensor, gate: TopKGate, experts: list[FeedForward]) -> Tensor:
@@ -127,7 +129,10 @@ def run_layer(layer: Any, x: Tensor) -> list[Tensor]:
     output = layer(x)
     output.pow(3).sum().backward()
     gradients = [parameter.grad for parameter in (x, layer.gate.weight, *layer.experts.parameters())]
-    return [output.detach(), *(torch.zeros(()) if grad is None else grad.clone() for grad in gradients)]
+    return [
+        output.detach(),
+        *(torch.zeros((), **ON_CPU) if grad is None else grad.clone() for grad in gradients),
+    ]
 
 
 def check_layer(
@@ -286,9 +291,9 @@ def test_a_state_with_a_hole_is_refused() -> None:
 
 def make_exact_expert(index: int) -> torch.nn.Linear:
     """On small whole numbers its products and sums are exact, in whatever order they are made."""
-    expert = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
+    expert = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, **ON_CPU)
     generator = torch.Generator().manual_seed(index)
-    expert.weight.data = torch.randint(-1, 2, expert.weight.shape, generator=generator).float()
+    expert.weight.data = torch.randint(-1, 2, expert.weight.shape, generator=generator, **ON_CPU)
     return expert
 
 
@@ -297,13 +302,14 @@ def check_decode(context: RankContext, device: str = "cpu", ranks_per_node: int 
     layer = make_layer(context, make_exact_expert, device=device, ranks_per_node=ranks_per_node).bfloat16()
     layer.low_latency = True
     generator = torch.Generator().manual_seed(context.rank)
-    x = torch.randint(-3, 4, (TOKENS[context.rank], HIDDEN), generator=generator).bfloat16().to(device)
+    x = torch.randint(-3, 4, (TOKENS[context.rank], HIDDEN), generator=generator, **ON_CPU)
+    x = x.bfloat16().to(device)
     output = layer(x.unsqueeze(1)).squeeze(1)
     assert not output.requires_grad
     topk_idx, weights = layer.gate(x)
     rows, shares_of, outputs = x.cpu(), weights.detach().cpu(), output.cpu()
     for row, chosen, shares, ours in zip(rows, topk_idx.tolist(), shares_of, outputs, strict=True):
-        total = torch.zeros(HIDDEN)
+        total = torch.zeros(HIDDEN, **ON_CPU)
         for index, share in zip(chosen, shares, strict=True):
             total = total + share * (make_exact_expert(index).weight.data @ row.float())
         assert torch.equal(ours, total.bfloat16())

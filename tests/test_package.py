@@ -58,12 +58,31 @@ def test_names() -> None:
         assert getattr(anyep, name) is not None
 
 
+@pytest.mark.parametrize("name", ["errors", "layout", "sizes", "topology", "autograd", "nn"])
+def test_modules_are_attributes(name: str) -> None:
+    """After `import anyep`; those that need no torch do not load it."""
+    code = (
+        f"import anyep, sys; assert {name!r} in dir(anyep)\n"
+        "assert 'torch' not in sys.modules\n"
+        f"assert anyep.{name} is sys.modules['anyep.{name}']\n"
+        f"assert ('torch' in sys.modules) == {name in ('autograd', 'nn')}\n"
+    )
+    finished = python(code)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'anyep' has no attribute 'nothing'"):
+        anyep.nothing  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("name", "also"),
     [
         ("InvalidCall", ValueError),
         ("Disagreement", anyep.AnyEPError),
         ("PeerLost", anyep.AnyEPError),
+        ("Masked", anyep.PeerLost),
         ("WaitTimeout", TimeoutError),
         ("BufferBroken", anyep.AnyEPError),
         ("NotSupported", anyep.AnyEPError),
@@ -80,12 +99,12 @@ def test_exceptions_travel(name: str, also: type[Exception]) -> None:
 
 # A module may import those of its own layer and of the layers before it.
 LAYERS = (
-    ("version", "errors", "machine", "launch", "progress", "ending", "nixl_packages"),
+    ("version", "errors", "machine", "launch", "progress", "ending", "nixl_packages", "requirements"),
     ("sizes",),
     ("topology", "layout", "formats", "freelist", "events", "rendezvous", "headers", "outcomes"),
     ("backends", "network"),
     ("modes",),
-    ("arguments", "low_latency_arguments", "buffer"),
+    ("arguments", "gradients", "low_latency_arguments", "buffer"),
     ("autograd", "balance", "nn", "training"),
     ("deep_ep_modules", "as_deep_ep", "run_as_deep_ep"),
     ("cli", "__main__"),

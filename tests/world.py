@@ -462,7 +462,7 @@ def _tensor(
     content: bytearray, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
 ) -> torch.Tensor:
     if not content:
-        return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+        return torch.empty(shape, dtype=dtype, device="cpu", requires_grad=requires_grad)
     values = torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(shape)
     return values.requires_grad_(requires_grad)
 

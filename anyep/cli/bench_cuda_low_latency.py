@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from anyep.buffer import Buffer
+from anyep.cli import draw
 from anyep.cli.bench_cuda import GpuCase, Label, copy_of, equals
 from anyep.cli.bench_measure import Setup
 from anyep.cli.demo_decode_reference import through_fp8
@@ -37,10 +38,9 @@ class Decoding:
         """What each local expert receives, as float32."""
 
     def _drawn(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Drawn on the CPU: so all ranks draw the same, whatever their GPUs.
         generator = torch.Generator().manual_seed(self._setup.seed + rank)
-        x = torch.randn(self.num_tokens, self._setup.hidden, generator=generator).bfloat16()
-        scores = torch.rand(self.num_tokens, self._setup.experts, generator=generator)
+        x = draw.normal(generator, self.num_tokens, self._setup.hidden).bfloat16()
+        scores = draw.uniform(generator, self.num_tokens, self._setup.experts)
         weights, experts = scores.topk(self._setup.topk, dim=-1)
         device = self._setup.device
         return x.to(device), experts.to(device), weights.to(device)
@@ -59,8 +59,8 @@ class Decoding:
     def combined(self) -> torch.Tensor:
         """What must come back of those: weighted, in the order of top-k, each product and sum rounded."""
         rows = through_fp8(self.x).bfloat16().float()
-        factors = torch.tensor(FACTORS, device=self.x.device)
-        total = torch.zeros(self.x.shape, device=self.x.device)
+        factors = torch.tensor(FACTORS, dtype=torch.float32, device=self.x.device)
+        total = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device)
         for experts, weights in zip(self.topk_idx.unbind(1), self.topk_weights.unbind(1), strict=True):
             total = total + weights[:, None] * (rows * factors[experts % len(FACTORS), None])
         return total.bfloat16()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from anyep.buffer import Buffer
+from anyep.cli import draw
 from anyep.cli.bench_cuda import GpuCase, Label, copy_of, equals
 from anyep.cli.bench_measure import Setup
 from anyep.cli.bench_rival import AllToAll
@@ -28,12 +29,10 @@ class Traffic:
         self._num_ranks = rank.num_ranks
         self._setup = setup
         self.num_tokens = tokens
-        # Drawn on the CPU: so all ranks draw the same, whatever their GPUs.
         generator = torch.Generator().manual_seed(setup.seed)
-        self._base = torch.randn(tokens, setup.hidden, generator=generator).bfloat16().to(setup.device)
-        self._base_scales = torch.rand(
-            tokens, max(1, setup.hidden // CHANNELS_PER_SCALE), generator=generator
-        ).to(setup.device)
+        self._base = draw.normal(generator, tokens, setup.hidden).bfloat16().to(setup.device)
+        num_scales = max(1, setup.hidden // CHANNELS_PER_SCALE)
+        self._base_scales = draw.uniform(generator, tokens, num_scales).to(setup.device)
         self.x = self._x_of(rank.rank)
         self.topk_weights, self.topk_idx = self._topk_of(rank.rank)
         self.in_rank = self._in_rank_of(rank.rank)
@@ -47,7 +46,7 @@ class Traffic:
 
     def _topk_of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(self._setup.seed + 1 + rank)
-        scores = torch.rand(self.num_tokens, self._setup.experts, generator=generator)
+        scores = draw.uniform(generator, self.num_tokens, self._setup.experts)
         weights, experts = scores.topk(self._setup.topk, dim=-1)
         return weights.to(self._setup.device), experts.to(self._setup.device)
 
@@ -79,7 +78,7 @@ class Traffic:
 
     def combined(self) -> torch.Tensor:
         """What comes back when every rank sends back the rows that came to it."""
-        total = torch.zeros(self.x.shape, device=self.x.device)
+        total = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device)
         for to_rank in self.in_rank.unbind(1):
             total += torch.where(to_rank[:, None], self.x.float(), 0.0)
         return total.bfloat16()

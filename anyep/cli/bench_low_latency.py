@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from anyep.backends import cpu
 from anyep.buffer import Buffer
+from anyep.cli import draw
 from anyep.cli.bench_measure import Case, Setup
 from anyep.cli.gate import choose
 from anyep.cli.ranks import Rank
@@ -19,8 +20,8 @@ from anyep.sizes import CHANNELS_PER_SCALE
 def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
     """Every case at one number of tokens."""
     generator = torch.Generator().manual_seed(setup.seed + rank.rank)
-    x = torch.randn(tokens, setup.hidden, generator=generator).bfloat16()
-    scores = torch.rand(tokens, setup.experts, generator=generator)
+    x = draw.normal(generator, tokens, setup.hidden).bfloat16()
+    scores = draw.uniform(generator, tokens, setup.experts)
     topk_idx = choose(scores, setup.topk, setup.nodes)
     topk_weights = scores.gather(1, topk_idx)
     num_bytes = Buffer.get_low_latency_rdma_size_hint(tokens, setup.hidden, rank.num_ranks, setup.experts)
@@ -47,7 +48,7 @@ def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
 
     bf16_bytes = num_rows * 2 * setup.hidden
     fp8_bytes = num_rows * (setup.hidden + 4 * (setup.hidden // CHANNELS_PER_SCALE))
-    source = torch.ones(max(num_rows, 1), 2 * setup.hidden, dtype=torch.uint8)
+    source = torch.ones(max(num_rows, 1), 2 * setup.hidden, dtype=torch.uint8, device="cpu")
     target = cpu.OwnBlock("copy", source.numel())
 
     def copy(row_bytes: int) -> Callable[[], Any]:
@@ -101,7 +102,9 @@ class _Gloo:
         to_send = self._per_expert.view(self._num_ranks, -1).sum(1).tolist()
         by_source = theirs.view(self._num_ranks, -1)
         to_receive = by_source.sum(1).tolist()
-        local = torch.arange(by_source.shape[1]).repeat(self._num_ranks)
+        local = torch.arange(by_source.shape[1], dtype=torch.int64, device=theirs.device).repeat(
+            self._num_ranks
+        )
         self._by_expert = local.repeat_interleave(theirs).argsort(stable=True)
         self._splits = (to_send, to_receive)
 
@@ -126,7 +129,7 @@ class _Gloo:
         packed[self._by_expert] = self._rows
         returned = packed.new_empty((len(self._token), packed.shape[1]))
         dist.all_to_all_single(returned, packed, to_send, to_receive, group=self._group)
-        total = torch.zeros(self._x.shape, dtype=torch.float32)
+        total = torch.zeros(self._x.shape, dtype=torch.float32, device=self._x.device)
         return total.index_add_(0, self._token, returned.float() * self._weight).to(self._x.dtype)
 
     def pair(self, use_fp8: bool) -> Any:

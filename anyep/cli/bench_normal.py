@@ -9,6 +9,7 @@ import torch
 
 from anyep.backends import cpu
 from anyep.buffer import Buffer
+from anyep.cli import draw
 from anyep.cli.bench_measure import Case, Crossing, Setup
 from anyep.cli.bench_rival import AllToAll
 from anyep.cli.gate import choose
@@ -18,8 +19,8 @@ from anyep.cli.ranks import Rank
 def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
     """Every case at one number of tokens."""
     generator = torch.Generator().manual_seed(setup.seed + rank.rank)
-    x = torch.randn(tokens, setup.hidden, generator=generator).bfloat16()
-    scores = torch.rand(tokens, setup.experts, generator=generator)
+    x = draw.normal(generator, tokens, setup.hidden).bfloat16()
+    scores = draw.uniform(generator, tokens, setup.experts)
     topk_idx = choose(scores, setup.topk, setup.nodes)
     topk_weights = scores.gather(1, topk_idx)
     settings = setup.nodes.of_buffer(setup.row_bytes)

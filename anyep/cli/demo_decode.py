@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from anyep.buffer import Buffer
+from anyep.cli import draw
 from anyep.cli.demo_decode_reference import Experts, compare, gate_of, layer_in_one_process
 from anyep.cli.demo_job import DecodeJob, DecodeProgress, DecodeReport, Difference, now
 from anyep.cli.demo_layer import weights_of
@@ -118,7 +119,7 @@ def run_step(
 
 def tokens_of(job: DecodeJob, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step * 1009 + rank)
-    return torch.randn(job.tokens, job.hidden, generator=generator).bfloat16()
+    return draw.normal(generator, job.tokens, job.hidden).bfloat16()
 
 
 def decode(rank: Rank, job: DecodeJob) -> DecodeReport:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from anyep.cli import draw
 from anyep.cli.demo_job import DecodeJob, Difference
 from anyep.cli.demo_layer import weights_of
 from anyep.cli.gate import misrouting
@@ -21,7 +22,7 @@ FP8_CHANNELS = 128
 def _normal(seed: int, rows: int, columns: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     scale: float = rows**-0.5
-    return torch.randn(rows, columns, generator=generator) * scale
+    return draw.normal(generator, rows, columns) * scale
 
 
 def gate_of(job: DecodeJob) -> torch.Tensor:
@@ -47,7 +48,7 @@ def through_fp8(x: torch.Tensor) -> torch.Tensor:
     blocks = x.float().view(len(x), -1, FP8_CHANNELS)
     amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4)
     data = (blocks * (torch.full_like(amax, FP8_MAX) / amax)).clamp(-FP8_MAX, FP8_MAX)
-    scales = amax * torch.tensor(1 / FP8_MAX, dtype=torch.float32)
+    scales = amax * torch.tensor(1 / FP8_MAX, dtype=torch.float32, device="cpu")
     return (data.to(torch.float8_e4m3fn).float() * scales).view(x.shape)
 
 
@@ -58,11 +59,11 @@ def layer_in_one_process(
     scores = x.float() @ gate
     weights = weights_of(scores, choices)
     rows = through_fp8(x)
-    outputs = torch.zeros(*choices.shape, x.shape[1])
+    outputs = torch.zeros(*choices.shape, x.shape[1], dtype=torch.float32, device=x.device)
     for expert in experts.indices:
         chosen, slot = torch.nonzero(choices == expert, as_tuple=True)
         outputs[chosen, slot] = experts.apply(expert, rows[chosen]).bfloat16().float()
-    combined = torch.zeros(x.shape)
+    combined = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for place in range(choices.shape[1]):
         combined = combined + weights[:, place, None] * outputs[:, place]
     return combined.bfloat16(), misrouting(scores, choices, nodes)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from anyep.buffer import Buffer
+from anyep.cli import draw
 from anyep.cli.demo_job import Job, StepReport, finish_work
 from anyep.cli.gate import choose, misrouting
 from anyep.cli.ranks import Rank
@@ -25,13 +26,12 @@ class Weights:
     """A gate and expert networks, all of them; a rank trains its slice of the experts."""
 
     def __init__(self, job: Job, device: str = "cpu") -> None:
-        # The same numbers on every device: they are drawn on the CPU.
         generator = torch.Generator().manual_seed(job.seed)
         hidden, inner = job.hidden, 2 * job.hidden
 
         def normal(*shape: int) -> torch.Tensor:
             scale: float = shape[-2] ** -0.5
-            drawn = torch.randn(*shape, generator=generator) * scale
+            drawn = draw.normal(generator, *shape) * scale
             return drawn.to(device).requires_grad_()
 
         self.gate = normal(hidden, job.experts)
@@ -149,7 +149,7 @@ def layer_in_one_process(
 
 def tokens_of(job: Job, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(job.seed * 1_000_003 + step * 1009 + rank)
-    return torch.randn(job.tokens, job.hidden, generator=generator)
+    return draw.normal(generator, job.tokens, job.hidden)
 
 
 def train(rank: Rank, job: Job) -> list[StepReport]:

@@ -27,9 +27,9 @@ from anyep.cli.units import format_bytes
 from anyep.errors import NotSupported
 from anyep.machine import container_limit_bytes, memory_bytes, num_cores
 from anyep.nixl_packages import HOW_TO_INSTALL, find_nixl, installed_packages, load_nixl
+from anyep.requirements import how_to_install, problem_with
 
 State = Literal["ok", "missing", "note"]
-MIN_TORCH: Final = (2, 11)
 COMMAND_TIMEOUT_S: Final = 20
 START_MPS: Final = (
     "`anyep demo --device cuda` and `anyep bench --device cuda` start their own. For your own jobs:\n"
@@ -145,15 +145,14 @@ def check_pidfd() -> Iterator[Finding]:
 
 
 def check_torch() -> Iterator[Finding]:
-    install = "pip install 'torch>=2.11'"
+    install = how_to_install("torch")
     try:
         import torch
     except ImportError as error:
         yield Finding("torch", "missing", str(error), install)
         return
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < MIN_TORCH:
-        yield Finding("torch", "missing", f"{torch.__version__} is too old", install)
+    if problem := problem_with("torch"):
+        yield Finding("torch", "missing", problem, install)
         return
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     yield Finding("torch", "ok", f"{torch.__version__}, {cuda}")
@@ -167,8 +166,12 @@ def check_numba() -> Iterator[Finding]:
     try:
         import numba
     except ImportError as error:
-        yield Finding("numba", "missing", str(error), "pip install numba")
+        yield Finding("numba", "missing", str(error), how_to_install("numba"))
         return
+    for package in ("numba", "numpy"):
+        if problem := problem_with(package):
+            yield Finding(package, "missing", problem, how_to_install(package))
+            return
     yield Finding("numba", "ok", f"{numba.__version__}, {numba.get_num_threads()} threads")
 
 
@@ -214,7 +217,7 @@ def check_gpus() -> Iterator[Finding]:
             "gpu in torch",
             "missing",
             f"torch {torch.__version__} is a build for CPUs only",
-            "pip install 'torch>=2.11' from an index with CUDA builds; or pass device='cpu' to Buffer",
+            f"{how_to_install('torch')} from an index with CUDA builds; or pass device='cpu' to Buffer",
         )
         return
     if not torch.cuda.is_available():
@@ -304,7 +307,7 @@ def check_mps() -> Iterator[Finding]:
 
 def check_symmetric_memory() -> Iterator[Finding]:
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
-        yield Finding("symmetric memory", "missing", "this torch has none", "pip install 'torch>=2.11'")
+        yield Finding("symmetric memory", "missing", "this torch has none", how_to_install("torch"))
         return
     import torch
 

@@ -108,7 +108,7 @@ def take_gpu(gpu: int, rank: int) -> None:
 
     try:
         torch.cuda.set_device(gpu)
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, dtype=torch.uint8, device="cuda")
     except RuntimeError as error:
         raise NotSupported(
             f"rank {rank} cannot use GPU {gpu}: {str(error).splitlines()[0]}. See whether others use it"

@@ -21,6 +21,7 @@ from anyep.cli.gpus import ON_THE_CPU, Placement, take_gpu
 from anyep.cli.interrupts import raise_from_here_on
 from anyep.errors import AnyEPError, PeerLost, whole_number
 from anyep.progress import compile_sentence
+from anyep.requirements import check_requirements
 
 PRELOADED: Final = ["torch.distributed", "anyep.buffer", "anyep.backends.cpu.preload"]
 PRELOADED_FOR_GPUS: Final = [*PRELOADED, "triton"]
@@ -141,18 +142,20 @@ def _serve(
     """What a rank's process does."""
     _die_with_the_command()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command that started the ranks ends them
-    import torch
-    import torch.distributed as dist
-
-    if reports_compilation:
-        from anyep.backends.cpu.compilation import show_progress_with
-
-        show_progress_with(lambda num_done, num_kernels: pipe.send(("compile", (num_done, num_kernels))))
-    torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The server that this rank was forked from has the environment of when it started.
     os.environ.update(placement.environment)
     try:
+        import torch
+
+        check_requirements()
+        import torch.distributed as dist
+
+        if reports_compilation:
+            from anyep.backends.cpu.compilation import show_progress_with
+
+            show_progress_with(lambda num_done, num_kernels: pipe.send(("compile", (num_done, num_kernels))))
+        torch.set_num_threads(1)
         if placement.num_gpus:
             take_gpu(placement.gpu_of(rank), rank)
         meeting = dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]

@@ -209,10 +209,9 @@ class GpuLowLatency(LowLatency, ending.Part):
                 self._launch_pack(stream, state, places, tokens, received)
 
             tensors = (tokens.x, tokens.topk_idx, tokens.expert_stats, tokens.wait_stats, *received)
-            sent = self._launch(call, state, send, receive, tensors, run_async, by_hook)  # type: ignore[arg-type]
+            sent = self._launch(call, state, send, receive, tensors, run_async, by_hook)
             if sent.hook is not None and call in self._jobs:
-                layout_range: Any = received.layout_range
-                self._unfilled[call.number % NUM_SLOT_SETS] = layout_range.data_ptr()
+                self._unfilled[call.number % NUM_SLOT_SETS] = received.layout_range.data_ptr()
             return received, sent
 
         return self._guarded(call, whole_call)

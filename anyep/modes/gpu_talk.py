@@ -108,7 +108,8 @@ class GpuTalk:
             return
         self._at_host = region
         said_at = self.control.block("alarm").start + SAID
-        self.heap.tensor(said_at, (1,), torch.int64).copy_(torch.tensor([region + said_at]))
+        address = torch.tensor([region + said_at], dtype=torch.int64, device="cpu")
+        self.heap.tensor(said_at, (1,), torch.int64).copy_(address)
 
     def _facts(self) -> list[int]:
         control = self.control

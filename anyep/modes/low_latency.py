@@ -68,9 +68,9 @@ class Received(NamedTuple):
 
     x: torch.Tensor
     scales: torch.Tensor | None
-    counts: Array
+    counts: torch.Tensor
     src_info: torch.Tensor
-    layout_range: Array
+    layout_range: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class LowLatency:
 
         sent = self._run(call, send, receive, run_async, by_hook)
         if by_hook:
-            self._unfilled[call.number % NUM_SLOT_SETS] = received.layout_range.ctypes.data
+            self._unfilled[call.number % NUM_SLOT_SETS] = received.layout_range.data_ptr()
         return received, sent
 
     def _new_results(self, places: _Places, tokens: Tokens) -> Received:
@@ -274,9 +274,9 @@ class LowLatency:
                 torch.bfloat16 if scales is None else torch.float8_e4m3fn,
             ),
             scales,
-            np.empty(num_experts, np.int32),
+            torch.empty(num_experts, dtype=torch.int32, device="cpu"),
             self._memory.empty((num_experts, num_rows), torch.int32),
-            np.empty((num_experts, self._num_ranks), np.int64),
+            torch.empty((num_experts, self._num_ranks), dtype=torch.int64, device="cpu"),
         )
 
     def _send_tokens(self, call: Call, places: _Places, tokens: Tokens) -> _Pieces:
@@ -336,8 +336,8 @@ class LowLatency:
             received.x.data_ptr(),
             received.scales.data_ptr() if received.scales is not None else 0,
             received.src_info.numpy(),
-            received.layout_range,
-            received.counts,
+            received.layout_range.numpy(),
+            received.counts.numpy(),
             tokens.expert_stats.numpy() if tokens.expert_stats is not None else NO_STATS,
         )
         self._team.run(

@@ -56,7 +56,7 @@ class Gpu:
             return True
         with contextlib.suppress(RuntimeError):
             # Or somebody else is told of the error.
-            torch.zeros(1, device=self.device)
+            torch.zeros(1, dtype=torch.uint8, device=self.device)
         return False
 
     def let_no_kernel_read(self, address: int) -> None:

@@ -22,9 +22,10 @@ HEADERS_PER_PAGE = 256
 
 def pinned_words(count: int) -> Array:
     """64-bit words, all 0; their address is the same for kernels."""
+    words = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
     # The array holds the tensor, and so its memory.
-    words: Array = torch.zeros(count, dtype=torch.int64, pin_memory=torch.cuda.is_available()).numpy()
-    return words
+    array: Array = words.numpy()
+    return array
 
 
 class Headers:

@@ -1,0 +1,52 @@
+"""A warning for tensors that require gradients, where a call of `Buffer` gives none.
+
+`Buffer` moves values. What it returns is not connected to what it was given, so a model that trains through
+it would learn nothing there, without an error.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+_has_warned = False
+
+
+def warn_if_lost(*given: Any) -> None:
+    """Warn, once per process, if one of these tensors (or tuples of them) expects a gradient.
+
+    None does under `torch.no_grad()` or in an autograd function, so `anyep.autograd` and clients that have
+    autograd functions of their own get no warning.
+    """
+    global _has_warned  # noqa: PLW0603 - once per process
+    if _has_warned or not torch.is_grad_enabled() or not _is_any_lost(given):
+        return
+    _has_warned = True
+    warnings.warn(
+        "a tensor that requires gradients was passed to anyep.Buffer, whose results have none: use"
+        " anyep.autograd (dispatch, combine) or anyep.nn for training; where no gradient is wanted, pass"
+        " x.detach() or call it under torch.no_grad(). This is said once per process",
+        UserWarning,
+        stacklevel=_level_of_caller(),
+    )
+
+
+def _is_any_lost(things: tuple[Any, ...]) -> bool:
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            if thing.requires_grad:
+                return True
+        elif isinstance(thing, tuple) and _is_any_lost(thing):
+            return True
+    return False
+
+
+def _level_of_caller() -> int:
+    """The `stacklevel` of the first caller outside AnyEP, counted from `warn_if_lost`."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("anyep."):
+        frame, level = frame.f_back, level + 1
+    return level
