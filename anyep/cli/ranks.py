@@ -65,7 +65,13 @@ def run_ranks(
                 args=(rank, num_ranks, placement, meeting_place, theirs, function, arguments),
                 daemon=True,
             )
-            process.start()
+            try:
+                process.start()
+            except (EOFError, ConnectionError) as error:
+                raise AnyEPError(
+                    "ranks cannot be started: the process that loads torch and AnyEP for them has ended;"
+                    " what it printed tells why, and `anyep doctor` what is missing"
+                ) from error
             theirs.close()
             processes.append(process)
             pipes.append(ours)
