@@ -226,6 +226,19 @@ def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
     assert finished.stderr.count("\n") == 1
 
 
+def test_a_torch_that_is_broken(tmp_path: Path) -> None:
+    """Not by an ImportError, which ranks would meet again: the server that they are forked from ends."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('this torch is broken')")
+    repository = Path(__file__).parent.parent
+    finished = anyep(*SMALL_DEMO, env={"PYTHONPATH": f"{tmp_path}:{repository}"})
+    assert finished.returncode == 1
+    assert "this torch is broken" in finished.stderr
+    assert finished.stderr.splitlines()[-1].startswith(
+        "anyep: ranks cannot be started: the process that loads"
+    )
+
+
 def descendants(pid: int) -> list[int]:
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return children + [grandchild for child in children for grandchild in descendants(child)]

@@ -45,7 +45,12 @@ def test_the_layer_comes_first_and_buffers_are_destroyed() -> None:
 @pytest.mark.parametrize("page", ["README.md", "compat/deep_ep/README.md"])
 def test_links_work_on_a_package_page(page: str) -> None:
     """A package page shows the README without the repository around it."""
-    links = re.findall(r"\]\(([^)\s]*)\)", (REPOSITORY / page).read_text())
+    text = re.sub(r"```.*?```", "", (REPOSITORY / page).read_text(), flags=re.DOTALL)
+    definitions = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.MULTILINE))
+    references = re.findall(r"\[[^\]]+\]\[([^\]]+)\]|\[([^\]]+)\](?![\[(:])", text)
+    labels = {labelled or plain for labelled, plain in references}
+    assert labels == set(definitions), "every reference has its address, and every address is used"
+    links = [*re.findall(r"\]\(([^)\s]*)\)", text), *definitions.values()]
     assert links
     for link in links:
         assert link.startswith("https://"), f"{link} is not absolute: begin it with {ADDRESS}/blob/main/"

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,12 +26,20 @@ import typer
 
 from anyep.cli.units import format_bytes
 from anyep.errors import NotSupported
-from anyep.machine import container_limit_bytes, memory_bytes, num_cores
+from anyep.machine import address_space_limit_bytes, container_limit_bytes, memory_bytes, num_cores
 from anyep.nixl_packages import HOW_TO_INSTALL, find_nixl, installed_packages, load_nixl
 from anyep.requirements import how_to_install, problem_with
 
 State = Literal["ok", "missing", "note"]
 COMMAND_TIMEOUT_S: Final = 20
+SHM: Final = "/dev/shm"
+SHM_TRIED_BYTES: Final = 16 * 2**20
+SHM_USUAL_BYTES: Final = 2**30
+WRITE_AS_PEER: Final = """
+import mmap, os, sys
+with mmap.mmap(os.open(sys.argv[1], os.O_RDWR), mmap.PAGESIZE) as memory:
+    memory[:5] = b"hello"
+"""
 START_MPS: Final = (
     "`anyep demo --device cuda` and `anyep bench --device cuda` start their own. For your own jobs:\n"
     "   export CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d)\n"
@@ -91,6 +100,15 @@ def check_memory() -> Iterator[Finding]:
     limit = container_limit_bytes()
     if limit is not None:
         detail += f", this container is limited to {format_bytes(limit)}"
+    addresses = address_space_limit_bytes()
+    if addresses is not None:
+        yield Finding(
+            "address space",
+            "note",
+            f"limited to {format_bytes(addresses)} (ulimit -v)",
+            "each rank maps the windows of all ranks, a quarter of the free memory: `ulimit -v unlimited`,"
+            " or pass num_window_bytes to Buffer",
+        )
     if min(available, limit or available) >= 4 * 2**30:
         yield Finding("memory", "ok", detail)
     else:
@@ -100,43 +118,55 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    path = Path("/dev/shm")
-    if not path.is_dir():
-        yield Finding("/dev/shm", "note", "not there", "AnyEP does not need it; Gloo and other libraries may")
+    """Whether a file can be written to /dev/shm. AnyEP's own memory is memfd, which has a line of its own."""
+    advice = (
+        "on one host AnyEP does not need it, but between hosts NIXL does (unless UCX_TLS=^posix), and other"
+        " libraries may: start the container with --shm-size=8g, or mount -t tmpfs tmpfs /dev/shm"
+    )
+    try:
+        with tempfile.TemporaryFile(dir=SHM) as file:
+            os.posix_fallocate(file.fileno(), 0, SHM_TRIED_BYTES)
+        free = shutil.disk_usage(SHM).free
+    except FileNotFoundError:
+        yield Finding(SHM, "note", "not there", advice)
         return
-    free = shutil.disk_usage(path).free
-    if free >= 2**30:
-        yield Finding("/dev/shm", "ok", f"{format_bytes(free)} free")
+    except OSError as error:
+        reason = f"a file of {format_bytes(SHM_TRIED_BYTES)} cannot be written: {error.strerror}"
+        yield Finding(SHM, "note", reason, advice)
+        return
+    if free >= SHM_USUAL_BYTES:
+        yield Finding(SHM, "ok", f"{format_bytes(free)} free, and files can be written")
     else:
-        yield Finding(
-            "/dev/shm",
-            "note",
-            f"only {format_bytes(free)} free",
-            "AnyEP uses memfd instead; for other libraries start the container with --shm-size=8g",
-        )
+        yield Finding(SHM, "note", f"only {format_bytes(free)} free", advice)
 
 
 def check_memfd() -> Iterator[Finding]:
+    """Whether another process can open this one's memory and write to it, as ranks do."""
     descriptor = os.memfd_create("anyep-doctor")
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE)
-        # A peer opens the memory by this path; some sandboxes forbid it.
-        peer_descriptor = os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDWR)
-        try:
-            with (
-                mmap.mmap(descriptor, mmap.PAGESIZE) as mine,
-                mmap.mmap(peer_descriptor, mmap.PAGESIZE) as peers,
-            ):
-                mine[:5] = b"hello"
-                shared = peers[:5] == b"hello"
-        finally:
-            os.close(peer_descriptor)
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        peer = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", WRITE_AS_PEER, path],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as mine:
+            shared = mine[:5] == b"hello"
     finally:
         os.close(descriptor)
     if shared:
-        yield Finding("memfd", "ok", "shared memory between processes works")
+        yield Finding("memfd", "ok", "another process can write to this one's memory")
     else:
-        yield Finding("memfd", "missing", "two mappings differ", "use another kernel or sandbox")
+        reason = (peer.stderr.strip().splitlines() or ["what it wrote did not arrive"])[-1]
+        yield Finding(
+            "memfd",
+            "missing",
+            f"another process cannot write to this one's memory: {reason}",
+            "ranks open each other's memory through /proc: use a sandbox, and a user, that may do so",
+        )
 
 
 def check_pidfd() -> Iterator[Finding]:
@@ -172,7 +202,7 @@ def check_numba() -> Iterator[Finding]:
         if problem := problem_with(package):
             yield Finding(package, "missing", problem, how_to_install(package))
             return
-    yield Finding("numba", "ok", f"{numba.__version__}, {numba.get_num_threads()} threads")
+    yield Finding("numba", "ok", f"{numba.__version__}, compiles the kernels for CPUs")
 
 
 def check_triton() -> Iterator[Finding]:

@@ -400,7 +400,7 @@ def _draw_control_region(canvas: _Canvas, control: ControlRegion, share: float) 
 
 def _draw_low_latency(canvas: _Canvas, plan: MemoryPlan) -> None:
     sizes = plan.low_latency
-    if sizes is None or sizes.num_experts % plan.num_ranks:
+    if sizes is None:
         return
     slots = low_latency_heap(sizes, plan.num_ranks, plan.workload.ranks_per_node).slots
     canvas.gap()
@@ -440,6 +440,10 @@ def _draw_low_latency(canvas: _Canvas, plan: MemoryPlan) -> None:
         [Span(group[0].left, group[-1].right, 0) for group in per_expert], [f"expert {e}" for e in experts]
     )
     canvas.line(
-        f"A message is {LOW_LATENCY_HEADER_BYTES} bytes of header and one row. Nobody asks where to write:"
-        f" (expert, source, token) is the place, and one count per (expert, source) says that all is there."
+        f"A message is {LOW_LATENCY_HEADER_BYTES} bytes of header and one row, written once into a send set,"
+        f" where ranks of the same host read it."
+    )
+    canvas.line(
+        "The slots for such a rank hold the list of the tokens that it reads; those for a rank on another"
+        " host, the rows that come from it."
     )

@@ -78,7 +78,13 @@ def run_ranks(
                 ),
                 daemon=True,
             )
-            process.start()
+            try:
+                process.start()
+            except (EOFError, ConnectionError) as error:
+                raise AnyEPError(
+                    "ranks cannot be started: the process that loads torch and AnyEP for them has ended;"
+                    " what it printed tells why, and `anyep doctor` what is missing"
+                ) from error
             theirs.close()
             processes.append(process)
             pipes.append(ours)
