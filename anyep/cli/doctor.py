@@ -284,7 +284,7 @@ def check_mps() -> Iterator[Finding]:
         " for another instead of microseconds; one rank per GPU needs no service"
     )
     variable = "CUDA_MPS_PIPE_DIRECTORY"
-    folder = os.environ.get(variable)
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
     if not MultiProcessService.is_installed():
         yield Finding(
             "mps",
