@@ -7,11 +7,14 @@ the collectives of the given group; its store serves to tell who is there. A ran
 from __future__ import annotations
 
 import io
+import json
+import os
 import pickle
 import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
@@ -20,10 +23,13 @@ from anyep.errors import AnyEPError, InvalidCall, NotSupported, PeerLost
 from anyep.roll_call import Board, Process, RollCall, Verdict
 
 LOOK_S: Final = 0.1
+INTRODUCTION_BYTES: Final = 1024
 FIRST_PAUSE_S: Final = 0.0001
 LONGEST_PAUSE_S: Final = 0.005
 DEFAULT_TIMEOUT_S: Final = 1800.0
 _TIMEOUT: Final = re.compile(r"tim(e|ed)[\s-]?out", re.IGNORECASE)
+_GLOO_PLACE: Final = re.compile(r"^\[\S+:\d+\] ")
+"""Gloo's errors begin with the line of its source."""
 _DUPLICATE_GPU: Final = re.compile(r"duplicate gpu", re.IGNORECASE)
 _ONE_GPU_TWICE: Final = (
     "{ranks} have the same GPU, but NCCL, the backend of this process group, works with one rank per GPU:"
@@ -101,16 +107,14 @@ class GroupRendezvous:
                 # NCCL blocks until all ranks are there, and cannot tell who is not.
                 self._wait_until_complete(roll)
                 refuse_one_gpu_twice(roll.processes.values())
-            gathered = self._gather(roll, (roll.own if self._step == 1 else None, thing))
+            if self._step == 1:
+                self._introduce(roll)
+            return self._gather(roll, thing)
         except AnyEPError:
             raise
         except BaseException as error:
             roll.give_up(error)
             raise
-        if self._step == 1:
-            roll.know(process for process, _ in gathered)
-            _known[self._group] = dict(roll.processes)
-        return [other for _, other in gathered]
 
     def give_up(self, error: BaseException) -> None:
         self._roll_call().give_up(error)
@@ -136,13 +140,24 @@ class GroupRendezvous:
             own = Process.this(self.rank, _gpu_uuid() if self._device.type == "cuda" else "")
             number = _next_number(self._store, self.rank)
             board = Board(self._store if number else None, f"anyep/{number}")
-            self._roll = RollCall(own, self.num_ranks, board)
+            board.is_lost = self._store is not None and not number
+            self._roll = RollCall(own, self.num_ranks, board, _store_rank(self._group, self._store))
             self._roll.know(_known.get(self._group, {}).values())
             self._roll.arrive()
             for key in ("who", "at"):
                 # Whoever still needs those of the meeting before has got them from its collectives.
                 Board(self._store if number > 1 else None, f"anyep/{number - 1}").remove(f"{key}/{self.rank}")
         return self._roll
+
+    def _introduce(self, roll: RollCall) -> None:
+        """Let all ranks know each other's processes, also where there is no store, or it goes with a rank."""
+        import torch
+
+        text = json.dumps(asdict(roll.own)).encode().ljust(INTRODUCTION_BYTES)
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)
+        texts = [bytes(other.cpu().numpy()) for other in self._gather_tensors(roll, own)]
+        roll.know(Process(**json.loads(text)) for text in texts)
+        _known[self._group] = dict(roll.processes)
 
     def _gather(self, roll: RollCall, thing: Any) -> list[Any]:
         """As `dist.all_gather_object`, which waits without looking who is still there."""
@@ -195,7 +210,8 @@ class GroupRendezvous:
             raise roll.error(verdict)
 
     def _explain(self, roll: RollCall, error: RuntimeError) -> AnyEPError:
-        words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        words = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0].strip()
+        words = words.splitlines()[0] if words else type(error).__name__
         if _DUPLICATE_GPU.search(str(error)):
             return NotSupported(_ONE_GPU_TWICE.format(ranks="some ranks"))
         if _TIMEOUT.search(str(error)):
@@ -281,6 +297,20 @@ def _store_of(group: Any) -> Any:
     try:
         return c10d._get_process_group_store(group)
     except (AttributeError, KeyError):
+        return None
+
+
+def _store_rank(group: Any, store: Any) -> int | None:
+    """The rank of the group whose process serves its store: the first of all, unless a launcher does it."""
+    import torch.distributed as dist
+
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if type(store).__name__ != "TCPStore" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    try:
+        return int(dist.get_group_rank(group, 0))
+    except (ValueError, RuntimeError):
         return None
 
 

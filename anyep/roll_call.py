@@ -91,6 +91,8 @@ class Board:
     def __init__(self, store: Any, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
+        self.is_lost = False
+        """There was a store: it went with the process that it was in."""
 
     @property
     def is_there(self) -> bool:
@@ -123,8 +125,8 @@ class Board:
         try:
             return work(self._store)
         except RuntimeError:
-            # Its server was in the process of a rank that is gone.
             self._store = None
+            self.is_lost = True
             return None
 
 
@@ -152,9 +154,11 @@ class Verdict:
 class RollCall:
     """One rank's view of who is there."""
 
-    def __init__(self, own: Process, num_ranks: int, board: Board) -> None:
+    def __init__(self, own: Process, num_ranks: int, board: Board, store_rank: int | None = None) -> None:
         self.own = own
         self.num_ranks = num_ranks
+        self._store_rank = store_rank
+        """The rank whose process the store is in, where it is in one."""
         self.doing = "the Buffer was being made"
         """What the ranks have met for, as messages say it."""
         self.processes: dict[int, Process] = {own.rank: own}
@@ -192,6 +196,8 @@ class RollCall:
         verdict = self._verdict()
         if verdict is None and self._board.read("failed") is not None:
             return self.hold("the collective of another rank failed")
+        if verdict is None and self._board.is_lost:
+            return self.hold("the store of the process group is gone")
         return verdict
 
     def hold(self, words: str) -> Verdict:
@@ -209,6 +215,8 @@ class RollCall:
                 return verdict
             time.sleep(PAUSE_S)
         absent = tuple(rank for rank in self._others() if not self._is_here(rank))
+        if self._board.is_lost and self._store_rank in absent:
+            absent = (self._store_rank,)
         return self._settle(Verdict(Fate.ABSENT if absent else Fate.NONE, absent, words[:MOST_WORDS]))
 
     def call_late(self, step: int, words: str) -> Verdict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import socket
 import threading
@@ -18,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from anyep import AnyEPError
+from anyep.backends.cuda import postponed
 from anyep.buffer import Buffer
 from anyep.modes import connection
 from anyep.rendezvous import GroupRendezvous
@@ -46,7 +48,7 @@ class Fault:
     step: int
     moment: str = "meeting"
     """`working`: before the rank meets the others; `meeting`: it has told them the size of what it says;
-    `met`: right after the step."""
+    `met`: right after the step; `connecting`: while it opens the memory of the other GPUs in this step."""
     kind: str = "one node"
 
     def __str__(self) -> str:
@@ -79,6 +81,10 @@ def strike(step: int, moment: str, what: Callable[[], None]) -> None:
         met = meet(self, thing)
         if (at["step"], moment) == (step, "met"):
             what()
+        if (at["step"] + 1, moment) == (step, "connecting"):
+            from tests.simulated_gpu import SimulatedBlock
+
+            SimulatedBlock.connect = lambda *_: what()  # type: ignore[method-assign]
         return met
 
     def gather_tensors(self: GroupRendezvous, *arguments: Any) -> list[Any]:
@@ -93,6 +99,8 @@ def strike(step: int, moment: str, what: Callable[[], None]) -> None:
 
 def what_remains() -> list[str]:
     gc.collect()
+    # The memory of GPUs is freed when the next Buffer is made.
+    postponed.do_postponed(lambda: None)
     threads = [thread.name for thread in threading.enumerate() if "anyep" in thread.name]
     descriptors = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     mapped = Path("/proc/self/maps").read_text().splitlines()
@@ -177,8 +185,11 @@ def test_a_killed_rank(fault: Fault) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(2 + step % 2, step % 2, step, MOMENTS[step % 2], "simulated gpu")
-        for step in range(1, NUM_STEPS["simulated gpu"] + 1)
+        *(
+            Fault(2 + (step % 6 == 0), step % 2, step, MOMENTS[step % 2], "simulated gpu")
+            for step in range(1, NUM_STEPS["simulated gpu"] + 1)
+        ),
+        Fault(3, 1, 8, "connecting", "simulated gpu"),
     ],
     ids=str,
 )
@@ -236,16 +247,30 @@ def meet_by_tcp(context: RankContext, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.num_ranks)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 @pytest.mark.parametrize(
     "fault", [Fault(4, 0, 1), Fault(4, 0, 2, "working"), Fault(3, 0, 3), Fault(4, 2, 2)], ids=str
 )
 def test_a_store_in_the_process_of_a_rank(fault: Fault) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with World(fault.num_ranks) as world:
-        world.run(meet_by_tcp, port)
+        world.run(meet_by_tcp, free_port())
         check_survivors(world, fault, world.pids[fault.rank])
+
+
+def test_a_store_that_goes_before_the_ranks_know_each_other() -> None:
+    """Whether a survivor has read who rank 0 is depends on its luck; it names rank 0 all the same."""
+    with World(4) as world:
+        world.run(meet_by_tcp, free_port())
+        pid = world.pids[0]
+        outcomes = world.gather(make_until_it_fails, Fault(4, 0, 1, "working"))
+    for outcome in outcomes[1:]:
+        assert re.match(rf"PeerLost: rank 0( \(pid {pid}\))? died", outcome.error), outcome.error
+        assert outcome.seconds < SOON_S
 
 
 # Survivors that leave, ranks that are slow, or give up
