@@ -43,8 +43,9 @@ class Chosen(Generic[T]):
         """The same error about the variable, where the value that the argument's is about comes from one."""
         if not self.source.startswith(PREFIX):
             return error
-        # The argument's name as a word of its own, not in set_device and the like.
-        return type(error)(re.sub(rf"(?<![\w.]){self.argument}(?=\W)", self.source, str(error)))
+        # The argument's name as a word of its own, not in set_device, and not torch's "current device".
+        name = rf"(?<![\w.])(?<!current ){self.argument}(?=\W)"
+        return type(error)(re.sub(name, self.source, str(error)))
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ NUM_WINDOW_BYTES: Final[Setting[int | None]] = Setting(
     f"auto, or bytes as a multiple of {NUM_BUFFER_ALIGNMENT_BYTES}, such as 2GiB, 512MiB or 0",
     parse_bytes,
     None,
-    "auto: up to a quarter of the free memory, shared among the ranks",
+    "auto, up to a quarter of the free memory, shared among the ranks",
 )
 NETWORK: Final[Setting[str | None]] = Setting(
     "ANYEP_NETWORK",
@@ -190,11 +191,11 @@ TIMEOUT_S: Final[Setting[float]] = Setting(
 REPLACE_DEEP_EP: Final[Setting[bool]] = Setting(
     "ANYEP_REPLACE_DEEP_EP",
     "",
-    "1: AnyEP takes the place of another deep_ep that is installed",
+    "whether AnyEP takes the place of another deep_ep that is installed",
     "0 or 1",
     lambda text: _one_of("0", "1")(text) == "1",
     False,
-    "0: another deep_ep is not hidden",
+    "0, no",
 )
 CACHE_DIR: Final[Setting[str | None]] = Setting(
     "ANYEP_CACHE_DIR",

@@ -81,9 +81,9 @@ def test_exceptions_travel(name: str, also: type[Exception]) -> None:
 # A module may import those of its own layer and of the layers before it.
 LAYERS = (
     ("version", "errors", "machine", "launch"),
-    ("sizes",),
+    ("sizes", "settings"),
     ("topology", "layout", "formats", "freelist", "events", "headers", "outcomes"),
-    ("settings", "agreement", "roll_call", "rendezvous"),
+    ("agreement", "roll_call", "rendezvous"),
     ("backends", "network"),
     ("modes",),
     ("arguments", "low_latency_arguments", "buffer"),

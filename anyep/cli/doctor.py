@@ -23,7 +23,9 @@ from typing import Annotated, Final, Literal
 
 import typer
 
+from anyep import settings
 from anyep.cli.units import format_bytes
+from anyep.errors import InvalidCall
 from anyep.machine import container_limit_bytes, memory_bytes, num_cores
 
 State = Literal["ok", "missing", "note"]
@@ -46,6 +48,23 @@ class Finding:
     state: State
     detail: str
     next_step: str = ""
+
+
+@dataclass(frozen=True)
+class SettingFinding(Finding):
+    """A line about a setting; the rest is for programs that read the report."""
+
+    value: str | None = None
+    """As it stands in the environment."""
+    source: str = ""
+    default: str = ""
+
+    @classmethod
+    def of(
+        cls, name: str, value: str | None, default: str, state: State, detail: str, next_step: str = ""
+    ) -> SettingFinding:
+        source = "default" if value is None else "environment"
+        return cls(name, state, detail, next_step, value, source, default)
 
 
 def doctor(
@@ -331,6 +350,25 @@ def check_nixl() -> Iterator[Finding]:
         )
 
 
+def check_settings() -> Iterator[Finding]:
+    """Every variable of the environment that AnyEP reads, and those that look like one but are none."""
+    for setting in settings.SETTINGS:
+        described = (setting.name, setting.text, setting.default_in_words)
+        try:
+            chosen = setting.choose()
+        except InvalidCall as error:
+            yield SettingFinding.of(*described, "note", str(error), "correct it, or unset it")
+            continue
+        if chosen.source == settings.DEFAULT:
+            detail = f"{setting.default_in_words} (default)"
+        else:
+            detail = f"{setting.text} (from the environment; default: {setting.default_in_words})"
+        yield SettingFinding.of(*described, "ok", f"{setting.meaning}: {detail}")
+    for variable, nearest in settings.unknown_variables():
+        advice = f"is {nearest} meant?" if nearest else "docs/settings.md lists the settings"
+        yield Finding(variable, "note", "is set, but AnyEP has no such setting", advice)
+
+
 CHECKS: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (
     ("python", check_python),
     ("cores", check_cores),
@@ -346,6 +384,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (
     ("symmetric memory", check_symmetric_memory),
     ("nvshmem", check_nvshmem),
     ("nixl", check_nixl),
+    ("settings", check_settings),
 )
 
 
