@@ -198,6 +198,31 @@ def test_a_killed_rank_on_a_gpu(fault: Fault) -> None:
         check_survivors(world, fault, world.pids[fault.rank])
 
 
+def grow(context: RankContext, step: int) -> str:
+    """A dispatch finds no window; rank 1 dies in a step of adding some."""
+    from tests.gpu_scenarios import attempt, good_arguments, new_buffer
+    from tests.test_simulated_gpu import simulate
+
+    simulate(context)
+    buffer = new_buffer(context)
+    windows = buffer.runtime.windows
+    assert windows.allocate(windows.num_bytes) is not None
+    if context.rank == 1:
+        strike(step, "working", die)
+    outcome: str = attempt(buffer.dispatch, **good_arguments(buffer))
+    return outcome
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install 'anyep[cuda]'")
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_rank_that_is_killed_while_windows_grow(step: int) -> None:
+    with World(3) as world:
+        pid = world.pids[1]
+        outcomes = world.gather(grow, step)
+    for rank in (0, 2):
+        assert outcomes[rank] == f"PeerLost: rank 1 (pid {pid}) died while the windows of the Buffer grew"
+
+
 def count_steps(context: RankContext, kind: str) -> tuple[int, str]:
     if kind == "simulated gpu":
         from tests.test_simulated_gpu import simulate
