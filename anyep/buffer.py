@@ -18,7 +18,7 @@ from anyep.requirements import check_requirements
 check_requirements()
 
 # ruff: noqa: E402 - what follows needs a torch that is new enough
-from anyep import arguments, ending, gradients, low_latency_arguments, sizes
+from anyep import arguments, ending, gradients, low_latency_arguments, settings, sizes
 from anyep.backends import cpu
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
@@ -104,28 +104,37 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
 
-        timeout_s: list[float] = []
-
         def checked_wishes() -> Wishes:
             if ending.has_begun():
                 raise InvalidCall("a Buffer cannot be made while the process ends")
-            self._device = _checked_device(device)
-            timeout_s.append(_timeout_seconds())
+            settings.warn_of_unknown_variables()
+            chosen: dict[str, settings.Chosen[Any]] = {
+                "device": settings.DEVICE.choose(None if device is None else str(device)),
+                "ranks_per_node": settings.RANKS_PER_NODE.choose(ranks_per_node),
+                "num_window_bytes": settings.NUM_WINDOW_BYTES.choose(num_window_bytes),
+                "network": settings.NETWORK.choose(network),
+                "timeout_s": settings.TIMEOUT_S.choose(),
+            }
+            try:
+                self._device = _checked_device(device if device is not None else chosen["device"].value)
+            except AnyEPError as error:
+                raise chosen["device"].explain(error) from None
             if network not in (None, *NETWORKS):
                 raise InvalidCall(
                     f"network is {network!r}: it must be {' or '.join(map(repr, NETWORKS))}, or left out"
                 )
+            window_bytes = chosen["num_window_bytes"].value
             return Wishes(
                 self._device.type,
                 arguments.check_num_bytes("num_nvl_bytes", num_nvl_bytes),
                 arguments.check_num_bytes("num_rdma_bytes", num_rdma_bytes),
                 bool(low_latency_mode),
                 bool(enable_shrink),
-                ranks_per_node,
-                None
-                if num_window_bytes is None
-                else arguments.check_num_bytes("num_window_bytes", num_window_bytes),
-                network,
+                chosen["ranks_per_node"].value,
+                None if window_bytes is None else arguments.check_num_bytes("num_window_bytes", window_bytes),
+                chosen["network"].value,
+                chosen["timeout_s"].value,
+                {name: setting.source for name, setting in chosen.items()},
             )
 
         self._connection = connect(cpu, rendezvous, checked_wishes)
@@ -137,7 +146,7 @@ class Buffer:
             self._connection.control,
             self._connection.heaps,
             self._connection.pids,
-            timeout_s[0],
+            self._connection.wishes.timeout_s,
             # With a core for every rank it pays to look again at once; else whoever is waited for must run.
             NUM_SPINS if self.group_size <= num_cores() else 0,
             self._connection.wire,
@@ -979,14 +988,3 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
             f" call torch.cuda.set_device({wanted.index}) first"
         )
     return torch.device("cuda", current)
-
-
-def _timeout_seconds() -> float:
-    text = os.environ.get("ANYEP_TIMEOUT_S", str(sizes.NUM_CPU_TIMEOUT_SECS))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise InvalidCall(f"ANYEP_TIMEOUT_S is {text!r}: it must be a number of seconds above 0")
-    return seconds

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Final
 
 from anyep.errors import NotSupported
+from anyep.settings import REPLACE_DEEP_EP
 
 FOLDER: Final = Path(__file__).parent / "as_deep_ep"
 TOP_LEVEL: Final = ("deep_ep", "deep_ep_cpp")
 MODULES: Final = ("deep_ep", "deep_ep.buffer", "deep_ep.utils", "deep_ep_cpp")
-REPLACE: Final = "ANYEP_REPLACE_DEEP_EP"
+REPLACE: Final = REPLACE_DEEP_EP.name
 """Set to 1, it says that AnyEP shall take the place of another deep_ep; child processes inherit it."""
 OURS: Final = "from anyep import"
 """The files of the drop-in have it, wherever they were installed, and nobody else's."""
@@ -53,7 +54,7 @@ def install_as_deep_ep(replace: bool = False) -> None:
 
 def refuse_to_hide_another() -> None:
     """Raise if there is a deep_ep that is not AnyEP's, unless AnyEP shall take its place."""
-    if os.environ.get(REPLACE) == "1":
+    if REPLACE_DEEP_EP.choose().value:
         return
     for place in _places_of_another():
         raise NotSupported(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+import socket
 from pathlib import Path
 
 
@@ -61,3 +62,12 @@ def memory_limits_in_words() -> str:
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def host_identity() -> str:
+    """The same for processes that run under one kernel, different on different hosts."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"

@@ -31,13 +31,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from anyep import autograd
+from anyep.agreement import Said, check_agreement
 from anyep.arguments import check_num_experts
 from anyep.balance import expert_counts, load_balancing_loss, router_z_loss, update_bias
 from anyep.buffer import Buffer
-from anyep.errors import Disagreement, InvalidCall, whole_number
-from anyep.rendezvous import host_identity, rendezvous_of
+from anyep.errors import InvalidCall, whole_number
+from anyep.machine import host_identity
+from anyep.modes.connection import chosen_topology, on_all_ranks
+from anyep.rendezvous import rendezvous_of
+from anyep.settings import RANKS_PER_NODE
 from anyep.sizes import size_hints
-from anyep.topology import topology_of_hosts
 
 __all__ = [
     "ExpertParallelMoE",
@@ -65,18 +68,18 @@ def make_buffer(
 ) -> Buffer:
     """A Buffer for layers of this size, with float32 rows or smaller ones; every rank makes it.
 
-    A node is a host, unless `ranks_per_node` says that a host is several.
+    A node is a host, unless `ranks_per_node` (or `ANYEP_RANKS_PER_NODE`) says that a host is several.
     """
     rendezvous = rendezvous_of(group, None)
     num_ranks = rendezvous.num_ranks
     check_num_experts(num_experts, num_ranks)
-    told = rendezvous.all_gather((host_identity(), ranks_per_node))
-    for rank, (_, theirs) in enumerate(told):
-        if theirs != told[0][1]:
-            raise Disagreement(
-                f"the ranks disagree about ranks_per_node: {told[0][1]} on rank 0, {theirs} on rank {rank}"
-            )
-    per_node = topology_of_hosts([host for host, _ in told], ranks_per_node).ranks_per_node
+    told = on_all_ranks(
+        rendezvous, lambda: (host_identity(), RANKS_PER_NODE.choose(ranks_per_node), Buffer.num_sms)
+    )
+    check_agreement(
+        [{"ranks_per_node": Said.of(chosen), "num_sms": Said(num_sms)} for _, chosen, num_sms in told]
+    )
+    per_node = chosen_topology([host for host, _, _ in told], told[rendezvous.rank][1]).ranks_per_node
     num_nvl_bytes, num_rdma_bytes = size_hints(hidden * 4, num_ranks, per_node, Buffer.num_sms)
     if max_decode_tokens:
         num_decode_bytes = Buffer.get_low_latency_rdma_size_hint(

@@ -98,16 +98,24 @@ class Config:
         return self.num_sms // 2
 
     def get_nvl_buffer_size_hint(
-        self, hidden_bytes: int, num_ranks: int, *, ranks_per_node: int = NUM_MAX_NVL_PEERS
+        self, hidden_bytes: int, num_ranks: int, *, ranks_per_node: int | None = None
     ) -> int:
-        """Bytes for `Buffer(num_nvl_bytes=...)` that suffice for any call with this config."""
-        return sum(nvl_hint_parts(self, hidden_bytes, num_ranks, ranks_per_node=ranks_per_node).values())
+        """Bytes for `Buffer(num_nvl_bytes=...)` that suffice for any call with this config.
+
+        Without `ranks_per_node` a node has as many ranks as `ANYEP_RANKS_PER_NODE` says, or 8.
+        """
+        per_node = _expected_ranks_per_node(ranks_per_node)
+        return sum(nvl_hint_parts(self, hidden_bytes, num_ranks, ranks_per_node=per_node).values())
 
     def get_rdma_buffer_size_hint(
-        self, hidden_bytes: int, num_ranks: int, *, ranks_per_node: int = NUM_MAX_NVL_PEERS
+        self, hidden_bytes: int, num_ranks: int, *, ranks_per_node: int | None = None
     ) -> int:
-        """Bytes for `Buffer(num_rdma_bytes=...)` that suffice for any call; 0 on one node."""
-        return sum(rdma_hint_parts(self, hidden_bytes, num_ranks, ranks_per_node=ranks_per_node).values())
+        """Bytes for `Buffer(num_rdma_bytes=...)` that suffice for any call; 0 on one node.
+
+        Without `ranks_per_node` a node has as many ranks as `ANYEP_RANKS_PER_NODE` says, or 8.
+        """
+        per_node = _expected_ranks_per_node(ranks_per_node)
+        return sum(rdma_hint_parts(self, hidden_bytes, num_ranks, ranks_per_node=per_node).values())
 
 
 # Rows of (nvl_send, nvl_recv, rdma_send, rdma_recv) by number of ranks.
@@ -168,6 +176,15 @@ def _tuned(table_name: str, num_ranks: int, num_sms: int) -> Config:
     table = {"dispatch": TUNED_DISPATCH, "combine": TUNED_COMBINE}[table_name]
     listed = max((count for count in table if count <= num_ranks), default=min(table))
     return Config(num_sms, *table[listed])
+
+
+def _expected_ranks_per_node(ranks_per_node: int | None) -> int:
+    """How many ranks the nodes of a Buffer will have, as far as that is known before it is made."""
+    # Here, as the settings take their defaults from this module.
+    from anyep.settings import RANKS_PER_NODE
+
+    chosen = RANKS_PER_NODE.choose(ranks_per_node).value
+    return NUM_MAX_NVL_PEERS if chosen is None else chosen
 
 
 def num_ranks_of_a_node(num_ranks: int, ranks_per_node: int) -> int:

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -41,15 +42,14 @@ class SimulatedBlock:
         self._opened: list[Any] = []
 
     def connect(self, group: Any) -> None:
-        shares: list[Any] = [None] * group.size()
-        dist.all_gather_object(shares, self._own.share(), group=group)
-        for rank, share in enumerate(shares):
+        for rank, share in enumerate(_exchange(group, self._own.share())):
             self._opened.append(self._own if rank == group.rank() else cpu.open_block(share, rank))
-        dist.barrier(group=group)
+        _exchange(group, None)
         self._own.close()
         self.addresses = [block.address for block in self._opened]
 
     def __del__(self) -> None:
+        self._own.close()
         postponed.postpone(partial(list, [self._own, *self._opened]))
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -65,6 +65,14 @@ class SimulatedBlock:
         number = next(_numbers)
         _lenders[number] = self
         return self._own.lend(offset, shape, dtype, died)
+
+
+def _exchange(group: Any, thing: Any) -> list[Any]:
+    """Everyone's thing, through the store of the group and with its timeout, as torch does it for GPUs."""
+    store = dist.distributed_c10d._get_process_group_store(group)
+    number = store.add(f"simulated/{group.rank()}", 1)
+    store.set(f"simulated/{number}/{group.rank()}", pickle.dumps(thing))
+    return [pickle.loads(store.get(f"simulated/{number}/{rank}")) for rank in range(group.size())]
 
 
 class SimulatedStream:

@@ -467,9 +467,7 @@ def test_a_buffer_that_cannot_be(changes: dict[str, Any], sentence: str) -> None
 
 def test_ranks_that_want_different_buffers() -> None:
     for message in get_world(2).run(make_wrongly, {"num_nvl_bytes": 1 << 21}, 1):
-        expected = (
-            "Disagreement: the ranks disagree about num_nvl_bytes: 1048576 on rank 0, 2097152 on rank 1"
-        )
+        expected = "Disagreement: the ranks disagree about num_nvl_bytes: 1 MiB on rank 0; 2 MiB on rank 1"
         assert message == expected
 
 

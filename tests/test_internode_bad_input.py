@@ -476,14 +476,20 @@ def test_a_buffer_that_cannot_be(changes: dict[str, Any], sentence: str) -> None
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"ranks_per_node": 1}, "the ranks disagree about ranks_per_node: 2 on rank 0, 1 on rank 3"),
-        ({"network": "loopback"}, "the ranks disagree about network: None on rank 0, loopback on rank 3"),
-        ({"num_rdma_bytes": 1 << 19}, "the ranks disagree about num_rdma_bytes: 1048576 on rank 0, 524288"),
+        ({"ranks_per_node": 1}, "ranks_per_node: 2 on ranks 0, 1, 2; 1 on rank 3"),
+        (
+            {"network": "loopback"},
+            "network: none on ranks 0, 1, 2; loopback on rank 3",
+        ),
+        (
+            {"num_rdma_bytes": 1 << 19},
+            "num_rdma_bytes: 1 MiB on ranks 0, 1, 2; 512 KiB on",
+        ),
     ],
 )
 def test_ranks_that_want_different_buffers(changes: dict[str, Any], sentence: str) -> None:
     for message in get_world(RANKS).run(make_wrongly, changes, RANKS - 1):
-        assert message.startswith(f"Disagreement: {sentence}")
+        assert message.startswith(f"Disagreement: the ranks disagree about {sentence}")
 
 
 def by_loopback(context: RankContext) -> None:

@@ -182,7 +182,7 @@ def test_layer_between_nodes() -> None:
 
 
 def disagree_about_nodes(context: RankContext) -> None:
-    sentence = "the ranks disagree about ranks_per_node: 1 on rank 0, 2 on rank 1"
+    sentence = "the ranks disagree about ranks_per_node: 1 on rank 0; 2 on rank 1"
     with pytest.raises(Disagreement, match=sentence):
         make_buffer(context.group, HIDDEN, NUM_EXPERTS, device="cpu", ranks_per_node=1 + context.rank)
 

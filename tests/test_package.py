@@ -100,8 +100,9 @@ def test_exceptions_travel(name: str, also: type[Exception]) -> None:
 # A module may import those of its own layer and of the layers before it.
 LAYERS = (
     ("version", "errors", "machine", "launch", "progress", "ending", "nixl_packages", "requirements"),
-    ("sizes",),
-    ("topology", "layout", "formats", "freelist", "events", "rendezvous", "headers", "outcomes"),
+    ("sizes", "settings"),
+    ("topology", "layout", "formats", "freelist", "events", "headers", "outcomes"),
+    ("agreement", "roll_call", "rendezvous"),
     ("backends", "network"),
     ("modes",),
     ("arguments", "gradients", "low_latency_arguments", "buffer"),

@@ -24,8 +24,9 @@ from typing import Annotated, Final, Literal
 
 import typer
 
+from anyep import settings
 from anyep.cli.units import format_bytes
-from anyep.errors import NotSupported
+from anyep.errors import InvalidCall, NotSupported
 from anyep.machine import address_space_limit_bytes, container_limit_bytes, memory_bytes, num_cores
 from anyep.nixl_packages import HOW_TO_INSTALL, find_nixl, installed_packages, load_nixl
 from anyep.requirements import how_to_install, problem_with
@@ -57,6 +58,23 @@ class Finding:
     state: State
     detail: str
     next_step: str = ""
+
+
+@dataclass(frozen=True)
+class SettingFinding(Finding):
+    """A line about a setting; the rest is for programs that read the report."""
+
+    value: str | None = None
+    """As it stands in the environment."""
+    source: str = ""
+    default: str = ""
+
+    @classmethod
+    def of(
+        cls, name: str, value: str | None, default: str, state: State, detail: str, next_step: str = ""
+    ) -> SettingFinding:
+        source = "default" if value is None else "environment"
+        return cls(name, state, detail, next_step, value, source, default)
 
 
 def doctor(
@@ -319,7 +337,7 @@ def check_mps() -> Iterator[Finding]:
         " for another instead of microseconds; one rank per GPU needs no service"
     )
     variable = "CUDA_MPS_PIPE_DIRECTORY"
-    folder = os.environ.get(variable)
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
     if not MultiProcessService.is_installed():
         yield Finding(
             "mps",
@@ -379,6 +397,25 @@ def check_nixl() -> Iterator[Finding]:
     yield Finding("nixl", "ok", f"{used} is used, puts bytes into other hosts' memory{also}")
 
 
+def check_settings() -> Iterator[Finding]:
+    """Every variable of the environment that AnyEP reads, and those that look like one but are none."""
+    for setting in settings.SETTINGS:
+        described = (setting.name, setting.text, setting.default_in_words)
+        try:
+            chosen = setting.choose()
+        except InvalidCall as error:
+            yield SettingFinding.of(*described, "note", str(error), "correct it, or unset it")
+            continue
+        if chosen.source == settings.DEFAULT:
+            detail = f"{setting.default_in_words} (default)"
+        else:
+            detail = f"{setting.text} (from the environment; default: {setting.default_in_words})"
+        yield SettingFinding.of(*described, "ok", f"{setting.meaning}: {detail}")
+    for variable, nearest in settings.unknown_variables():
+        advice = f"is {nearest} meant?" if nearest else "docs/settings.md lists the settings"
+        yield Finding(variable, "note", "is set, but AnyEP has no such setting", advice)
+
+
 CHECKS: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (
     ("python", check_python),
     ("cores", check_cores),
@@ -394,6 +431,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (
     ("symmetric memory", check_symmetric_memory),
     ("nvshmem", check_nvshmem),
     ("nixl", check_nixl),
+    ("settings", check_settings),
 )
 
 

@@ -17,6 +17,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
+from anyep import settings
 from anyep.cli.gpus import ON_THE_CPU, Placement, take_gpu
 from anyep.cli.interrupts import raise_from_here_on
 from anyep.errors import AnyEPError, PeerLost, whole_number
@@ -151,6 +152,8 @@ def _serve(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The server that this rank was forked from has the environment of when it started.
     os.environ.update(placement.environment)
+    # Where ranks work is for the options of the command to say.
+    settings.unset(settings.DEVICE, settings.RANKS_PER_NODE, settings.NETWORK)
     try:
         import torch
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar
 
-from anyep.errors import AnyEPError, Disagreement, InvalidCall, NotSupported
+from anyep.agreement import Said, check_agreement
+from anyep.errors import AnyEPError, InvalidCall, NotSupported
 from anyep.layout import ControlRegion
-from anyep.machine import address_space_limit_bytes, free_memory_bytes
+from anyep.machine import address_space_limit_bytes, free_memory_bytes, host_identity
 from anyep.modes.wire import Wire
 from anyep.network.nixl import NixlEngine
-from anyep.rendezvous import Rendezvous, host_identity
+from anyep.rendezvous import Rendezvous
+from anyep.settings import ARGUMENT, DEVICE, NETWORK, RANKS_PER_NODE, TIMEOUT_S, Chosen
 from anyep.topology import Topology, topology_of_hosts
 
 SHARE_OF_FREE_MEMORY: Final = 4
@@ -35,6 +37,17 @@ class Wishes:
     ranks_per_node: int | None
     num_window_bytes: int | None
     network: str | None = None
+    timeout_s: float = TIMEOUT_S.default
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where those come from that settings can give, by name; the ranks may differ in this."""
+
+    def chosen(self, name: str) -> Chosen[Any]:
+        """One wish with its source."""
+        return Chosen(getattr(self, name), self.sources.get(name, ARGUMENT), name)
+
+    def said(self) -> dict[str, Said]:
+        """Each wish by name, with its source."""
+        return {wish.name: Said.of(self.chosen(wish.name)) for wish in fields(self) if wish.name != "sources"}
 
 
 @dataclass(frozen=True)
@@ -65,20 +78,15 @@ def connect(backend: Any, rendezvous: Rendezvous, check: Callable[[], Wishes]) -
         return wishes, host_identity()
 
     wishes = on_all_ranks(rendezvous, compiled)
-    for rank, (other, _) in enumerate(wishes):
-        for name, value in vars(other).items():
-            mine = getattr(wishes[0][0], name)
-            if value != mine:
-                raise Disagreement(
-                    f"the ranks disagree about {name}: {mine} on rank 0, {value} on rank {rank}"
-                )
+    check_agreement([other.said() for other, _ in wishes])
     own = wishes[rendezvous.rank][0]
     hosts = [host for _, host in wishes]
-    topology = topology_of_hosts(hosts, own.ranks_per_node)
+    topology = chosen_topology(hosts, own.chosen("ranks_per_node"))
     if topology.num_nodes > 1 and own.device != "cpu":
         raise NotSupported(
             f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs AnyEP works within one"
-            f" node so far; use ranks of one host, and leave ranks_per_node out, or pass device='cpu'"
+            f" node so far; use ranks of one host, and leave out ranks_per_node ({RANKS_PER_NODE.name}),"
+            f" or pass device='cpu' ({DEVICE.name}=cpu)"
         )
     if topology.num_nodes > 1:
         on_all_ranks(rendezvous, lambda: backend.compile_kernels(backend.Group.NODES))
@@ -128,12 +136,20 @@ def _kernels_for(backend: Any, wishes: Wishes) -> list[Any]:
     return [*needed, backend.Group.LOW_LATENCY] if wishes.low_latency_mode else needed
 
 
+def chosen_topology(hosts: list[str], ranks_per_node: Chosen[int | None]) -> Topology:
+    """The topology of ranks on these hosts; what is wrong with it is said of the variable it comes from."""
+    try:
+        return topology_of_hosts(hosts, ranks_per_node.value)
+    except InvalidCall as error:
+        raise ranks_per_node.explain(error) from None
+
+
 def _ranks_beyond_a_wire(topology: Topology, hosts: list[str], rank: int, network: str | None) -> list[int]:
     """The ranks of other nodes that are on other hosts, or all of them if the user wants it so."""
     if network == LOOPBACK and len(set(hosts)) > 1:
         raise InvalidCall(
             f"network is {LOOPBACK!r}, but the ranks are on {len(set(hosts))} hosts: leave it out, or pass"
-            f" network={NIXL!r}"
+            f" network={NIXL!r} ({NETWORK.name}={NIXL})"
         )
     node = topology.node_of(rank)
     return [
@@ -212,6 +228,7 @@ def on_all_ranks(rendezvous: Rendezvous, work: Callable[[], T]) -> list[T]:
     """Do something on every rank and gather the results; if it raises on one rank, every rank raises."""
     error: AnyEPError | None = None
     result: T | None = None
+    rendezvous.arrive()
     try:
         result = work()
     except AnyEPError as caught:
@@ -219,6 +236,9 @@ def on_all_ranks(rendezvous: Rendezvous, work: Callable[[], T]) -> list[T]:
     except Exception as caught:
         error = NotSupported(f"{type(caught).__name__}: {caught}")
         error.__cause__ = caught
+    except BaseException as caught:
+        rendezvous.give_up(caught)
+        raise
     outcomes = rendezvous.all_gather((result, error))
     try:
         if error is not None:

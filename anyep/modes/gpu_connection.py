@@ -57,6 +57,7 @@ class GpuConnection:
         self._gpu = gpu
         self._group = group
         self._rendezvous = rendezvous
+        self._timeout_s = wishes.timeout_s
         if group is None:
             raise NotSupported(
                 "a Buffer on GPUs needs a torch process group, Gloo's is enough: pass group instead of comm"
@@ -132,6 +133,7 @@ class GpuConnection:
             fits = total + new_bytes <= self._most_window_bytes
             if fits and self.windows.num_blocks < facts.MAX_WINDOW_BLOCKS:
                 meet(self.windows.num_blocks + 1)
+                self._rendezvous.say_what("the windows of the Buffer grew")
                 return self._add_windows(new_bytes)
         return None
 
@@ -151,5 +153,11 @@ class GpuConnection:
             return block
 
         block = made_on_all_ranks(self._rendezvous, make)
-        on_all_ranks(self._rendezvous, lambda: block.connect(self._group))
+
+        def connect() -> None:
+            # Torch waits for the others in the store, and does not look whether they are still there.
+            with self._rendezvous.deadline(self._timeout_s):
+                block.connect(self._group)
+
+        on_all_ranks(self._rendezvous, connect)
         return block

@@ -1,0 +1,61 @@
+"""What all ranks must say alike, and the sentence about those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from anyep.errors import Disagreement
+from anyep.settings import ARGUMENT, DEFAULT, Chosen, format_bytes
+
+_IN_WORDS: Final = {"num_window_bytes": "auto", "ranks_per_node": "all ranks of a host"}
+"""What a value of None means."""
+
+
+class Said(NamedTuple):
+    """What a rank says about one thing, and why it does: an argument, a variable, a default."""
+
+    value: Any
+    source: str = ARGUMENT
+
+    @classmethod
+    def of(cls, chosen: Chosen[Any]) -> Said:
+        return cls(chosen.value, chosen.source)
+
+
+def check_agreement(said_by_rank: Sequence[Mapping[str, Said]]) -> None:
+    """Raise `Disagreement` about the first thing that is not the same on all ranks: who says what, and why.
+
+    >>> check_agreement([{"a": Said(2, "ANYEP_A")}, {"a": Said(1)}, {"a": Said(1)}])
+    Traceback (most recent call last):
+    anyep.errors.Disagreement: the ranks disagree about a: 2 on rank 0 (ANYEP_A); 1 on ranks 1, 2 (argument)
+    """
+    for name in said_by_rank[0]:
+        said = [by_name[name] for by_name in said_by_rank]
+        if all(one.value == said[0].value for one in said):
+            continue
+        ranks_of: dict[tuple[str, str], list[int]] = {}
+        for rank, one in enumerate(said):
+            ranks_of.setdefault((_value(name, one.value), one.source), []).append(rank)
+        has_variables = any(one.source not in (ARGUMENT, DEFAULT) for one in said)
+        listing = "; ".join(
+            f"{value} on {_ranks(ranks)}{f' ({source})' if has_variables else ''}"
+            for (value, source), ranks in ranks_of.items()
+        )
+        raise Disagreement(f"the ranks disagree about {name}: {listing}")
+
+
+def _value(name: str, value: Any) -> str:
+    if value is None:
+        return _IN_WORDS.get(name, "none")
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """
+    >>> _ranks([3]), _ranks([0, 2])
+    ('rank 3', 'ranks 0, 2')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
