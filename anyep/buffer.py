@@ -63,6 +63,9 @@ class Buffer:
 
     Making one is collective. It holds memory that the ranks share; calls on it are numbered, and every rank
     makes the same calls in the same order.
+
+    `device`, `ranks_per_node`, `num_window_bytes` and `network` come from the environment where they are not
+    given (docs/settings.md).
     """
 
     num_sms: ClassVar[int] = sizes.NUM_DEFAULT_SMS
