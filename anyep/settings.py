@@ -25,7 +25,22 @@ T = TypeVar("T")
 PREFIX: Final = "ANYEP_"
 ARGUMENT: Final = "argument"
 DEFAULT: Final = "default"
-_UNITS: Final = {"": 0, "B": 0, "KIB": 10, "MIB": 20, "GIB": 30, "TIB": 40}
+_FACTORS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "K": 2**10,
+    "KIB": 2**10,
+    "M": 2**20,
+    "MIB": 2**20,
+    "G": 2**30,
+    "GIB": 2**30,
+    "T": 2**40,
+    "TIB": 2**40,
+}
 _OF_THE_TESTS: Final = ("ANYEP_SOAK_PAIRS", "ANYEP_SOAK_SEED")
 """Read by the test suite, not by the package."""
 log = logging.getLogger("anyep")
@@ -81,8 +96,21 @@ class Setting(Generic[T]):
         return os.environ.get(self.name) or None
 
 
+def number_of_bytes(text: str) -> Fraction:
+    """Bytes as people write them: a number, with or without a unit; ValueError for anything else.
+
+    >>> int(number_of_bytes("80GiB")), int(number_of_bytes(" 1.5 MB ")), int(number_of_bytes("4096"))
+    (85899345920, 1500000, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    factor = _FACTORS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise ValueError(text)
+    return Fraction(match[1]) * factor
+
+
 def parse_bytes(text: str) -> int | None:
-    """Bytes, a multiple of 128, with a binary unit or without; None for "auto".
+    """Bytes, a multiple of 128, with a unit or without; None for "auto".
 
     >>> parse_bytes("2GiB"), parse_bytes("1.5 MiB"), parse_bytes("4096"), parse_bytes("auto")
     (2147483648, 1572864, 4096, None)
@@ -92,11 +120,7 @@ def parse_bytes(text: str) -> int | None:
     """
     if text.lower() == "auto":
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
-    shift = _UNITS.get(match[2].upper()) if match else None
-    if match is None or shift is None:
-        raise ValueError(text)
-    num_bytes = Fraction(match[1]) * (1 << shift)
+    num_bytes = number_of_bytes(text)
     if num_bytes % NUM_BUFFER_ALIGNMENT_BYTES:
         raise ValueError(text)
     return int(num_bytes)

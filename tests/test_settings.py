@@ -313,7 +313,7 @@ def test_every_setting_is_on_the_page() -> None:
     listed = set(re.findall(r"^\| `(ANYEP_\w+)`", page, re.MULTILINE))
     assert listed == set(NAMES)
     for place in ("README.md", "docs/running.md"):
-        assert "settings.md)" in (REPOSITORY / place).read_text()
+        assert "settings.md" in (REPOSITORY / place).read_text()
 
 
 def test_every_argument_has_a_setting() -> None:

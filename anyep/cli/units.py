@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
 from typing import Final
 
 from anyep.errors import InvalidCall
+from anyep.settings import number_of_bytes
 
 PAGE_BYTES: Final = 4096
 """Less than this is no amount of memory that anybody means: a unit was left out."""
-_FACTORS: Final = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "K": 2**10,
-    "KIB": 2**10,
-    "M": 2**20,
-    "MIB": 2**20,
-    "G": 2**30,
-    "GIB": 2**30,
-    "T": 2**40,
-    "TIB": 2**40,
-}
 
 
 def parse_bytes(option: str, text: str) -> int:
@@ -34,13 +17,14 @@ def parse_bytes(option: str, text: str) -> int:
     >>> parse_bytes("--memory", "80GiB"), parse_bytes("--memory", "1.5 MB"), parse_bytes("--memory", "4096")
     (85899345920, 1500000, 4096)
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    factor = _FACTORS.get(match[2].upper()) if match else None
-    if match is None or factor is None:
-        raise InvalidCall(f"{option} is {text!r}, which is no amount of memory: write it like 80GiB or 24GB")
-    num_bytes = int(Fraction(match[1]) * factor)
+    try:
+        num_bytes = int(number_of_bytes(text))
+    except ValueError:
+        raise InvalidCall(
+            f"{option} is {text!r}, which is no amount of memory: write it like 80GiB or 24GB"
+        ) from None
     if num_bytes < PAGE_BYTES:
-        example = f"{match[1]}GiB" if num_bytes else "80GiB"
+        example = f"{text.strip(' BbIiKk')}GiB" if num_bytes else "80GiB"
         raise InvalidCall(
             f"{option} is {text!r}, which is {num_bytes} bytes, less than a page of memory ({PAGE_BYTES}):"
             f" write it with its unit, like {example}"

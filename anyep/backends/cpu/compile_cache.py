@@ -34,7 +34,9 @@ import llvmlite
 import numba
 import numpy
 
-VARIABLE: Final = "ANYEP_CACHE_DIR"
+from anyep.settings import CACHE_DIR
+
+VARIABLE: Final = CACHE_DIR.name
 HASHED_MODULES: Final = ("errors", "formats", "layout", "sizes")
 """The modules of anyep, besides those of the kernels, whose constants kernels contain."""
 NUM_KEPT: Final = 4
@@ -94,7 +96,7 @@ def source_key() -> str:
 
 def base_folder() -> Path:
     """Where this user's compiled kernels are: ANYEP_CACHE_DIR, else anyep in the user's cache folder."""
-    if named := os.environ.get(VARIABLE):
+    if named := CACHE_DIR.choose().value:
         return Path(named).absolute()
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if cache.is_absolute():  # others are to be ignored, its specification says
