@@ -58,3 +58,16 @@ def whole_number(name: str, value: SupportsIndex, minimum: int) -> int:
     if number < minimum:
         raise InvalidCall(f"{name} is {number}: it must be at least {minimum}")
     return number
+
+
+def no_expert(place: int, value: int, num_topk: int, num_experts: int) -> InvalidCall:
+    """What to raise for an expert id that is neither an expert nor -1; `place` is token * top-k + column.
+
+    >>> no_expert(7, 300, num_topk=2, num_experts=256)
+    InvalidCall('topk_idx is 300 for token 3 in column 1: it must be 0 to 255, or -1 for no expert')
+    """
+    token, column = divmod(place, num_topk)
+    return InvalidCall(
+        f"topk_idx is {value} for token {token} in column {column}: it must be 0 to {num_experts - 1}, or -1"
+        f" for no expert"
+    )

@@ -249,7 +249,8 @@ FOREIGN_HANDLES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "5 recv_gbl_channel_prefix_matrix": (
         changed(5, torch.zeros_like),
-        "those of ranks 0 and 1 have the rows that rank 0 sent to rank 1 in other channels",
+        "the rows that rank 0 sent to rank 1 are of other tokens, or in other channels, in the handle of"
+        " rank 0 than in that of rank 1; pass the handles of one dispatch on all ranks",
     ),
     "9 send_nvl_head": (
         changed(9, one_row_further),
@@ -270,7 +271,8 @@ def differ_by_a_handle(context: RankContext, name: str) -> list[str]:
 def test_a_handle_that_only_peers_can_judge(name: str) -> None:
     for messages in get_world(RANKS).run(differ_by_a_handle, name):
         for message in messages:
-            assert message.startswith("Disagreement: the ranks' handles are not of one dispatch: ")
+            assert message.startswith("Disagreement: the ranks disagree in call ")
+            assert "about the routing in the handle: " in message
             assert message.endswith(FOREIGN_HANDLES[name][1])
 
 
@@ -288,9 +290,10 @@ def use_handles_of_two_dispatches(context: RankContext) -> str:
 
 def test_handles_of_different_dispatches() -> None:
     for message in get_world(RANKS).run(use_handles_of_two_dispatches):
-        assert message == (
-            "Disagreement: the ranks' handles are not of one dispatch: in that of rank 0 it sent 4 rows to"
-            " rank 1, which got 2 according to its own"
+        assert message.startswith("Disagreement: the ranks disagree in call ")
+        assert message.endswith(
+            "about the routing in the handle: in that of rank 0 it sent 4 rows to rank 1, which got 2"
+            " according to its own"
         )
 
 

@@ -83,7 +83,7 @@ def routing(num_tokens: int, num_topk: int, num_experts: int, seed: int) -> torc
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(num_tokens, num_experts, generator=generator).topk(num_topk, dim=-1).indices
     missing = torch.rand(ids.shape, generator=generator) < 0.2
-    return torch.where(missing, torch.where(ids % 2 == 0, -1, num_experts + 3), ids)
+    return torch.where(missing, -1, ids)
 
 
 # Layout

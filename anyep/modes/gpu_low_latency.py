@@ -336,6 +336,9 @@ class GpuLowLatency(LowLatency):
 
         return self._guarded(call, whole_call)
 
+    def check_ids(self, topk_idx: torch.Tensor, num_experts: int) -> None:
+        """Ids are judged where kernels read them."""
+
     def count_rows(self, layout_range: torch.Tensor, src_info: torch.Tensor, max_tokens: int) -> int:
         """What a handle holds is judged where kernels read it; the host does not know its rows."""
         return 0
