@@ -54,7 +54,7 @@ class Mix:
 
 @st.composite
 def mixes(draw: st.DrawFn, num_ranks: int) -> Mix:
-    """Any ranks pass the other handle: none, one, several, or all; the rank with other tokens or its peers."""
+    """Any ranks pass the other handle, none or all of them, the rank with other tokens or its peers."""
     num_tokens, num_channels = draw(st.integers(2, 12)), draw(st.integers(1, 3))
     per_channel = -(-num_tokens // num_channels)
     pairs = [
@@ -135,7 +135,9 @@ def mix_handles(context: RankContext, buffer: Buffer, mix: Mix, device: str = "c
     for rows, handle, in_rank in (first, second, first):
         copies = tuple(part.clone() for part in handle)
         one_copied = (*handle[:-1], handle[-1].clone())
-        each = (handle, copies, one_copied, saved(handle))
+        kinds = (handle, copies, one_copied, saved(handle))
+        # Each rank another kind at a time.
+        each = (*kinds[rank % 4 :], *kinds[: rank % 4])
         results = [call(buffer, mix, rank, rows, parts, device) for parts in each]
         are_right &= all(torch.equal(result, results[0]) for result in results)
         if mix.is_combine:

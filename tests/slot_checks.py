@@ -101,6 +101,7 @@ class Setting:
         self.state = words([0] * (facts.RANGES + num_ranks * local_experts), device)
         self.state[facts.NUMBER], self.state[facts.OUTCOME] = number, outcome
         self.state[facts.MISSING_ROW] = gpu.NO_ROWS_MISSING
+        self.state[facts.WRONG_PLACE] = gpu.NO_ROWS_MISSING
         self.local_experts = local_experts
         note, packed = self.control.block("low-latency note"), self.control.block("low-latency packed")
         mask = self.control.block("mask")
@@ -736,8 +737,11 @@ class Returned:
             payload = self.messages[rank, :, LOW_LATENCY_HEADER_BYTES:][:, : 2 * self.hidden]
             payload.copy_(rows.view(torch.uint8))
 
-    def compare(self, masked: list[int], device: str) -> tuple[torch.Tensor, int]:
-        """Out, and the row that is missing: beyond it the CPU adds up nothing."""
+    def compare(
+        self, masked: list[int], device: str, wrong_place: int | None = None
+    ) -> tuple[torch.Tensor, int]:
+        """Out, and the row that is missing: beyond it the CPU adds up nothing. At `wrong_place` is the first
+        id that is no expert."""
         num_tokens, num_topk = self.ids.shape
         num_ranks, local_experts = self.ranges.shape
         right = guarded((num_tokens + 1, self.hidden), torch.uint16)
@@ -761,6 +765,7 @@ class Returned:
         lists, messages = self.lists.to(device), self.messages.to(device)
         setting = Setting(device, num_ranks, masked=masked, local_experts=local_experts)
         setting.state[facts.RANGES :] = self.ranges.flatten().to(device)
+        setting.put_header([7, 0, 4, 5, 6, num_ranks * local_experts])
         for outcome in (outcomes.DIFFERENT, 0):
             setting.state[facts.OUTCOME], setting.state[facts.NUM_TAKEN] = outcome, 0
             gpu.sum_tokens[(max(1, num_tokens), 2)](
@@ -795,8 +800,12 @@ class Returned:
         found = int(setting.state[facts.MISSING_ROW])
         found = -1 if found == gpu.NO_ROWS_MISSING else found
         assert found == missing
-        assert setting.outcome == (outcomes.outcome_of(outcomes.MISSING, 0) if missing >= 0 else 0)
-        if missing >= 0:
+        if wrong_place is not None:
+            assert setting.outcome == outcomes.outcome_of(outcomes.BAD_IDS, 0)
+            assert_wrong_id(setting, self.ids, wrong_place)
+        else:
+            assert setting.outcome == (outcomes.outcome_of(outcomes.MISSING, 0) if missing >= 0 else 0)
+        if missing >= 0 and wrong_place is None:
             token, slot = divmod(missing, num_topk)
             wrong = token << 32 | int(self.ids[token, slot])
             assert int(setting.report[facts.REPORTED_WRONG]) == wrong
@@ -851,6 +860,65 @@ def check_rows_that_are_missing(device: str) -> None:
         assert returned.compare([0, 0], device)[1] == 0
 
 
+def assert_wrong_id(setting: Setting, ids: torch.Tensor, place: int) -> None:
+    """That the host hears of it."""
+    token, column = divmod(place, ids.shape[1])
+    words = setting.report
+    assert int(words[facts.REPORTED_WRONG]) == token << 32 | column
+    assert int(words[facts.REPORTED_VALUE]) == int(ids[token, column])
+    assert int(words[facts.REPORTED_EXPERTS]) == setting.num_ranks * setting.local_experts
+
+
+WRONG_IDS = (-2, -7, 2**40, -(2**63), 2**63 - 1)
+
+
+def check_sums_of_wrong_ids(device: str) -> None:
+    for wrong in (2, *WRONG_IDS):
+        ids = words([[0, 1], [-1, 1], [0, wrong], [1, 99]])
+        returned = Returned(ids, 2, 1, 128, False)
+        assert returned.compare([0, 0], device, wrong_place=5)[1] == -1
+        # It comes before a row that is missing.
+        returned.ranges[:] = 0
+        assert returned.compare([0, 0], device, wrong_place=5)[1] == 0
+
+
+def check_sending_wrong_ids(device: str) -> None:
+    """send_tokens, where an id is neither an expert nor -1: the call is refused, whoever is masked."""
+    for wrong, masked in [(4, [0, 0]), (4, [1, 0]), *((value, [0, 0]) for value in WRONG_IDS)]:
+        ids = words([[0, 1], [-1, 3], [2, wrong], [99, 0]])
+        setting = Setting(device, 2, rank=1, masked=masked, local_experts=2)
+        setting.put_header([7, 0, 4, 5, 6, 4])
+        messages = guarded((5, message_bytes_of(128)), torch.uint8).to(device)
+        lists = guarded((2, 2, 8), torch.int32).to(device)
+        gpu.send_tokens[(4 + 4 * 2,)](
+            *setting.common,
+            rows_of(4, 4, 128).to(device),
+            ids.to(device),
+            setting.both_sets(torch.full((2,), messages.data_ptr())),
+            setting.both_sets(addresses(lists)),
+            4,
+            128,
+            messages.stride(0),
+            4 * lists.stride(1),
+            2,
+            TRAVEL=formats.RAW,
+            NUM_TOPK=2,
+            SLOT_BLOCK=2,
+            NUM_SHARES=2,
+            TILE_BLOCKS=4,
+            TILE_TOKENS=16,
+            **setting.blocks,
+            **casts.OPTIONS,
+        )
+        assert setting.outcome == outcomes.outcome_of(outcomes.BAD_IDS, 1)
+        for reader, is_masked in enumerate(masked):
+            posted = setting.note(reader, setting.rank)[:3].tolist()
+            assert posted == ([0, 0, 0] if is_masked else [7, gpu.BY_IDS, 4])
+        finish(setting)
+        assert_wrong_id(setting, ids, 5)
+        assert [setting.packed(rank, 1) for rank in range(2)] == [7, 7]
+
+
 CHECKS: tuple[Any, ...] = (
     check_open_call,
     check_masks,
@@ -865,4 +933,6 @@ CHECKS: tuple[Any, ...] = (
     check_sum_tokens,
     check_sum_tokens_of_logfmt,
     check_rows_that_are_missing,
+    check_sums_of_wrong_ids,
+    check_sending_wrong_ids,
 )

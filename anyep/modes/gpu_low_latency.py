@@ -27,7 +27,7 @@ from anyep.backends import cpu
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import slots as kernels
 from anyep.backends.cuda.tiles import block_of
-from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
+from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, no_expert
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.modes import notes
 from anyep.modes.conversation import Array, Call, Conversation, Stall
@@ -676,6 +676,10 @@ class GpuLowLatency(LowLatency):
                 f"topk_idx sends token {token} to expert {expert}, which has no row of it: pass the topk_idx"
                 f" of the dispatch that the handles come from"
             )
+        if code == outcomes.BAD_IDS:
+            token, column = divmod(int(self._report[facts.REPORTED_WRONG]), 1 << 32)
+            value, num_experts = facts.REPORTED_VALUE, facts.REPORTED_EXPERTS
+            return no_expert(token, column, int(self._report[value]), int(self._report[num_experts]))
         if code == outcomes.BAD_HANDLE:
             return InvalidCall(
                 f"the contents of the handle of {call} do not fit together: its ranges must follow each"
@@ -714,6 +718,12 @@ class GpuLowLatency(LowLatency):
             return Disagreement(
                 f"rank {int(by_handle[0])} refused its {call}, so rank {self._rank} cannot go on with it: the"
                 f" contents of its handle do not fit together"
+            )
+        by_ids = np.flatnonzero(refused == kernels.BY_IDS)
+        if len(by_ids):
+            return Disagreement(
+                f"rank {int(by_ids[0])} refused its {call}, so rank {self._rank} cannot go on with it: its"
+                f" topk_idx has an id that is no expert"
             )
         text = max(0, int(refused.max()) - 1)
         return self._conversation.disagreement(

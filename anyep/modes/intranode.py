@@ -1016,8 +1016,8 @@ class _Rings:
 
 def wrong_id(topk_idx: torch.Tensor, place: int, num_experts: int) -> InvalidCall:
     """What to raise for an id that is no expert; `place` is token * top-k + column."""
-    num_topk = topk_idx.shape[1]
-    return no_expert(place, int(topk_idx[divmod(place, num_topk)]), num_topk, num_experts)
+    token, column = divmod(place, topk_idx.shape[1])
+    return no_expert(token, column, int(topk_idx[token, column]), num_experts)
 
 
 def first_tokens(num_tokens: int, num_channels: int) -> Array:
