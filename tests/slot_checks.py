@@ -625,22 +625,27 @@ def give_back(
     messages: torch.Tensor,
     lists: torch.Tensor,
     use_logfmt: bool = False,
+    ids: torch.Tensor | None = None,
 ) -> None:
     num_experts, rows_per_expert = src_info.shape
     setting.put_header([setting.number])
+    ids = words([[0, -1]]) if ids is None else ids
     gpu.return_rows[(num_experts * (setting.num_ranks + 3),)](
         *setting.common,
         x.to(setting.device),
+        ids.to(setting.device),
         src_info.to(setting.device),
         layout_range.to(setting.device),
         setting.both_sets(torch.full((setting.num_ranks,), messages.data_ptr())),
         setting.both_sets(addresses(lists)),
+        ids.numel(),
         x.shape[1],
         messages.stride(0),
         4 * lists.stride(1),
         num_experts,
         rows_per_expert,
         USE_LOGFMT=use_logfmt,
+        NUM_TOPK=ids.shape[1],
         NUM_SHARES=3,
         TILE_BLOCKS=4,
         TILE_ROWS=8,
@@ -737,11 +742,8 @@ class Returned:
             payload = self.messages[rank, :, LOW_LATENCY_HEADER_BYTES:][:, : 2 * self.hidden]
             payload.copy_(rows.view(torch.uint8))
 
-    def compare(
-        self, masked: list[int], device: str, wrong_place: int | None = None
-    ) -> tuple[torch.Tensor, int]:
-        """Out, and the row that is missing: beyond it the CPU adds up nothing. At `wrong_place` is the first
-        id that is no expert."""
+    def compare(self, masked: list[int], device: str) -> tuple[torch.Tensor, int]:
+        """Out, and the row that is missing: beyond it the CPU adds up nothing."""
         num_tokens, num_topk = self.ids.shape
         num_ranks, local_experts = self.ranges.shape
         right = guarded((num_tokens + 1, self.hidden), torch.uint16)
@@ -765,7 +767,6 @@ class Returned:
         lists, messages = self.lists.to(device), self.messages.to(device)
         setting = Setting(device, num_ranks, masked=masked, local_experts=local_experts)
         setting.state[facts.RANGES :] = self.ranges.flatten().to(device)
-        setting.put_header([7, 0, 4, 5, 6, num_ranks * local_experts])
         for outcome in (outcomes.DIFFERENT, 0):
             setting.state[facts.OUTCOME], setting.state[facts.NUM_TAKEN] = outcome, 0
             gpu.sum_tokens[(max(1, num_tokens), 2)](
@@ -800,12 +801,8 @@ class Returned:
         found = int(setting.state[facts.MISSING_ROW])
         found = -1 if found == gpu.NO_ROWS_MISSING else found
         assert found == missing
-        if wrong_place is not None:
-            assert setting.outcome == outcomes.outcome_of(outcomes.BAD_IDS, 0)
-            assert_wrong_id(setting, self.ids, wrong_place)
-        else:
-            assert setting.outcome == (outcomes.outcome_of(outcomes.MISSING, 0) if missing >= 0 else 0)
-        if missing >= 0 and wrong_place is None:
+        assert setting.outcome == (outcomes.outcome_of(outcomes.MISSING, 0) if missing >= 0 else 0)
+        if missing >= 0:
             token, slot = divmod(missing, num_topk)
             wrong = token << 32 | int(self.ids[token, slot])
             assert int(setting.report[facts.REPORTED_WRONG]) == wrong
@@ -872,14 +869,23 @@ def assert_wrong_id(setting: Setting, ids: torch.Tensor, place: int) -> None:
 WRONG_IDS = (-2, -7, 2**40, -(2**63), 2**63 - 1)
 
 
-def check_sums_of_wrong_ids(device: str) -> None:
-    for wrong in (2, *WRONG_IDS):
-        ids = words([[0, 1], [-1, 1], [0, wrong], [1, 99]])
-        returned = Returned(ids, 2, 1, 128, False)
-        assert returned.compare([0, 0], device, wrong_place=5)[1] == -1
-        # It comes before a row that is missing.
-        returned.ranges[:] = 0
-        assert returned.compare([0, 0], device, wrong_place=5)[1] == 0
+def check_returns_for_wrong_ids(device: str) -> None:
+    """return_rows, where an id is neither an expert nor -1: the call is refused."""
+    for wrong in (4, *WRONG_IDS):
+        # More ids than one tile of a list's program holds.
+        ids = words([[0, 1], [-1, 3]] * 30)
+        ids[41, 1], ids[59, 0] = wrong, 99
+        setting = Setting(device, 2, rank=1, local_experts=2)
+        setting.put_header([7, 0, 5, 5, 6, 4])
+        src_info = torch.zeros(2, 8, dtype=torch.int32)
+        messages = guarded((16, 32), torch.uint8).to(device)
+        lists = guarded((2, 2, 8), torch.int32).to(device)
+        x = torch.zeros(16, 8, dtype=torch.uint16)
+        give_back(setting, x, words([[0, 0], [0, 0]]), src_info, messages, lists, ids=ids)
+        assert setting.outcome == outcomes.outcome_of(outcomes.BAD_IDS, 1)
+        assert [int(setting.note(reader, 1)[1]) for reader in range(2)] == [gpu.BY_IDS] * 2
+        finish(setting)
+        assert_wrong_id(setting, ids, 41 * 2 + 1)
 
 
 def check_sending_wrong_ids(device: str) -> None:
@@ -933,6 +939,6 @@ CHECKS: tuple[Any, ...] = (
     check_sum_tokens,
     check_sum_tokens_of_logfmt,
     check_rows_that_are_missing,
-    check_sums_of_wrong_ids,
+    check_returns_for_wrong_ids,
     check_sending_wrong_ids,
 )

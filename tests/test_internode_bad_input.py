@@ -486,21 +486,3 @@ def by_loopback(context: RankContext) -> None:
 
 def test_loopback_is_what_virtual_nodes_use_anyway() -> None:
     get_world(RANKS).run(by_loopback)
-
-
-def send_absurd_ids(context: RankContext, num_window_bytes: int | None) -> list[list[int]]:
-    """Ids far outside of the experts, which would be experts if they were cut to 32 bits."""
-    buffer = buffer_for(context, num_window_bytes, ranks_per_node=PER_NODE)
-    topk_idx = torch.tensor([[EXPERTS - 1, 1 << 32, -(1 << 32), (1 << 32) + EXPERTS - 1, -1]])
-    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, EXPERTS)
-    weights = torch.ones(1, 5)
-    x = torch.zeros(1, HIDDEN)
-    _, ids, *_ = buffer.dispatch(x, None, per_rank, per_node, in_rank, per_expert, topk_idx, weights)
-    assert ids is not None
-    return ids.tolist()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("num_window_bytes", [None, 0])
-def test_ids_that_are_no_experts(num_window_bytes: int | None) -> None:
-    received = get_world(RANKS).run(send_absurd_ids, num_window_bytes)
-    assert received == [[], [], [], [[1, -1, -1, -1, -1]] * RANKS]

@@ -515,7 +515,7 @@ def exchange_letters(
     if (not CHANNEL_BLOCK) and (not IS_REFUSED):
         other = first_other_rows(here, ranks, is_rank, NUM_RANKS)
         # What else is different is why these are, too.
-        is_other = (other != NO_PLACE) & (tl.max(bad, axis=0) == GOOD)
+        is_other = (other != NO_PLACE) & (tl.max(tl.where(is_rank, bad, GOOD), axis=0) == GOOD)
         bad = tl.where(is_other & (ranks == other // NUM_RANKS), DIFFERENT, bad)
         is_wrong = tl.where(is_other, wrong_word(OTHER_ROUTING, other), is_wrong)
     rows = word_of(headers_here, is_rank, RESULT_ROWS)

@@ -555,15 +555,15 @@ def look_for_wrong_ids(state, ids, places, num_experts, is_told):
 
 
 @triton.jit
-def has_wrong_ids(state, topk_idx, NUM_TOPK: tl.constexpr):
-    """Whether some program found an id that is no expert; then the state says which: with 7 as the first
-    place and 2 ids per token, the word IS_WRONG is 3 << 32 | 1. For one program, after all others."""
+def refuse_wrong_ids(facts, state, topk_idx, NUM_TOPK: tl.constexpr):
+    """If some program found an id that is no expert the state says so, and which: with 7 as the first place
+    and 2 ids per token, the word IS_WRONG is 3 << 32 | 1. For one program, after all others."""
     place = tl.load(state + WRONG_PLACE, volatile=True)
-    is_wrong = place != NONE_MISSING
-    if is_wrong:
+    if place != NONE_MISSING:
         tl.store(state + IS_WRONG, (place // NUM_TOPK << COUNT_BITS) | (place % NUM_TOPK))
         tl.store(state + WRONG_VALUE, tl.load(topk_idx + place))
-    return is_wrong
+        tl.store(state + BAD_ROWS, tl.load(facts + RANK) * NUM_CODES + BAD_IDS)
+        tl.debug_barrier()
 
 
 # Dispatch
@@ -722,9 +722,7 @@ def send_tokens(
                 TILE_BLOCKS,
             )
     if is_last(state + NUM_SENT):
-        if has_wrong_ids(state, topk_idx, NUM_TOPK):
-            tl.store(state + BAD_ROWS, tl.load(facts + RANK) * NUM_CODES + BAD_IDS)
-            tl.debug_barrier()
+        refuse_wrong_ids(facts, state, topk_idx, NUM_TOPK)
         post_notes(facts, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
 
 
@@ -901,23 +899,26 @@ def stage_rows(
                 tl.store(payload + columns, values, mask=columns < hidden)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def return_rows(
     facts,
     heaps,
     generations,
     state,
     x,
+    topk_idx,
     src_info,
     layout_range,
     messages,
     lists,
+    num_ids,
     hidden,
     message_bytes,
     list_stride,
     local_experts,
     rows_per_expert,
     USE_LOGFMT: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
     NUM_SHARES: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -930,13 +931,14 @@ def return_rows(
     With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] rows 0 to 2 of expert 0 are put there;
     reader 0 finds the tokens [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 | 1. Nothing is
     left for a masked reader. With tokens [[3, 0, 1]] the outcome is 5 (bad handle), and the notes say that
-    this call is refused.
+    this call is refused; and so they do where one of the `num_ids` ids by which rows will be added up is
+    neither an expert nor -1, and the outcome is 9 (bad ids).
 
     messages[set, r] is the address of rank r's first message, lists[set, r] that of the list for reader r of
     expert 0's rows; the next expert's is `list_stride` further on. The first programs leave a list each, for
-    (expert, reader); then `NUM_SHARES` programs copy each expert's rows, `TILE_BLOCKS` blocks of 128 values
-    at a time, as they are or in LogFMT. Without the latter, the rows are in their places already. x is
-    uint16.
+    (expert, reader), and look at some ids; then `NUM_SHARES` programs copy each expert's rows, `TILE_BLOCKS`
+    blocks of 128 values at a time, as they are or in LogFMT. Without the latter, the rows are in their places
+    already. x is uint16.
     """
     program = tl.program_id(0)
     num_lists = NUM_RANKS * local_experts
@@ -945,6 +947,10 @@ def return_rows(
         table = number % NUM_SETS * NUM_RANKS
         rank = tl.load(facts + RANK)
         if program < num_lists:
+            for first in range(program * TILE_ROWS, num_ids, num_lists * TILE_ROWS):
+                places = first + tl.arange(0, TILE_ROWS)
+                ids = tl.load(topk_idx + places, mask=places < num_ids, other=-1)
+                look_for_wrong_ids(state, ids, places.to(tl.int64), num_lists, True)
             expert = (program // NUM_RANKS).to(tl.int64)
             reader = program % NUM_RANKS
             note = notes_of(facts, tl.load(heaps + reader), number) + rank * tl.load(facts + NOTE_STRIDE)
@@ -983,6 +989,7 @@ def return_rows(
                 TILE_BLOCKS,
             )
     if is_last(state + NUM_SENT):
+        refuse_wrong_ids(facts, state, topk_idx, NUM_TOPK)
         post_notes(facts, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
 
 
@@ -1065,8 +1072,7 @@ def sum_tokens(
     of the list of their tokens for expert 0, messages[set, r] that of the first row's message. With 1 expert
     per rank, topk_idx [[1, 0]], weights [[0.5, 2]] and a row of 4s at rank 1, of 1s at rank 0, out is a row
     of 4s: 4 * 0.5 + 1 * 2. No expert (-1) and masked ones are skipped. Where rank r returned no row for a
-    token that should have been there, the outcome is 7 (missing), and the host hears of the first such; if
-    an id is neither an expert nor -1 it is 9 (bad ids).
+    token that should have been there, the outcome is 7 (missing), and the host hears of the first such.
 
     Program (t, i) takes the i-th share of token t's values, `TILE_BLOCKS` blocks of 128 at a time. It looks
     at the lists of all slots at once, at `TILE_LIST` tokens of each. out is uint16.
@@ -1078,13 +1084,6 @@ def sum_tokens(
     is_slot = (slots < NUM_TOPK) & (token < num_tokens)
     chosen = tl.load(topk_idx + token * NUM_TOPK + slots, mask=is_slot, other=-1)
     is_expert = (chosen >= 0) & (chosen < NUM_RANKS * local_experts)
-    look_for_wrong_ids(
-        state,
-        chosen,
-        token * NUM_TOPK + slots,
-        NUM_RANKS * local_experts,
-        is_good & (tl.program_id(1) == 0),
-    )
     experts = tl.where(is_expert, chosen, 0)
     ranks = experts // local_experts
     locals_there = experts - ranks * local_experts
@@ -1115,10 +1114,7 @@ def sum_tokens(
         tl.store(out + token * hidden + columns, bf16_of_float(sums, IN_HARDWARE), mask=columns < hidden)
     if is_last(state + NUM_TAKEN):
         missing = tl.load(state + MISSING_ROW, volatile=True)
-        if has_wrong_ids(state, topk_idx, NUM_TOPK):
-            tl.store(state + OUTCOME, tl.load(facts + RANK) * NUM_CODES + BAD_IDS)
-            tl.debug_barrier()
-        elif missing != NONE_MISSING:
+        if missing != NONE_MISSING:
             wrong = (missing // NUM_TOPK << COUNT_BITS) | tl.load(topk_idx + missing)
             tl.store(state + IS_WRONG, wrong)
             tl.store(state + OUTCOME, tl.load(facts + RANK) * NUM_CODES + MISSING)
