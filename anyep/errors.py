@@ -65,3 +65,15 @@ def whole_number(name: str, value: SupportsIndex, minimum: int) -> int:
     if number < minimum:
         raise InvalidCall(f"{name} is {number}: it must be at least {minimum}")
     return number
+
+
+def no_expert(token: int, column: int, value: int, num_experts: int) -> InvalidCall:
+    """What to raise for an id that is neither an expert nor -1.
+
+    >>> no_expert(token=3, column=1, value=300, num_experts=256)
+    InvalidCall('topk_idx is 300 for token 3 in column 1: it must be 0 to 255, or -1 for no expert')
+    """
+    return InvalidCall(
+        f"topk_idx is {value} for token {token} in column {column}: it must be 0 to {num_experts - 1}, or -1"
+        f" for no expert"
+    )

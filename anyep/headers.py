@@ -7,7 +7,9 @@ from typing import Final
 
 MAX_OFFERS: Final = 8
 REFUSED_BY_COUNTS: Final = 3
-"""In the word REFUSED: the counts contradict the choices of experts. Others say where the reason stands."""
+REFUSED_BY_IDS: Final = 4
+"""In the word REFUSED: the counts contradict the choices of experts, or one of those is no expert. Others say
+where the reason stands."""
 
 
 class Field(IntEnum):

@@ -44,6 +44,7 @@ LETTER_HEADER_BYTES: Final = 256
 NOTE_HEADER_BYTES: Final = 64
 OFFER_HEADER_BYTES: Final = 64
 SOURCE_INDEX_BYTES: Final = 4
+DIGEST_BYTES: Final = 8
 COUNTER_BYTES: Final = 8
 """Every live flag, head, tail, prefix and signal is 64-bit and only grows."""
 
@@ -325,9 +326,11 @@ class ControlRegion:
     @property
     def letter_bytes(self) -> int:
         """Header, the sender's rows of two count matrices, its rows by channel, its counts for experts; or
-        what its handle says of every rank and node."""
-        counts = max(2 * self.num_ranks + NUM_MAX_CHANNELS + NUM_MAX_LOCAL_EXPERTS, 8 * self.num_ranks)
-        return align(LETTER_HEADER_BYTES + 4 * counts, NUM_BUFFER_ALIGNMENT_BYTES)
+        what its handle says: two digests of every rank and node, and three counts of every rank."""
+        nodes = num_nodes(self.num_ranks, self.ranks_per_node)
+        counts = 2 * self.num_ranks + NUM_MAX_CHANNELS + NUM_MAX_LOCAL_EXPERTS
+        by_handle = 2 * DIGEST_BYTES * (self.num_ranks + nodes) + 3 * 4 * self.num_ranks
+        return align(LETTER_HEADER_BYTES + max(4 * counts, by_handle), NUM_BUFFER_ALIGNMENT_BYTES)
 
     @property
     def note_bytes(self) -> int:

@@ -88,6 +88,7 @@ def check_tokens(
         )
     travel = check_format(use_fp8, round_scale, use_ue8m0, sizes.hidden)
     mode.check_sizes(sizes)
+    mode.check_ids(ids, sizes.num_experts)
     return Tokens(
         rows,
         ids,
@@ -162,6 +163,7 @@ def check_outputs(
             f"topk_idx has {ids.shape[0]} tokens, but num_max_dispatch_tokens_per_rank is"
             f" {sizes.num_max_tokens}"
         )
+    mode.check_ids(ids, sizes.num_experts)
     weights = check_tensor("topk_weights", topk_weights, (torch.float32,), tuple(ids.shape))
     if out is not None:
         checked_out = check_tensor("out", out, (torch.bfloat16,), (ids.shape[0], sizes.hidden))

@@ -27,6 +27,8 @@ MISSING: Final = 7
 """A rank has no row for a token that should have been there."""
 OUT: Final = 8
 """This rank has given up in an earlier call, and takes no part."""
+BAD_IDS: Final = 9
+"""A top-k id is neither an expert nor -1."""
 
 NUM_CODES: Final = 16
 """A power of two; the rank stands above the code."""

@@ -109,8 +109,7 @@ def _routing(case: Case, rank: int, generator: torch.Generator) -> torch.Tensor:
         topk_idx = torch.full_like(topk_idx, -1)
     if case.routing == "some missing":
         keep = _uniform(topk_idx.shape, generator) < 0.5
-        # Anything outside the experts means none.
-        topk_idx = torch.where(keep, topk_idx, torch.where(topk_idx % 2 == 0, -1, experts + 3))
+        topk_idx = torch.where(keep, topk_idx, -1)
     return topk_idx
 
 

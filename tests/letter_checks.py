@@ -20,13 +20,15 @@ from anyep.backends import cpu
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import letters
 from anyep.backends.cuda.pinned import pinned_words
-from anyep.headers import REFUSED_BY_COUNTS, Field
+from anyep.digests import channel_word, mixed
+from anyep.headers import REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field
 from anyep.layout import ControlRegion, Window
 from anyep.modes.gpu_talk import GpuTalk
 from anyep.modes.letters import NUM_WORDS, Kind, signature
 from tests.triton_checks import (
     GUARD,
     Array,
+    assert_same_words,
     changed,
     guarded,
     int64,
@@ -47,6 +49,8 @@ class Letter:
     by_rank: Array | None = None
     by_channel: Array | None = None
     by_expert: Array | None = None
+    digests: Array | None = None
+    """Of a handle."""
 
     def saying(self, **words: int) -> Letter:
         header = self.header.copy()
@@ -110,6 +114,7 @@ class Call:
         blocks = torch.arange(facts.MAX_WINDOW_BLOCKS) << 30
         self.bases = (4096 * (1 + torch.arange(self.num_ranks))[:, None] + blocks[None, :]).to(device)
         """Where windows would lie; nobody goes there."""
+        self.digests = torch.zeros(2 * self.num_ranks, dtype=torch.int64, device=device)
         self.totals = pinned_words(facts.TOTAL_BY_EXPERT + 64)
         self.rows_of = pinned_words(self.num_ranks)
         self.blocks = {"NUM_RANKS": self.num_ranks, "RANK_BLOCK": power_of_two(self.num_ranks)}
@@ -126,7 +131,8 @@ class Call:
         header[Field.CALL] = self.number
         counts = (letter.by_rank, letter.by_channel, letter.by_expert)
         if letter.by_rank is None:
-            counts = tuple(np.zeros(shape, np.int32) for shape in (self.num_ranks, (self.num_ranks, 1), 0))
+            own = letter.digests if letter.digests is not None else np.zeros(2 * self.num_ranks, np.int64)
+            counts = own.view(np.int32), np.zeros((self.num_ranks, 0), np.int32), np.zeros(0, np.int32)
         base, nobody = self.right.ctypes.data + at, np.zeros(1, np.int64)
         cpu.post_letters(
             base + self.right.strides[0] * np.arange(self.num_ranks),
@@ -134,7 +140,7 @@ class Call:
             0,
             header,
             8 * NUM_WORDS,
-            int(letter.by_rank is not None),
+            1,
             *counts,
         )
         return [slice(at, at + mailbox.stride)] * self.num_ranks
@@ -176,8 +182,11 @@ class Call:
         ticket: int = 0,
         is_combine: bool = False,
         is_refused: bool = False,
+        topk_idx: torch.Tensor | None = None,
     ) -> tuple[Callable[[], None], list[torch.Tensor]]:
         """What launches the exchange of letters; and the prefix sums that it fills, if it does."""
+        if self.said[self.me].digests is not None:
+            self.digests.copy_(torch.from_numpy(self.said[self.me].digests))
         mine = self.said[self.me]
         header = pinned_words(NUM_WORDS)
         header[:] = mine.header
@@ -202,6 +211,8 @@ class Call:
                 self.places,
                 int(header.ctypes.data),
                 routing if routing is not None else self.state,
+                self.digests,
+                topk_idx if topk_idx is not None else self.state,
                 *tables,
                 int(self.totals.ctypes.data),
                 int(self.rows_of.ctypes.data),
@@ -387,6 +398,8 @@ def check_examples_of_letters(device: str) -> None:
     assert rank_prefix.tolist() == [[2, 1], [3, 4]]
     assert channel_prefix.tolist() == [[1, 1], [1, 3]]
     assert recv_channel_prefix.tolist() == [[0, 1], [0, 1]]
+    begun = sum(mixed(channel_word(channel, row)) for channel, row in ((0, 0), (1, 1)))
+    assert_same_words(call.digests, [begun] * 4)
     assert call.rows_of.tolist() == [3, 4]
     assert call.totals[facts.TOTAL_BY_EXPERT] == 7
 
@@ -449,6 +462,48 @@ def check_letters_without_counts(device: str) -> None:
         assert reported[:, Field.ROUTING].tolist() == [
             words[1] if rank == 1 else word for rank in range(num_ranks)
         ]
+
+
+def check_digests_in_letters(device: str) -> None:
+    """exchange_letters of handles that tell different things of the same rows; all ranks hear which."""
+    random = np.random.default_rng(4)
+    for num_ranks in (1, 2, 3, 5):
+        prefix = np.ones((num_ranks, num_ranks), np.int32)
+        word = routing_word(device, prefix)
+        sent = random.integers(-(2**63), 2**63 - 1, (num_ranks, num_ranks))
+        own = [np.concatenate([sent[rank], sent[:, rank]]) for rank in range(num_ranks)]
+        for kind in (Kind.CACHED_DISPATCH, Kind.COMBINE):
+            said = [replace(cached_letter(KIND=kind, ROUTING=word), digests=digests) for digests in own]
+            call = Call(device, num_ranks - 1, said)
+            call.exchange(there(prefix, device), is_combine=kind == Kind.COMBINE)
+            assert call.outcome == 0
+            assert not call.report.any()
+            assert (call.heaps.cpu().numpy()[:, 128:] == call.right[:, 128:]).all()
+            for wrong in range(num_ranks):
+                at = int(random.integers(2 * num_ranks))
+                sender, receiver = (wrong, at) if at < num_ranks else (at - num_ranks, wrong)
+                others = [*said]
+                others[wrong] = replace(said[wrong], digests=changed(own[wrong], at, own[wrong][at] ^ 1))
+                for me in range(num_ranks):
+                    call = Call(device, me, others)
+                    call.exchange(there(prefix, device), is_combine=kind == Kind.COMBINE)
+                    assert call.outcome == outcomes.outcome_of(outcomes.DIFFERENT, sender)
+                    call.assert_reported(call.outcome, kind)
+                    right = facts.wrong_word(facts.OTHER_ROUTING, sender * num_ranks + receiver)
+                    assert call.report[facts.REPORTED_WRONG] == right
+                    # What else is different comes first.
+                    call = Call(
+                        device, me, [letter.saying(DTYPE=9 + (letter is others[0])) for letter in others]
+                    )
+                    call.exchange(there(prefix, device), is_combine=kind == Kind.COMBINE)
+                    assert (call.report[facts.REPORTED_WRONG] == 0) == (num_ranks > 1)
+    # The example of first_other_rows.
+    own = [np.array(words, np.int64) for words in ([1, 2, 1, 3], [3, 4, 9, 4])]
+    prefix = np.ones((2, 2), np.int32)
+    letter = cached_letter(ROUTING=routing_word(device, prefix))
+    call = Call(device, 1, [replace(letter, digests=digests) for digests in own])
+    call.exchange(there(prefix, device))
+    assert call.report[facts.REPORTED_WRONG] == facts.wrong_word(facts.OTHER_ROUTING, 1)
 
 
 def check_letters_of_a_combine(device: str) -> None:
@@ -523,6 +578,12 @@ def check_letters_of_wrong_counts(device: str) -> None:
     assert call.load("mailbox", 0, peer=1, word=Field.REFUSED) == REFUSED_BY_COUNTS
     assert call.totals[facts.TOTAL_WRONG] == wrong
     assert call.report[facts.REPORTED_WRONG] == wrong
+    call = Call(device, 1, said)
+    call.state[facts.IS_WRONG] = facts.wrong_word(facts.WRONG_ID, 5)
+    call.exchange(ticket=3, topk_idx=int64([0, 1, 2, 3, -1, -77], device))
+    assert call.load("mailbox", 0, peer=1, word=Field.REFUSED) == REFUSED_BY_IDS
+    assert call.report[facts.REPORTED_WRONG] == facts.wrong_word(facts.WRONG_ID, 5)
+    assert call.report[facts.REPORTED_VALUE] == -77
     call = Call(device, 0, [said[0], said[1].saying(REFUSED=REFUSED_BY_COUNTS)])
     call.exchange(ticket=3)
     assert call.outcome == outcomes.outcome_of(outcomes.DIFFERENT, 1)
@@ -801,6 +862,7 @@ CHECKS = (
     check_letters_with_counts,
     check_examples_of_letters,
     check_letters_without_counts,
+    check_digests_in_letters,
     check_letters_of_a_combine,
     check_letters_that_differ,
     check_letters_of_wrong_counts,

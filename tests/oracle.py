@@ -42,13 +42,13 @@ class RankOutput:
 def layout(
     topk_idx: torch.Tensor, num_experts: int, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens per rank, tokens per expert, token in rank."""
+    """Tokens per rank, tokens per expert, token in rank; -1 is no expert."""
     per_rank = num_experts // num_ranks
     in_rank = torch.zeros(topk_idx.shape[0], num_ranks, dtype=torch.bool, device="cpu")
     per_expert = torch.zeros(num_experts, dtype=torch.int32, device="cpu")
     for token, experts in enumerate(topk_idx.tolist()):
         for expert in experts:
-            if 0 <= expert < num_experts:
+            if expert != -1:
                 in_rank[token, expert // per_rank] = True
                 per_expert[expert] += 1
     return in_rank.sum(0, dtype=torch.int32), per_expert, in_rank

@@ -61,11 +61,10 @@ def assert_same(ours: torch.Tensor, right: torch.Tensor) -> None:
 
 
 def routing(num_tokens: int, num_topk: int, num_experts: int, seed: int) -> torch.Tensor:
-    """Choices with repetitions, and with some that are no experts."""
+    """Choices with repetitions, and with some that are no expert (-1)."""
     random = np.random.default_rng(seed)
     ids = random.integers(0, num_experts, (num_tokens, num_topk))
-    none = random.choice([-1, -7, num_experts, num_experts + 3, 2**40], ids.shape)
-    return torch.from_numpy(np.where(random.random(ids.shape) < 0.25, none, ids))
+    return torch.from_numpy(np.where(random.random(ids.shape) < 0.25, -1, ids))
 
 
 def rows_of(seed: int, num_rows: int, hidden: int) -> torch.Tensor:
@@ -102,6 +101,7 @@ class Setting:
         self.state = words([0] * (facts.RANGES + num_ranks * local_experts), device)
         self.state[facts.NUMBER], self.state[facts.OUTCOME] = number, outcome
         self.state[facts.MISSING_ROW] = gpu.NO_ROWS_MISSING
+        self.state[facts.WRONG_PLACE] = gpu.NO_ROWS_MISSING
         self.local_experts = local_experts
         note, packed = self.control.block("low-latency note"), self.control.block("low-latency packed")
         mask = self.control.block("mask")
@@ -422,7 +422,7 @@ def check_send_tokens(device: str) -> None:
     assert lists[1, 0, :2].tolist() == [0, 1]
     assert ranges.tolist() == [[1], [2]]
     # Of these only the third goes anywhere.
-    nowhere = words([[2, -1], [2**40, -7], [5, 1], [-1, -1]])
+    nowhere = words([[-1, -1], [-1, -1], [-1, 1], [-1, -1]])
     for travel in (formats.RAW, *FP8_FORMATS):
         messages, _, _ = compare_send(nowhere, 1, 512, travel, [0, 0], device)
         assert (messages[[0, 1, 3]] == GUARD).all()
@@ -625,22 +625,27 @@ def give_back(
     messages: torch.Tensor,
     lists: torch.Tensor,
     use_logfmt: bool = False,
+    ids: torch.Tensor | None = None,
 ) -> None:
     num_experts, rows_per_expert = src_info.shape
     setting.put_header([setting.number])
+    ids = words([[0, -1]]) if ids is None else ids
     gpu.return_rows[(num_experts * (setting.num_ranks + 3),)](
         *setting.common,
         x.to(setting.device),
+        ids.to(setting.device),
         src_info.to(setting.device),
         layout_range.to(setting.device),
         setting.both_sets(torch.full((setting.num_ranks,), messages.data_ptr())),
         setting.both_sets(addresses(lists)),
+        ids.numel(),
         x.shape[1],
         messages.stride(0),
         4 * lists.stride(1),
         num_experts,
         rows_per_expert,
         USE_LOGFMT=use_logfmt,
+        NUM_TOPK=ids.shape[1],
         NUM_SHARES=3,
         TILE_BLOCKS=4,
         TILE_ROWS=8,
@@ -852,6 +857,74 @@ def check_rows_that_are_missing(device: str) -> None:
         assert returned.compare([0, 0], device)[1] == 0
 
 
+def assert_wrong_id(setting: Setting, ids: torch.Tensor, place: int) -> None:
+    """That the host hears of it."""
+    token, column = divmod(place, ids.shape[1])
+    words = setting.report
+    assert int(words[facts.REPORTED_WRONG]) == token << 32 | column
+    assert int(words[facts.REPORTED_VALUE]) == int(ids[token, column])
+    assert int(words[facts.REPORTED_EXPERTS]) == setting.num_ranks * setting.local_experts
+
+
+WRONG_IDS = (-2, -7, 2**40, -(2**63), 2**63 - 1)
+
+
+def check_returns_for_wrong_ids(device: str) -> None:
+    """return_rows, where an id is neither an expert nor -1: the call is refused."""
+    for wrong in (4, *WRONG_IDS):
+        # More ids than one tile of a list's program holds.
+        ids = words([[0, 1], [-1, 3]] * 30)
+        ids[41, 1], ids[59, 0] = wrong, 99
+        setting = Setting(device, 2, rank=1, local_experts=2)
+        setting.put_header([7, 0, 5, 5, 6, 4])
+        src_info = torch.zeros(2, 8, dtype=torch.int32)
+        messages = guarded((16, 32), torch.uint8).to(device)
+        lists = guarded((2, 2, 8), torch.int32).to(device)
+        x = torch.zeros(16, 8, dtype=torch.uint16)
+        give_back(setting, x, words([[0, 0], [0, 0]]), src_info, messages, lists, ids=ids)
+        assert setting.outcome == outcomes.outcome_of(outcomes.BAD_IDS, 1)
+        assert [int(setting.note(reader, 1)[1]) for reader in range(2)] == [gpu.BY_IDS] * 2
+        finish(setting)
+        assert_wrong_id(setting, ids, 41 * 2 + 1)
+
+
+def check_sending_wrong_ids(device: str) -> None:
+    """send_tokens, where an id is neither an expert nor -1: the call is refused, whoever is masked."""
+    for wrong, masked in [(4, [0, 0]), (4, [1, 0]), *((value, [0, 0]) for value in WRONG_IDS)]:
+        ids = words([[0, 1], [-1, 3], [2, wrong], [99, 0]])
+        setting = Setting(device, 2, rank=1, masked=masked, local_experts=2)
+        setting.put_header([7, 0, 4, 5, 6, 4])
+        messages = guarded((5, message_bytes_of(128)), torch.uint8).to(device)
+        lists = guarded((2, 2, 8), torch.int32).to(device)
+        gpu.send_tokens[(4 + 4 * 2,)](
+            *setting.common,
+            rows_of(4, 4, 128).to(device),
+            ids.to(device),
+            setting.both_sets(torch.full((2,), messages.data_ptr())),
+            setting.both_sets(addresses(lists)),
+            4,
+            128,
+            messages.stride(0),
+            4 * lists.stride(1),
+            2,
+            TRAVEL=formats.RAW,
+            NUM_TOPK=2,
+            SLOT_BLOCK=2,
+            NUM_SHARES=2,
+            TILE_BLOCKS=4,
+            TILE_TOKENS=16,
+            **setting.blocks,
+            **casts.OPTIONS,
+        )
+        assert setting.outcome == outcomes.outcome_of(outcomes.BAD_IDS, 1)
+        for reader, is_masked in enumerate(masked):
+            posted = setting.note(reader, setting.rank)[:3].tolist()
+            assert posted == ([0, 0, 0] if is_masked else [7, gpu.BY_IDS, 4])
+        finish(setting)
+        assert_wrong_id(setting, ids, 5)
+        assert [setting.packed(rank, 1) for rank in range(2)] == [7, 7]
+
+
 CHECKS: tuple[Any, ...] = (
     check_open_call,
     check_masks,
@@ -866,4 +939,6 @@ CHECKS: tuple[Any, ...] = (
     check_sum_tokens,
     check_sum_tokens_of_logfmt,
     check_rows_that_are_missing,
+    check_returns_for_wrong_ids,
+    check_sending_wrong_ids,
 )

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anyep import digests
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels import counting, letters, rings, sums, windows
+from anyep.backends.cpu.kernels import digests as cpu_digests
 from anyep.backends.cpu.kernels.atomics import load_acquire, store_release
 from anyep.backends.cpu.kernels.compiler import kernel
 from anyep.backends.cpu.kernels.floats import bf16_of_float, float_of_bf16, float_of_fp16, fp16_of_float
@@ -39,7 +41,7 @@ NO_ALARM = int64([NOBODY.ctypes.data])
 
 def test_count_layout() -> None:
     per_rank, per_expert, in_rank = np.empty(2, np.int32), np.empty(4, np.int32), np.empty((2, 2), np.bool_)
-    counting.count_layout(int64([[0, 1], [3, -1]]), 2, per_rank, per_expert, in_rank)
+    assert counting.count_layout(int64([[0, 1], [3, -1]]), 2, per_rank, per_expert, in_rank) == -1
     assert per_rank.tolist() == [1, 1]
     assert per_expert.tolist() == [1, 1, 0, 1]
     assert in_rank.tolist() == [[True, False], [False, True]]
@@ -82,25 +84,82 @@ def test_first_contradiction() -> None:
     assert counting.first_contradiction(topk_idx, int32([1, 1]), mask) == 1
     assert counting.first_contradiction(topk_idx, int32([1, 2]), flags([[1, 1], [1, 1]])) == -4
     assert counting.first_contradiction(topk_idx, int32([1, 2]), flags([[1, 0], [0, 1]])) == -3
+    for value in (2, -2, 2**40, -(2**63), 2**63 - 1):
+        assert counting.first_contradiction(int64([[0, 1], [1, value]]), int32([1, 2]), mask) == 2 + 3
+
+
+def test_ids_that_are_no_expert() -> None:
+    per_rank, per_expert, in_rank = int32([0, 0]), int32([0] * 4), flags([[0, 0]] * 2)
+    for value in (4, -2, 2**40, -(2**63), 2**63 - 1):
+        ids = int64([[0, 1], [3, value]])
+        assert counting.count_layout(ids, 2, per_rank, per_expert, in_rank) == 3
+        assert counting.first_wrong_id(ids, 4) == 3
+    assert counting.first_wrong_id(int64([[0, -1], [3, 4]]), 4) == 3
+    assert counting.first_wrong_id(int64([[0, -1], [3, -2]]), 4) == 3
+    assert counting.first_wrong_id(int64([[0, -1], [3, 2]]), 4) == -1
+    assert counting.first_wrong_id(int64(np.zeros((0, 2))), 4) == -1
+
+
+@kernel("int64(int64)")
+def mix(word):
+    return np.int64(cpu_digests.mixed(word))
+
+
+@kernel("int64(int64, int64)")
+def mix_if(word, condition):
+    """What a compiler may work out in advance: with signed numbers it got another result."""
+    return np.int64(cpu_digests.mixed(word if condition > 0 else 0))
+
+
+@kernel("int64(int64, int64)")
+def word_of_row(row, token):
+    return cpu_digests.row_word(row, token)
+
+
+@kernel("int64(int64, int64)")
+def word_of_channel(channel, first_row):
+    return cpu_digests.channel_word(channel, first_row)
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
+def test_digests(word: int, row: int, token: int) -> None:
+    """The same bits as in Python."""
+    assert mix(word) == digests.mixed(word)
+    assert mix_if(word, 1) == digests.mixed(word)
+    assert mix_if(word, 0) == digests.mixed(0)
+    assert word_of_row(row, token) == digests.row_word(row, token)
+    assert word_of_channel(row, token) == digests.channel_word(row, token)
+
+
+def test_digests_that_differ() -> None:
+    assert counting.first_difference_of_digests(int64([[1, 2, 1, 3], [3, 4, 2, 4]])) == -1
+    assert counting.first_difference_of_digests(int64([[1, 2, 1, 3], [3, 4, 9, 4]])) == 1
 
 
 def test_check_handle() -> None:
+    found = np.zeros(2, np.int64)
+
     def check(**changes: Any) -> int:
         parts: dict[str, Any] = {
             "rank": 0,
             "rank_prefix": int32([[2]]),
             "channel_prefix": int32([[2]]),
             "recv_channel_prefix": int32([[0]]),
-            "num_recv_rows": 2,
+            "recv_src_idx": int32([0, 1]),
             "in_rank": flags([[1], [1]]),
             "send_head": int32([[0], [1]]),
+            "digests": found,
         }
         return int(counting.check_handle(*(parts | changes).values()))
 
     assert check() == 0
-    assert check(num_recv_rows=1) == 2
+    right = sum(digests.mixed(word) for word in (-1, 0, 2**32 + 1))
+    assert (found.view(np.uint64) == right % 2**64).all()
+    assert check(recv_src_idx=int32([1, 0])) == 0
+    assert found[0] != found[1]
+    assert check(recv_src_idx=int32([0])) == 2
     assert check(send_head=int32([[0], [2]])) == 3
-    assert check(rank_prefix=int32([[3]]), num_recv_rows=3) == 3
+    assert check(rank_prefix=int32([[3]]), recv_src_idx=int32([0, 1, 2])) == 3
     assert check(in_rank=flags([[1], [0]])) == 4
     assert check(channel_prefix=int32([[1]])) == 5
     assert check(recv_channel_prefix=int32([[3]])) == 6
@@ -110,9 +169,10 @@ def test_check_handle() -> None:
         int32([[0, 0], [-1, 0]]),
         int32([[0], [0]]),
         int32([[0], [0]]),
-        0,
+        int32([]),
         flags(np.zeros((0, 2))),
         int32(np.zeros((0, 2))),
+        np.zeros(4, np.int64),
     )
     assert two == 1
 

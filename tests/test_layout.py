@@ -204,9 +204,11 @@ def test_control_region(num_ranks: int, per_node: int) -> None:
         (box, rank) for box in (0, 1) for rank in range(num_ranks)
     ]
     # A letter holds its header, rows of two count matrices, the channels' and every local expert's counts; or
-    # what a handle says: six words for every rank, two for every node.
+    # what a handle says: two digests for every rank and node, three counts for every rank.
     assert control.letter_bytes % 128 == 0
-    used_bytes = 256 + max(8 * num_ranks + 4 * 128 + 4 * 1024, 4 * (6 + 2) * num_ranks)
+    num_nodes = -(-num_ranks // per_node)
+    by_handle = 16 * (num_ranks + num_nodes) + 12 * num_ranks
+    used_bytes = 256 + max(8 * num_ranks + 4 * 128 + 4 * 1024, by_handle)
     assert used_bytes <= control.letter_bytes < used_bytes + 128
     for block in control.blocks:
         assert control.block(block.kind) == block

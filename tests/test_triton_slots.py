@@ -67,7 +67,7 @@ def pack(has_scales: bool, has_stats: bool) -> tuple[Any, ...]:
 
 
 def give_back(use_logfmt: bool) -> tuple[Any, ...]:
-    how = {"USE_LOGFMT": use_logfmt, "NUM_SHARES": 8, "TILE_ROWS": 128}
+    how = {"USE_LOGFMT": use_logfmt, "NUM_TOPK": 8, "NUM_SHARES": 8, "TILE_ROWS": 128}
     return gpu.return_rows, POINTERS, RANKS | TILE | how, casts.OPTIONS
 
 

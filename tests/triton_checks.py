@@ -15,12 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from anyep import outcomes
+from anyep import digests, outcomes
 from anyep.backends import cpu
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import atomics, counting, letters, sums, windows
+from anyep.backends.cuda.kernels import digests as digest_kernels
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows
 from anyep.backends.cuda.launch import Launcher
+from anyep.backends.cuda.pinned import pinned_words
 
 Array = np.ndarray[Any, Any]
 GUARD = 7
@@ -83,7 +85,7 @@ def routing(num_tokens: int, num_topk: int, num_experts: int, seed: int) -> torc
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(num_tokens, num_experts, generator=generator).topk(num_topk, dim=-1).indices
     missing = torch.rand(ids.shape, generator=generator) < 0.2
-    return torch.where(missing, torch.where(ids % 2 == 0, -1, num_experts + 3), ids)
+    return torch.where(missing, -1, ids)
 
 
 # Layout
@@ -108,6 +110,8 @@ class Layout:
         return Layout(ids, num_experts, num_ranks, per_rank, per_expert, in_rank)
 
 
+# The CPU's kernels say what those of GPUs must do.
+cpu.compile_kernels(cpu.Group.CONTROL, cpu.Group.NORMAL)
 EXAMPLE = Layout.of(int64([[0, 1], [3, -1]]), 4, 2)
 
 
@@ -124,32 +128,63 @@ def layouts() -> Iterator[Layout]:
         yield Layout.of(routing(num_tokens, num_topk, num_experts, num_tokens), num_experts, num_ranks)
 
 
+def count(layout: Layout, device: str, told: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    """The counts per rank and per expert, and the mask."""
+    num_tokens, num_topk = layout.ids.shape
+    counts = guarded((layout.num_ranks + layout.num_experts,), torch.int32, device)
+    local_experts = layout.num_experts // layout.num_ranks
+    mask = guarded((num_tokens, layout.num_ranks), torch.int8, device)
+    launch(
+        counting.count_layout,
+        device,
+        (layout.num_ranks, triton.cdiv(local_experts, EXPERT_BLOCK)),
+        layout.ids.to(device),
+        counts,
+        counts[layout.num_ranks :],
+        mask,
+        int(told.ctypes.data),
+        num_tokens,
+        num_topk,
+        local_experts,
+        NUM_RANKS=layout.num_ranks,
+        TOPK_BLOCK=power_of_two(num_topk),
+        EXPERT_BLOCK=EXPERT_BLOCK,
+        TILE_TOKENS=16,
+    )
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return counts.cpu(), mask
+
+
+def check_layout_of_wrong_ids(device: str) -> None:
+    """count_layout, where an id is neither an expert nor -1: the host hears of the first, once."""
+    told = pinned_words(facts.NUM_LAYOUT_WORDS)
+    # The example, of rank 0 of 2, with n = 6.
+    told[:2] = 6
+    count(replace(EXAMPLE, ids=int64([[0, 1], [3, 9]])), device, told)
+    assert told.tolist() == [7, 6, 1, 1, 9, 4]
+    count(replace(EXAMPLE, ids=int64([[8, 1], [3, 9]])), device, told)
+    assert told.tolist() == [7, 6, 1, 1, 9, 4], "the first one is not read yet"
+    layout = Layout.of(routing(40, 3, 12, 3), 12, 3)
+    for wrong in (12, -2, 2**40, -(2**63), 2**63 - 1):
+        ids = layout.ids.clone()
+        ids[38, 2], ids[17, 1] = 99, wrong
+        told[facts.NUM_READ] = told[facts.NUM_REPORTS]
+        counts, _ = count(replace(layout, ids=ids), device, told)
+        assert told[2:].tolist() == [17, 1, wrong, 12]
+        assert counts[3:].sum() == int(((ids >= 0) & (ids < 12)).sum()), "it goes nowhere"
+        assert told[facts.NUM_REPORTS] == told[facts.NUM_READ] + 1
+
+
 def check_layout(device: str) -> None:
     """count_layout."""
     assert EXAMPLE.per_rank.tolist() == [1, 1]
     assert EXAMPLE.per_expert.tolist() == [1, 1, 0, 1]
     assert EXAMPLE.in_rank.tolist() == [[True, False], [False, True]]
     for right in layouts():
-        num_tokens, num_topk = right.ids.shape
-        counts = guarded((right.num_ranks + right.num_experts,), torch.int32, device)
-        local_experts = right.num_experts // right.num_ranks
-        mask = guarded((num_tokens, right.num_ranks), torch.int8, device)
-        launch(
-            counting.count_layout,
-            device,
-            (right.num_ranks, triton.cdiv(local_experts, EXPERT_BLOCK)),
-            right.ids.to(device),
-            counts,
-            counts[right.num_ranks :],
-            mask,
-            num_tokens,
-            num_topk,
-            local_experts,
-            NUM_RANKS=right.num_ranks,
-            TOPK_BLOCK=power_of_two(num_topk),
-            EXPERT_BLOCK=EXPERT_BLOCK,
-            TILE_TOKENS=16,
-        )
+        told = pinned_words(facts.NUM_LAYOUT_WORDS)
+        counts, mask = count(right, device, told)
+        assert not told.any()
         assert counts.tolist() == [*right.per_rank.tolist(), *right.per_expert.tolist()]
         assert torch.equal(mask.cpu(), torch.from_numpy(right.in_rank).to(torch.int8))
 
@@ -239,6 +274,15 @@ def check_contradictions(device: str) -> None:
         right = cpu.first_contradiction(layout.ids.numpy(), layout.per_expert, in_rank)
         assert place(contradictory, 4, device)[2] == facts.wrong_word(facts.WRONG_TOKEN, -2 - right)
         assert place(contradictory, 4, device, with_ids=False)[2] == 0
+    # An id that is no expert comes before all else.
+    for wrong in (12, -2, 2**40, -(2**63), 2**63 - 1):
+        ids = layout.ids.clone()
+        ids[33, 0], ids[17, 1] = 99, wrong
+        right = cpu.first_contradiction(ids.numpy(), layout.per_expert, layout.in_rank)
+        assert right == 12 + 17 * 3 + 1
+        ids[3] = (ids[3] + 4) % 12  # contradicts in_rank
+        where = facts.wrong_word(facts.WRONG_ID, right - 12)
+        assert place(replace(layout, ids=ids), 4, device)[2] == where
     # Of much that is wrong, what the CPU names: the first token, then the first expert.
     layout = Layout.of(routing(40, 5, 60, 7), 60, 3)
     all_wrong = replace(layout, in_rank=~layout.in_rank, per_expert=layout.per_expert + 1)
@@ -249,8 +293,71 @@ def check_contradictions(device: str) -> None:
     assert place(all_wrong, 4, device)[2] == facts.wrong_word(facts.WRONG_EXPERT_COUNT, 0)
 
 
+def assert_same_words(ours: torch.Tensor, right: list[int]) -> None:
+    """Equal modulo 2**64."""
+    assert [word % 2**64 for word in ours.tolist()] == [word % 2**64 for word in right]
+
+
+def digests_of(device: str, rank: int, handle: list[Array]) -> torch.Tensor:
+    """By digest_handle: of rank_prefix, channel_prefix, recv_channel_prefix, source, send_head."""
+    num_ranks, num_channels = handle[1].shape
+    found = guarded((2 * num_ranks,), torch.int64, device)
+    launch(
+        digest_kernels.digest_handle,
+        device,
+        (num_ranks, 2),
+        int64([rank], device),
+        *(there(part, device) for part in handle),
+        found,
+        len(handle[4]),
+        len(handle[3]),
+        num_channels,
+        NUM_RANKS=num_ranks,
+        CHANNEL_BLOCK=power_of_two(num_channels),
+        TILE_ROWS=16,
+    )
+    return found.cpu()
+
+
+def check_digests(device: str) -> None:
+    """digest_handle, against the CPU's."""
+    example = [np.array(part, np.int32) for part in ([[2]], [[2]], [[0]], [0, 1], [[0], [1]])]
+    assert_same_words(
+        digests_of(device, 0, example), [sum(digests.mixed(word) for word in (-1, 0, 2**32 + 1))] * 2
+    )
+    random = np.random.default_rng(5)
+    for rank, num_ranks, num_tokens, num_channels in (
+        (1, 2, 9, 3),
+        (0, 3, 40, 1),
+        (7, 8, 21, 4),
+        (0, 1, 0, 2),
+    ):
+        in_rank = random.random((num_tokens, num_ranks)) < 0.5
+        matrix = random.integers(0, 30, (num_ranks, num_ranks)).astype(np.int32)
+        matrix[rank] = in_rank.sum(0)
+        position, by_channel = (
+            np.empty(in_rank.shape, np.int32),
+            np.empty((num_ranks, num_channels), np.int32),
+        )
+        cpu.place_tokens(in_rank, matrix[rank], np.empty(num_ranks, np.int32), by_channel, position)
+        prefixes = [np.empty(shape, np.int32) for shape in (matrix.shape, by_channel.shape, by_channel.shape)]
+        head = np.empty(in_rank.shape, np.int32)
+        # What comes, comes in the first channel.
+        received = np.zeros_like(by_channel)
+        received[:, 0] = matrix[:, rank]
+        cpu.fill_handle(rank, matrix, by_channel, received, position, *prefixes, head)
+        source = random.integers(0, 2**31 - 1, int(matrix[:, rank].sum()) + 3).astype(np.int32)
+        right = np.empty(2 * num_ranks, np.int64)
+        assert cpu.check_handle(rank, *prefixes, source, in_rank, head, right) == 0
+        assert digests_of(device, rank, [*prefixes, source, head]).tolist() == right.tolist()
+        # With garbage in it, a handle has some digests, and nothing outside is touched.
+        prefixes[0][:] = random.integers(-(2**31), 2**31 - 1, prefixes[0].shape)
+        digests_of(device, rank, [*prefixes, source, head])
+
+
 def check_send_head(device: str) -> None:
     """fill_send_head."""
+    m = digests.mixed
     random = np.random.default_rng(0)
     cases = [(1, np.array([[2, 1], [5, 5]], np.int32), np.array([[0, 0], [-1, 1]], np.int32))]
     for rank, num_ranks, num_tokens in ((0, 3, 9), (2, 3, 4), (7, 8, 21), (0, 1, 5)):
@@ -261,6 +368,7 @@ def check_send_head(device: str) -> None:
         send_head = guarded(position.shape, torch.int32, device)
         send_head.copy_(torch.from_numpy(position))
         in_rank = guarded(position.shape, torch.int8, device)
+        begun = int64(range(2 * num_ranks), device)
         launch(
             letters.fill_send_head,
             device,
@@ -269,6 +377,7 @@ def check_send_head(device: str) -> None:
             send_head,
             there(prefix, device),
             in_rank,
+            begun,
             num_tokens,
             NUM_RANKS=num_ranks,
             RANK_BLOCK=power_of_two(num_ranks),
@@ -280,6 +389,15 @@ def check_send_head(device: str) -> None:
         if prefix is cases[0][1]:
             assert send_head.tolist() == [[2, 1], [-1, 2]]
             assert in_rank.tolist() == [[1, 1], [0, 1]]
+            added = [m(2 << 32), m(1 << 32) + m((2 << 32) + 1), 0, 0]
+            assert_same_words(begun, [index + word for index, word in enumerate(added)])
+        rows = send_head.tolist()
+        added = [
+            sum(m(digests.row_word(row[peer], token)) for token, row in enumerate(rows) if row[peer] >= 0)
+            for peer in range(num_ranks)
+        ]
+        assert_same_words(begun[:num_ranks], [index + word for index, word in enumerate(added)])
+        assert begun[num_ranks:].tolist() == [*range(num_ranks, 2 * num_ranks)]
 
 
 # Windows
@@ -471,7 +589,27 @@ def check_rows_that_are_not_there(device: str) -> None:
 
 
 def check_unpack(device: str) -> None:
-    """unpack_window: source indices out of the window, ids padded."""
+    """unpack_window: source indices out of the window, ids padded, digests of rows."""
+    found, m = int64([0] * 4, device), digests.mixed
+    window = int32([4, 0, 2], device)
+    launch(
+        windows.unpack_window,
+        device,
+        1,
+        int64([[0, window.data_ptr(), 0, 0, 0, 3], [0] * 6], device),
+        state_of(device, NUM_ROWS=3),
+        0,
+        guarded((3,), torch.int32, device),
+        int64([0], device),
+        int32([[1, 0], [3, 0]], device),
+        found,
+        3,
+        0,
+        NUM_RANKS=2,
+        PAD=False,
+        BLOCK=16,
+    )
+    assert_same_words(found, [0, 0, m(4), m(1 << 32) + m((2 << 32) + 2)])
     random = np.random.default_rng(3)
     # Rows received, rows of the result, slots; the first is the kernel's example.
     for num_rows, num_result_rows, num_topk in ((1, 2, 1), (5, 40, 3), (0, 9, 2), (33, 33, 6)):
@@ -488,7 +626,9 @@ def check_unpack(device: str) -> None:
         for pad, has_window in product((True, False), (True, False)):
             source, ours = guarded((num_result_rows,), torch.int32, device), there(ids, device)
             window = there(in_window, device)
-            # This is rank 1.
+            # This is rank 1, and all but the first 2 rows are from rank 1.
+            prefix = int32([[0, min(2, num_rows)], [0, num_rows]], device)
+            found = int64([5, 6, 7, 8], device)
             table = [[0] * 6, [0, window.data_ptr() if has_window else 0, 0, 0, 0, num_result_rows]]
             launch(
                 windows.unpack_window,
@@ -499,12 +639,17 @@ def check_unpack(device: str) -> None:
                 1,
                 source,
                 ours,
+                prefix,
+                found,
                 num_result_rows,
                 num_topk,
+                NUM_RANKS=2,
                 PAD=pad,
                 BLOCK=16,
             )
             right_now = right_source if has_window else np.full_like(right_source, GUARD)
+            hashes = [digests.mixed(digests.row_word(row, int(right_now[row]))) for row in range(num_rows)]
+            assert_same_words(found, [5, 6, 7 + sum(hashes[:2]), 8 + sum(hashes[2:])])
             assert source.tolist() == right_now.tolist()
             assert ours.tolist() == (right_ids if pad else ids).tolist()
             assert not pad or (ours[num_rows:] == -1).all()
@@ -827,6 +972,8 @@ def check_floats(device: str) -> None:
 
 CHECKS = (
     check_layout,
+    check_layout_of_wrong_ids,
+    check_digests,
     check_place_tokens,
     check_contradictions,
     check_send_head,

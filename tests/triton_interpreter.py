@@ -79,6 +79,10 @@ def prepare() -> None:
 
 def main() -> None:
     prepare()
+    from anyep.backends.cpu import compile_kernels
+
+    # Checks compare with them.
+    compile_kernels()
     outcomes = {}
     for check in importlib.import_module(sys.argv[1]).CHECKS:
         try:

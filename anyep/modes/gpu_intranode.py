@@ -19,7 +19,7 @@ import torch
 
 from anyep import ending
 from anyep.backends.cuda import facts
-from anyep.backends.cuda.kernels import counting, rings, sums, windows
+from anyep.backends.cuda.kernels import counting, digests, rings, sums, windows
 from anyep.backends.cuda.kernels import letters as letter_kernels
 from anyep.backends.cuda.launch import Launcher, Seen
 from anyep.backends.cuda.tiles import (
@@ -29,18 +29,20 @@ from anyep.backends.cuda.tiles import (
     COUNT_WARPS,
     COUNTED_EXPERTS,
     COUNTED_TOKENS,
+    DIGEST_TILE,
+    DIGEST_WARPS,
     HEAD_TOKENS,
     UNPACK_BLOCK,
     at_most,
     block_of,
     tiles_for,
 )
-from anyep.errors import AnyEPError, InvalidCall
+from anyep.errors import AnyEPError, InvalidCall, no_expert
 from anyep.events import EventHandle, EventOverlap
 from anyep.layout import SOURCE_INDEX_BYTES, RingArea
 from anyep.modes.conversation import Array, Call, Conversation
 from anyep.modes.gpu_connection import GpuConnection
-from anyep.modes.gpu_routing import GpuCounts, GpuRouting, checked_handle
+from anyep.modes.gpu_routing import GpuCounts, GpuRouting, checked_handle, known_digests
 from anyep.modes.gpu_windows import GpuWindows
 from anyep.modes.intranode import Combined, Outputs, Payload, Received, slot_offsets
 from anyep.modes.letters import (
@@ -99,6 +101,10 @@ class GpuIntranode(ending.Part):
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
         self._unheard: AnyEPError | None = None
         """What went wrong in an earlier call, and nobody has heard yet."""
+        self._layout_report = self._gpu.words(facts.NUM_LAYOUT_WORDS)
+        """Where the kernel of a layout says that an id is no expert."""
+        self._digests = self._gpu.table([0] * (2 * talk.num_ranks))
+        """Those of a handle that does not know its own; the calls of a stream follow each other."""
         self.free_what_died: Callable[[], None] = self._gpu.do_postponed
         """For whoever closed this object, when he has let it go."""
         self._closing: threading.Thread | None = None
@@ -116,7 +122,10 @@ class GpuIntranode(ending.Part):
     def before(self, run_async: bool) -> None:
         """Look for what went wrong in an earlier call. It is raised when this call is launched: if it were
         refused instead, the peers would hear of that later, refuse another one, and so on."""
-        self._unheard = self._unheard or self.talk.reported()
+        if self._unheard is None:
+            self._unheard = self.talk.reported()
+            if self._unheard is not None:
+                self._forget_layout()
 
     def wait_until_readable(self, previous: EventOverlap | None) -> None:
         """The host reads nothing of what a caller passed; kernels do, in their turn."""
@@ -261,17 +270,34 @@ class GpuIntranode(ending.Part):
         self.conversation.end(call)
         return event
 
-    def _guarded(self, call: Call, work: Callable[[], T]) -> T:
-        """A whole call; raises what went wrong in an earlier one."""
+    def _guarded(self, call: Call, work: Callable[[], T], checks_ids: bool = False) -> T:
+        """A whole call; raises what went wrong in an earlier one. One that checks top-k ids itself says more
+        of them, on all ranks, than a layout before it, on this rank alone."""
         done = self.conversation.guarded(call, work)
         if self._unheard is not None:
             raise self._heard()
+        if not checks_ids:
+            self._raise_layout()
         return done
 
     def _heard(self) -> AnyEPError:
         error, self._unheard = self._unheard, None
         assert error is not None
         return error
+
+    def _raise_layout(self) -> None:
+        """Raise what the kernel of an earlier layout found."""
+        words = self._layout_report
+        if words[facts.NUM_REPORTS] == words[facts.NUM_READ] or self._gpu.stream.is_capturing():
+            return
+        at = (facts.LAYOUT_TOKEN, facts.LAYOUT_COLUMN, facts.LAYOUT_VALUE, facts.LAYOUT_EXPERTS)
+        error = no_expert(*(int(words[index]) for index in at))
+        self._forget_layout()
+        raise error
+
+    def _forget_layout(self) -> None:
+        """The dispatch after a layout has told the same, or something worse."""
+        self._layout_report[facts.NUM_READ] = self._layout_report[facts.NUM_REPORTS]
 
     def _new(self, previous: EventOverlap | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result, to be had before communication waits for the caller's stream: what that still
@@ -299,6 +325,7 @@ class GpuIntranode(ending.Part):
         run_async: bool,
     ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventHandle | None]:
         """Count tokens per rank and per expert, not per node, and mark which token goes to which rank."""
+        self._raise_layout()
         num_tokens, num_topk = topk_idx.shape
         num_ranks = self._num_ranks
         local_experts = num_experts // num_ranks
@@ -316,6 +343,7 @@ class GpuIntranode(ending.Part):
             per_rank,
             per_expert,
             Seen(in_rank, torch.int8),
+            int(self._layout_report.ctypes.data),
             num_tokens,
             num_topk,
             local_experts,
@@ -363,7 +391,7 @@ class GpuIntranode(ending.Part):
                 call, payload, counts, config, num_worst_tokens, expert_alignment, previous, run_async
             )
 
-        return self._guarded(call, whole_call)
+        return self._guarded(call, whole_call, checks_ids=payload.topk_idx is not None)
 
     def _dispatch(
         self,
@@ -402,7 +430,11 @@ class GpuIntranode(ending.Part):
             # Rows are on their way before the host knows how many, if all receivers have windows.
             self._send_to_windows(payload, routing, config, local_experts, all_or_none=True)
             self.talk.meet(facts.ARRIVED_AT, unless_rings=True)
-            totals = self.talk.wait_for_totals(call, ticket)
+            try:
+                totals = self.talk.wait_for_totals(call, ticket)
+            except AnyEPError:
+                self._forget_layout()
+                raise
             num_rows = int(totals[facts.TOTAL_ROWS])
             by_expert = totals[facts.TOTAL_BY_EXPERT :][:local_experts].tolist()
             window = self._take_offered(header, payload, num_rows)
@@ -417,7 +449,7 @@ class GpuIntranode(ending.Part):
                 self._transfer(payload, routing, results, source, config, local_experts)
                 self.talk.meet(facts.ARRIVED_AT)
         routing = routing._replace(recv_src_idx=source)
-        self._unpack(source, results, num_rows, bool(num_worst_tokens))
+        self._unpack(routing, results, num_rows, bool(num_worst_tokens))
         event = self._end(call, run_async)
         self._keep(run_async, previous, *self._inputs(payload), *counts, *routing)
         if window < 0:
@@ -451,7 +483,7 @@ class GpuIntranode(ending.Part):
             window = offer_exactly(header, self.windows, payload, routing.num_recv_rows)
             results, source = self._new_results(payload, routing.num_recv_rows, window, previous)
             self._begin(call, previous)
-            self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=False)
+            self._exchange_by_handle(header, call, routing, is_combine=False)
             self._transfer(payload, routing, results, source, config, 0)
             self.talk.meet(facts.ARRIVED_AT)
             event = self._end(call, run_async)
@@ -470,6 +502,40 @@ class GpuIntranode(ending.Part):
 
         return self._guarded(call, whole_call)
 
+    def _exchange_by_handle(self, header: Array, call: Call, routing: GpuRouting, is_combine: bool) -> None:
+        """Exchange short letters, by which kernels find out whether all ranks' handles are of one dispatch.
+
+        A graph finds other contents in a handle in each replay: its digests are made in the graph.
+        """
+        found = routing.digests
+        if found is None or self._gpu.stream.is_capturing():
+            found = self._digests
+            self._launch_digests(routing, found)
+        self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, found, is_combine)
+
+    def _launch_digests(self, routing: GpuRouting, found: torch.Tensor) -> None:
+        launch = self.talk.launcher(
+            digests.digest_handle,
+            DIGEST_WARPS,
+            NUM_RANKS=self._num_ranks,
+            CHANNEL_BLOCK=block_of(routing.num_channels),
+            TILE_ROWS=DIGEST_TILE,
+        )
+        launch(
+            self.communication_stream,
+            (self._num_ranks, 2),
+            self.talk.facts,
+            routing.rank_prefix_matrix,
+            routing.channel_prefix_matrix,
+            routing.recv_channel_prefix_matrix,
+            routing.recv_src_idx,
+            routing.send_head,
+            found,
+            routing.num_tokens,
+            routing.num_recv_rows,
+            routing.num_channels,
+        )
+
     def _new_routing(self, payload: Payload, config: Config, previous: EventOverlap | None) -> GpuRouting:
         """A routing to be filled, without source indices yet."""
         num_ranks = self._num_ranks
@@ -483,6 +549,7 @@ class GpuIntranode(ending.Part):
             head,
             self._new(previous, by_rank, torch.bool),
             head,
+            self._new(previous, (2 * num_ranks,), torch.int64),
         )
 
     def _notify(
@@ -496,6 +563,7 @@ class GpuIntranode(ending.Part):
         host_waits: bool,
     ) -> int:
         """Number the rows, exchange letters with counts, and fill the routing; the ticket of the letters."""
+        assert routing.digests is not None
         num_tokens, num_channels, num_ranks = payload.num_tokens, config.num_channels, self._num_ranks
         local_experts = counts.by_expert.shape[0] // num_ranks
         num_topk = payload.token.num_topk
@@ -520,7 +588,8 @@ class GpuIntranode(ending.Part):
         ticket = self.talk.exchange_counts(
             header,
             call.kind,
-            routing.rank_prefix_matrix,
+            (routing.rank_prefix_matrix, routing.digests),
+            payload.topk_idx,
             (counts.by_rank, counts.by_expert),
             (routing.channel_prefix_matrix, routing.recv_channel_prefix_matrix),
             (num_channels, local_experts),
@@ -541,6 +610,7 @@ class GpuIntranode(ending.Part):
             routing.rank_prefix_matrix,
             # The user may use his mask again; the handle keeps its own.
             Seen(routing.is_token_in_rank, torch.int8),
+            routing.digests,
             num_tokens,
         )
         return ticket
@@ -662,18 +732,26 @@ class GpuIntranode(ending.Part):
             experts_per_rank,
         )
 
-    def _unpack(self, source: torch.Tensor, results: _Results, num_rows: int, pad: bool) -> None:
-        """Take what must outlive the window out of it."""
+    def _unpack(self, routing: GpuRouting, results: _Results, num_rows: int, pad: bool) -> None:
+        """Take what must outlive the window out of it, and finish the digests."""
         ids = results.topk_idx
-        unpack = self.talk.launcher(windows.unpack_window, 4, PAD=pad and ids is not None, BLOCK=UNPACK_BLOCK)
+        unpack = self.talk.launcher(
+            windows.unpack_window,
+            4,
+            NUM_RANKS=self._num_ranks,
+            PAD=pad and ids is not None,
+            BLOCK=UNPACK_BLOCK,
+        )
         unpack(
             self.communication_stream,
             (-(-num_rows // UNPACK_BLOCK),),
             self.talk.places,
             self.talk.state,
             self._rank,
-            source,
+            routing.recv_src_idx,
             ids if ids is not None else self.talk.state,
+            routing.rank_prefix_matrix,
+            routing.digests,
             num_rows,
             ids.shape[1] if ids is not None else 0,
         )
@@ -712,7 +790,7 @@ class GpuIntranode(ending.Part):
             out_weights = self._new(previous, (routing.num_tokens, num_topk), torch.float32)
         self._begin(call, previous)
         taken = self._stage(header, outputs)
-        self.talk.exchange(header, call.kind, routing.rank_prefix_matrix, is_combine=True)
+        self._exchange_by_handle(header, call, routing, is_combine=True)
         if self.windows.num_bytes:
             self._sum(outputs, out, out_weights)
         self._combine_through_rings(outputs, out, out_weights)
@@ -953,7 +1031,7 @@ class GpuIntranode(ending.Part):
     def routing_of(self, handle: Any, last: tuple[Any, GpuRouting] | None) -> GpuRouting:
         """A client's handle; the last one is known already."""
         if last is not None and handle is last[0]:
-            return last[1]
+            return last[1]._replace(digests=known_digests(handle))
         return checked_handle(handle, self._num_ranks, self._gpu.device)
 
 

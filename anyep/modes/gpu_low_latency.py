@@ -27,7 +27,7 @@ from anyep.backends import cpu
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.kernels import slots as kernels
 from anyep.backends.cuda.tiles import block_of
-from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
+from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, no_expert
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.modes import notes
 from anyep.modes.conversation import Array, Call, Conversation, Stall
@@ -336,6 +336,9 @@ class GpuLowLatency(LowLatency, ending.Part):
 
         return self._guarded(call, whole_call)
 
+    def check_ids(self, topk_idx: torch.Tensor, num_experts: int) -> None:
+        """Ids are judged where kernels read them."""
+
     def count_rows(self, layout_range: torch.Tensor, src_info: torch.Tensor, max_tokens: int) -> int:
         """What a handle holds is judged where kernels read it; the host does not know its rows."""
         return 0
@@ -347,6 +350,7 @@ class GpuLowLatency(LowLatency, ending.Part):
             kernels.return_rows,
             4,
             USE_LOGFMT=outputs.use_logfmt,
+            NUM_TOPK=outputs.topk_idx.shape[1],
             NUM_SHARES=num_shares,
             TILE_BLOCKS=CAST_BLOCKS,
             TILE_ROWS=LIST_TILE,
@@ -357,10 +361,12 @@ class GpuLowLatency(LowLatency, ending.Part):
             (num_experts * (self._num_ranks + (0 if outputs.zero_copy else num_shares)),),
             *self._common(state),
             outputs.x.view(torch.uint16) if not outputs.zero_copy else state,
+            outputs.topk_idx,
             outputs.src_info,
             outputs.layout_range,
             places.messages,
             places.lists_for_peers,
+            outputs.topk_idx.numel(),
             outputs.sizes.hidden,
             places.message_bytes,
             places.list_stride,
@@ -677,6 +683,10 @@ class GpuLowLatency(LowLatency, ending.Part):
                 f"topk_idx sends token {token} to expert {expert}, which has no row of it: pass the topk_idx"
                 f" of the dispatch that the handles come from"
             )
+        if code == outcomes.BAD_IDS:
+            token, column = divmod(int(self._report[facts.REPORTED_WRONG]), 1 << 32)
+            value, num_experts = facts.REPORTED_VALUE, facts.REPORTED_EXPERTS
+            return no_expert(token, column, int(self._report[value]), int(self._report[num_experts]))
         if code == outcomes.BAD_HANDLE:
             return InvalidCall(
                 f"the contents of the handle of {call} do not fit together: its ranges must follow each"
@@ -715,6 +725,12 @@ class GpuLowLatency(LowLatency, ending.Part):
             return Disagreement(
                 f"rank {int(by_handle[0])} refused its {call}, so rank {self._rank} cannot go on with it: the"
                 f" contents of its handle do not fit together"
+            )
+        by_ids = np.flatnonzero(refused == kernels.BY_IDS)
+        if len(by_ids):
+            return Disagreement(
+                f"rank {int(by_ids[0])} refused its {call}, so rank {self._rank} cannot go on with it: its"
+                f" topk_idx has an id that is no expert"
             )
         text = max(0, int(refused.max()) - 1)
         return self._conversation.disagreement(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from anyep.modes.routing import NUM_TENSORS
 
 
 class GpuRouting(NamedTuple):
-    """The six tensors of a handle."""
+    """The six tensors of a handle, and its digests where they are known."""
 
     rank_prefix_matrix: torch.Tensor
     channel_prefix_matrix: torch.Tensor
@@ -19,10 +21,15 @@ class GpuRouting(NamedTuple):
     recv_src_idx: torch.Tensor
     is_token_in_rank: torch.Tensor
     send_head: torch.Tensor
+    digests: torch.Tensor | None = None
+    """No part of the handle: digests of the rows to each rank, then of those from each rank. Only the kernels
+    of the dispatch that fills a handle fill them, too: a graph that is replayed does both again."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The flat tuple that clients keep."""
-        return tuple(self)
+        """The flat tuple that clients keep. The digests are known by it as long as nobody changes it."""
+        parts = self[:NUM_TENSORS]
+        remember_digests(parts, self.digests)
+        return parts
 
     @property
     def num_tokens(self) -> int:
@@ -35,6 +42,44 @@ class GpuRouting(NamedTuple):
     @property
     def num_channels(self) -> int:
         return self.channel_prefix_matrix.shape[1]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The digests of a handle, the rest of its tensors, and the versions of all of them.
+
+    Copies of a handle, and what is saved to a file, know nothing: an empty dictionary takes its place.
+    """
+
+    digests: torch.Tensor
+    others: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[type[OrderedDict[str, int]], tuple[()]]:
+        return OrderedDict, ()
+
+
+def remember_digests(parts: tuple[torch.Tensor, ...], digests: torch.Tensor | None) -> None:
+    """Let the first tensor of a handle know its digests."""
+    if digests is not None and not any(part.is_inference() for part in parts):
+        known = _Known(digests, parts[1:], tuple(part._version for part in parts))
+        parts[0]._anyep_digests = known  # type: ignore[attr-defined]
+
+
+def known_digests(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The digests of a handle that consists of the very tensors that a dispatch filled, as it left them.
+
+    Of tensors that were made in inference mode torch does not know whether they were changed.
+    """
+    known = getattr(parts[0], "_anyep_digests", None)
+    if not isinstance(known, _Known):
+        return None
+    for part, other in zip(parts[1:], known.others, strict=True):
+        if part is not other:
+            return None
+    if known.versions != tuple(part._version for part in parts):
+        return None
+    return known.digests
 
 
 class GpuCounts(NamedTuple):
@@ -52,7 +97,8 @@ def checked_handle(handle: Any, num_ranks: int, device: torch.device) -> GpuRout
     for part in handle:
         if not isinstance(part, torch.Tensor) or part.dim() == 0:
             raise InvalidCall("the handle must hold tensors only, as dispatch returned it")
-    routing = GpuRouting(*(part if part.is_contiguous() else part.contiguous() for part in handle))
+    parts = tuple(part if part.is_contiguous() else part.contiguous() for part in handle)
+    routing = GpuRouting(*parts)._replace(digests=known_digests(parts))
     num_tokens, num_channels = routing.send_head.shape[0], routing.channel_prefix_matrix.shape[-1]
     for name, part, dtype, shape in (
         ("rank_prefix_matrix", routing[0], torch.int32, (num_ranks, num_ranks)),

@@ -26,12 +26,13 @@ from anyep.backends.cuda.kernels import letters as kernels
 from anyep.backends.cuda.launch import Launcher
 from anyep.backends.cuda.pinned import Headers
 from anyep.backends.cuda.tiles import block_of
-from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall
-from anyep.headers import REFUSED_BY_COUNTS, Field
+from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, no_expert
+from anyep.headers import REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field
 from anyep.layout import NUM_MAX_CHANNELS, ControlRegion
 from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
 from anyep.modes.letters import NUM_WORDS, SIGNATURE_WORDS, signature, word_for_people
-from anyep.modes.status import Phase
+from anyep.modes.routing import other_rows
+from anyep.modes.status import Phase, name_of_call
 from anyep.modes.watch import Watch
 from anyep.sizes import NUM_MAX_LOCAL_EXPERTS
 
@@ -158,35 +159,40 @@ class GpuTalk:
 
     # Letters
 
-    def exchange(self, header: Array, kind: int, routing: torch.Tensor, is_combine: bool) -> None:
+    def exchange(
+        self, header: Array, kind: int, routing: torch.Tensor, digests: torch.Tensor, is_combine: bool
+    ) -> None:
         """Letters without counts: all ranks go along the same routing."""
         nothing = self.state
-        self._exchange(header, kind, routing, (nothing,) * 4, 0, (0, 0), is_combine, False)
+        self._exchange(header, kind, (routing, digests, *(nothing,) * 5), 0, (0, 0), is_combine, False)
 
     def exchange_counts(
         self,
         header: Array,
         kind: int,
-        rank_prefix: torch.Tensor,
+        routing: tuple[torch.Tensor, torch.Tensor],
+        topk_idx: torch.Tensor | None,
         counts: tuple[torch.Tensor, torch.Tensor],
         prefixes: tuple[torch.Tensor, torch.Tensor],
         sizes: tuple[int, int],
         host_waits: bool,
     ) -> int:
         """Letters with counts by rank, expert and (in the first of the prefix sums) channel, which fill the
-        prefix sums; `sizes`: how many channels, and experts per rank. The host may wait for the ticket."""
+        prefix sums and the routing (prefix sums by rank, and digests); `sizes`: how many channels, and
+        experts per rank. The host may wait for the ticket."""
         ticket = 0
         if host_waits:
             self._ticket += 1
             ticket = self._ticket
-        self._exchange(header, kind, rank_prefix, (*counts, *prefixes), ticket, sizes, False, False)
+        ids = topk_idx if topk_idx is not None else self.state
+        tables = (*routing, ids, *counts, *prefixes)
+        self._exchange(header, kind, tables, ticket, sizes, False, False)
         return ticket
 
     def _exchange(
         self,
         header: Array,
         kind: int,
-        routing: torch.Tensor,
         tables: tuple[torch.Tensor, ...],
         ticket: int,
         sizes: tuple[int, int],
@@ -216,7 +222,6 @@ class GpuTalk:
             self.state,
             self.places,
             self.headers.keep(header, self.gpu.stream.is_capturing()),
-            routing,
             *tables,
             self._totals_address,
             self._rows_of_address,
@@ -257,8 +262,7 @@ class GpuTalk:
         header = signature()
         header[Field.REFUSED] = 1 + text
         self.gpu.stream.begin(None)
-        nothing = (self.state,) * 4
-        self._exchange(header, call.kind, self.state, nothing, 0, (0, 0), False, True)
+        self._exchange(header, call.kind, (self.state,) * 7, 0, (0, 0), False, True)
         self.gpu.stream.end(False)
 
     def meet_hosts(self, call: Call, number: int) -> None:
@@ -403,9 +407,22 @@ class GpuTalk:
     def _disagreement(self, call: Call) -> AnyEPError:
         headers = self._reported_headers()
         wrong = int(self.report[facts.REPORTED_WRONG])
+        how, where = facts.how_and_where(wrong)
+        if how == facts.WRONG_ID:
+            mine = headers[self.rank]
+            token, column = divmod(where, int(mine[Field.TOPK]))
+            return no_expert(token, column, int(self.report[facts.REPORTED_VALUE]), int(mine[Field.EXPERTS]))
+        if how == facts.OTHER_ROUTING:
+            return Disagreement(
+                f"the ranks disagree in {name_of_call(call.number)} about the routing in the handle:"
+                f" {other_rows(*divmod(where, self.num_ranks))}"
+            )
         if wrong:
             return InvalidCall(contradiction(wrong, self.num_ranks))
         refused = headers[:, Field.REFUSED]
+        if (refused == REFUSED_BY_IDS).any():
+            rank = int(np.flatnonzero(refused == REFUSED_BY_IDS)[0])
+            return Disagreement(f"rank {rank} refused its {call}: its topk_idx has an id that is no expert")
         if (refused == REFUSED_BY_COUNTS).any():
             rank = int(np.flatnonzero(refused == REFUSED_BY_COUNTS)[0])
             return Disagreement(

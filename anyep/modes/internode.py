@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from anyep.errors import Disagreement, InvalidCall
+from anyep.errors import InvalidCall
 from anyep.layout import (
     COUNTER_BYTES,
     NUM_RING_LAYERS,
@@ -468,20 +468,8 @@ class Internode(Intranode):
 
     # Letters by handle
 
-    def _exchange_by_handle(self, call: Call, header: Array, routing: Any) -> Array:
-        """Exchange short letters, and make sure that all ranks' handles are of one dispatch.
-
-        Every rank hears what all handles say, so that every rank finds the same.
-        """
-        ranks = self._num_ranks
-        nothing = np.zeros((ranks, 0), np.int32), np.zeros(0, np.int32)
-        headers = self.conversation.exchange(call, header, (routing.said, *nothing))
-        said = np.empty((ranks, len(routing.said)), np.int32)
-        self.conversation.read_counts(call, said, np.empty((ranks, 0), np.int32), np.empty(0, np.int64))
-        difference = difference_between(self._backend, said, self._topology)
-        if difference:
-            raise Disagreement(f"the ranks' handles are not of one dispatch: {difference}")
-        return headers
+    def _difference_between(self, said: Array) -> str:
+        return difference_between(self._backend, said, self._topology)
 
     # Rings
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from anyep.errors import AnyEPError, InvalidCall
+from anyep.errors import AnyEPError, Disagreement, InvalidCall, no_expert
 from anyep.events import EventHandle, EventOverlap
 from anyep.layout import SOURCE_INDEX_BYTES, ControlRegion, RingArea, Window, window_of
 from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
@@ -32,8 +32,8 @@ from anyep.modes.letters import (
 )
 from anyep.modes.offers import dispatch_header, offer_exactly, offer_what_is_free
 from anyep.modes.ring_areas import RingAreas
-from anyep.modes.routing import Routing, check_contents, checked_routing
-from anyep.modes.status import Phase
+from anyep.modes.routing import Routing, checked_routing, difference_between, with_digests
+from anyep.modes.status import Phase, name_of_call
 from anyep.modes.windows import WarmMemory, WindowHeap
 from anyep.sizes import Config, TokenLayout, align, token_layout
 from anyep.topology import Topology
@@ -189,6 +189,10 @@ class Intranode:
         self._places = np.empty((self._num_ranks, 5), np.int64)
         no_rows = np.zeros((self._num_ranks, self._num_ranks), np.int32)
         self._no_counts = LetterCounts(no_rows, no_rows, no_rows)
+        # Letters without counts by channel and by expert.
+        no_channels = np.zeros((self._num_ranks, 0), np.int32)
+        self._nothing_said = no_channels, np.zeros(0, np.int32)
+        self._nothing_read = no_channels, np.zeros(0, np.int64)
         arrival, pulled = control.block("window arrival"), control.block("window pulled")
         own_index = topology.nvl_rank_of(self._rank)
         self._arrival_at_peers = conversation.counters_at(self._node_ranks, arrival, own_index)
@@ -257,13 +261,15 @@ class Intranode:
 
         def count() -> None:
             self.wait_until_readable(previous)
-            self._backend.count_layout(
+            wrong = self._backend.count_layout(
                 topk_idx.numpy(),
                 num_experts // num_ranks,
                 tokens_per_rank.numpy(),
                 tokens_per_expert.numpy(),
                 in_rank.numpy(),
             )
+            if wrong >= 0:
+                raise wrong_id(topk_idx, wrong, num_experts)
             if tokens_per_node is not None:
                 self._count_nodes(in_rank, tokens_per_node)
 
@@ -284,8 +290,7 @@ class Intranode:
     def routing_of(self, handle: Any, last: tuple[Any, Routing] | None) -> Routing:
         """What a handle says; the very tuple that the last dispatch returned needs no unpacking."""
         if last is not None and handle is last[0]:
-            check_contents(self._backend, last[1], self._rank)
-            return last[1]
+            return with_digests(self._backend, last[1], self._rank)
         return checked_routing(self._backend, handle, self._rank, self._num_ranks)
 
     def counts_of(
@@ -310,6 +315,8 @@ class Intranode:
         counts = per_expert.numpy()
         if payload.topk_idx is not None:
             wrong = self._backend.first_contradiction(payload.ids, counts, places.in_rank)
+            if wrong >= len(counts):
+                raise wrong_id(payload.topk_idx, wrong - len(counts), len(counts))
             if wrong >= 0:
                 raise InvalidCall(
                     f"num_tokens_per_expert says {int(per_expert[wrong])} for expert {wrong}, but topk_idx"
@@ -455,9 +462,26 @@ class Intranode:
         return _received(results, [], routing, self._run(call, whole_call, run_async))
 
     def _exchange_by_handle(self, call: Call, header: Array, routing: Any) -> Array:
-        """Exchange short letters; the handles of all ranks must be of one dispatch."""
+        """Exchange short letters, and make sure that all ranks' handles are of one dispatch.
+
+        Every rank hears what all handles say, so that every rank finds the same.
+        """
         header[ROUTING] = routing.checksum
-        return self.conversation.exchange(call, header)
+        ranks, own = self._num_ranks, routing.said
+        headers = self.conversation.exchange(call, header, (own, *self._nothing_said))
+        said = np.empty((ranks, len(own)), np.int32)
+        self.conversation.read_counts(call, said, *self._nothing_read)
+        difference = self._difference_between(said)
+        if difference:
+            raise Disagreement(
+                f"the ranks disagree in {name_of_call(call.number)} about the routing in the handle:"
+                f" {difference}"
+            )
+        return headers
+
+    def _difference_between(self, said: Array) -> str:
+        """What handles differ in, or nothing; in row r of `said` is what rank r's says."""
+        return difference_between(self._backend, said)
 
     def _new_routing(self, places: Places) -> Any:
         """A routing with nothing but the tokens in it."""
@@ -990,6 +1014,12 @@ class _Rings:
                 channel = int(counts[:, peers[0]].argmin())
                 return Stall(peers, what, int(done[peers[0]]), int(expected[peers[0]]), channel)
         return Stall(range(self.sent.shape[1]), "rows", 0, 0)
+
+
+def wrong_id(topk_idx: torch.Tensor, place: int, num_experts: int) -> InvalidCall:
+    """What to raise for an id that is no expert; `place` is token * top-k + column."""
+    token, column = divmod(place, topk_idx.shape[1])
+    return no_expert(token, column, int(topk_idx[token, column]), num_experts)
 
 
 def first_tokens(num_tokens: int, num_channels: int) -> Array:

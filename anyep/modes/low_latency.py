@@ -26,6 +26,7 @@ from anyep.events import EventHandle
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.modes import notes
 from anyep.modes.conversation import NOT_TIMED, Array, Call, Conversation, Topic
+from anyep.modes.intranode import wrong_id
 from anyep.modes.letters import Kind
 from anyep.modes.low_latency_wire import LowLatencyWire, Piece, WireLists
 from anyep.modes.masks import Layout, Masks
@@ -210,6 +211,12 @@ class LowLatency:
                 f"this call is for {_sizes_text(sizes)}, but the slots are for {_sizes_text(current)}:"
                 f" call clean_low_latency_buffer on every rank before the sizes change"
             )
+
+    def check_ids(self, topk_idx: torch.Tensor, num_experts: int) -> None:
+        """Refuse ids that are neither experts nor -1."""
+        place = self._backend.first_wrong_id(topk_idx.numpy(), num_experts)
+        if place >= 0:
+            raise wrong_id(topk_idx, place, num_experts)
 
     def _may_change(self) -> bool:
         return not self._agreed and self._num_open == 0

@@ -60,8 +60,8 @@ class LowLatencyWire:
     ) -> dict[int, list[Piece]]:
         """The rows of a dispatch for each rank, each token once, and its lists."""
         slots = places.slots
+        # No expert (-1) is on rank -1.
         chosen = topk_idx // slots.num_local_experts
-        chosen = np.where((topk_idx >= 0) & (topk_idx < slots.sizes.num_experts), chosen, -1)
         num_bytes = LOW_LATENCY_HEADER_BYTES + num_payload_bytes
         own = int(places.messages[slot_set][self._rank])
         pieces: dict[int, list[Piece]] = {}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from anyep.errors import InvalidCall
-from anyep.modes.routing import Array, array_of
+from anyep.modes.routing import Array, array_of, other_rows
 from anyep.sizes import SOURCE_META_BYTES
 from anyep.topology import Topology
 
@@ -38,7 +38,8 @@ class NodeRouting(NamedTuple):
     send_rdma_head: Array
     send_nvl_head: Array
     said: Array = NOTHING
-    """No part of the handle: what this rank tells everyone of it, once it is found to fit together."""
+    """No part of the handle: what this rank tells everyone of it, once it is found to fit together: digests,
+    then counts, as words of 4 bytes."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The flat tuple that clients keep."""
@@ -48,6 +49,11 @@ class NodeRouting(NamedTuple):
     def sources(self) -> Array:
         """What is known of each received row's origin."""
         return self.recv_src_meta
+
+    @property
+    def checksum(self) -> int:
+        """No part of these handles is the same on all ranks."""
+        return 0
 
     @property
     def num_tokens(self) -> int:
@@ -152,7 +158,8 @@ def node_routing_of(handle: Any, topology: Topology) -> NodeRouting:
 
 def checked(backend: Any, routing: NodeRouting, topology: Topology, rank: int) -> NodeRouting:
     """Refuse a routing whose parts do not fit together: with it a kernel could reach outside of its rows."""
-    said = np.empty(6 * topology.num_ranks + 2 * topology.num_nodes, np.int32)
+    digests = np.empty(num_digests(topology), np.int64)
+    counts = np.empty(3 * topology.num_ranks, np.int32)
     code = backend.read_node_handle(
         rank,
         topology.ranks_per_node,
@@ -163,19 +170,27 @@ def checked(backend: Any, routing: NodeRouting, topology: Topology, rank: int) -
         routing.recv_rdma_rank_prefix_sum,
         routing.recv_gbl_channel_prefix_matrix,
         routing.recv_gbl_rank_prefix_sum,
-        routing.num_recv_rows,
+        routing.recv_src_meta,
         routing.send_rdma_head,
         routing.send_nvl_head,
-        said,
+        digests,
+        counts,
     )
     if code:
         raise InvalidCall(f"the handle does not fit together: {WHAT_DOES_NOT_FIT[code]}")
-    return routing._replace(said=said)
+    return routing._replace(said=np.concatenate([digests.view(np.int32), counts]))
+
+
+def num_digests(topology: Topology) -> int:
+    """Of the rows to and from each rank, and of the tokens to each node and of those relayed from each."""
+    return 2 * topology.num_ranks + 2 * topology.num_nodes
 
 
 def difference_between(backend: Any, said: Array, topology: Topology) -> str:
     """The first thing about which handles differ, or nothing; in row r of `said` is what rank r's says."""
-    code = backend.first_difference(said, topology.ranks_per_node)
+    digests, counts = np.split(said, [2 * num_digests(topology)], axis=1)
+    digests, counts = np.ascontiguousarray(digests).view(np.int64), np.ascontiguousarray(counts)
+    code = backend.first_difference(digests, counts, topology.ranks_per_node)
     if code < 0:
         return ""
     ranks = topology.num_ranks
@@ -183,12 +198,9 @@ def difference_between(backend: Any, said: Array, topology: Topology) -> str:
     sender, receiver = divmod(pair, ranks)
     if what == 0:
         return (
-            f"in that of rank {sender} it sent {said[sender, receiver]} rows to rank {receiver}, which got"
-            f" {said[receiver, ranks + sender]} according to its own"
+            f"in that of rank {sender} it sent {counts[sender, receiver]} rows to rank {receiver}, which got"
+            f" {counts[receiver, ranks + sender]} according to its own"
         )
     if what == 1:
-        return (
-            f"those of ranks {sender} and {receiver} have the rows that rank {sender} sent to rank {receiver}"
-            f" in other channels"
-        )
+        return other_rows(sender, receiver)
     return f"that of rank {receiver} relays other rows from rank {sender} than that one sent"

@@ -12,6 +12,7 @@ from anyep.errors import InvalidCall
 
 Array = np.ndarray[Any, Any]
 NUM_TENSORS: Final = 6
+NO_DIGESTS: Final = np.zeros(0, np.int64)
 
 
 class Routing(NamedTuple):
@@ -23,6 +24,9 @@ class Routing(NamedTuple):
     recv_src_idx: Array
     is_token_in_rank: Array
     send_head: Array
+    digests: Array = NO_DIGESTS
+    """No part of the handle: digests of the rows to each rank, then of those from each rank, once the parts
+    are found to fit together."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The flat tuple that clients keep."""
@@ -58,8 +62,13 @@ class Routing(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """The same on all ranks of one dispatch, and hardly ever the same for two routings."""
+        """The same on all ranks of one dispatch, and hardly ever the same for two matrices of counts."""
         return zlib.crc32(self.rank_prefix_matrix.data)
+
+    @property
+    def said(self) -> Array:
+        """What this rank tells everyone of its handle, as words of 4 bytes."""
+        return self.digests.view(np.int32)
 
     def count_matrix(self) -> Array:
         """Rows from each rank to each rank."""
@@ -105,23 +114,41 @@ def checked_routing(backend: Any, handle: Any, rank: int, num_ranks: int) -> Rou
         array_of("is_token_in_rank", in_rank, torch.bool, (num_tokens, num_ranks)),
         array_of("send_head", send_head, torch.int32, (num_tokens, num_ranks)),
     )
-    check_contents(backend, routing, rank)
-    return routing
+    return with_digests(backend, routing, rank)
 
 
-def check_contents(backend: Any, routing: Routing, rank: int) -> None:
-    """Refuse a routing whose parts do not fit together: with it a kernel could reach outside of its rows."""
+def with_digests(backend: Any, routing: Routing, rank: int) -> Routing:
+    """The routing with its digests. One whose parts do not fit together is refused: with it a kernel could
+    reach outside of its rows."""
+    digests = np.empty(2 * len(routing.rank_prefix_matrix), np.int64)
     code = backend.check_handle(
         rank,
         routing.rank_prefix_matrix,
         routing.channel_prefix_matrix,
         routing.recv_channel_prefix_matrix,
-        routing.num_recv_rows,
+        routing.recv_src_idx,
         routing.is_token_in_rank,
         routing.send_head,
+        digests,
     )
     if code:
         raise InvalidCall(f"the handle does not fit together: {WHAT_DOES_NOT_FIT[code]}")
+    return routing._replace(digests=digests)
+
+
+def difference_between(backend: Any, said: Array) -> str:
+    """The first rows about which handles differ, or nothing; in row r of `said` is what rank r's says."""
+    pair = backend.first_difference_of_digests(said.view(np.int64))
+    return other_rows(*divmod(pair, len(said))) if pair >= 0 else ""
+
+
+def other_rows(sender: int, receiver: int) -> str:
+    """What is said of two ranks whose handles differ in the rows from one to the other."""
+    return (
+        f"the rows that rank {sender} sent to rank {receiver} are of other tokens, or in other channels, in"
+        f" the handle of rank {sender} than in that of rank {receiver}; pass the handles of one dispatch on"
+        f" all ranks"
+    )
 
 
 def array_of(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Array:

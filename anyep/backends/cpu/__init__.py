@@ -12,6 +12,8 @@ from anyep.backends.cpu.kernels.counting import (
     count_layout,
     fill_handle,
     first_contradiction,
+    first_difference_of_digests,
+    first_wrong_id,
     place_tokens,
 )
 from anyep.backends.cpu.kernels.letters import (
@@ -80,6 +82,8 @@ __all__ = [
     "fill_handle",
     "first_contradiction",
     "first_difference",
+    "first_difference_of_digests",
+    "first_wrong_id",
     "list_returns",
     "list_tokens",
     "open_block",

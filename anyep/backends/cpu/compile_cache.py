@@ -37,7 +37,7 @@ import numpy
 from anyep.settings import CACHE_DIR
 
 VARIABLE: Final = CACHE_DIR.name
-HASHED_MODULES: Final = ("errors", "formats", "layout", "sizes")
+HASHED_MODULES: Final = ("digests", "errors", "formats", "layout", "sizes")
 """The modules of anyep, besides those of the kernels, whose constants kernels contain."""
 NUM_KEPT: Final = 4
 """So many keys stay in the folder; older ones are removed unless a process uses them."""

@@ -52,6 +52,10 @@ IS_WRONG: Final = 5
 WRONG_RANK_COUNT: Final = 1
 WRONG_EXPERT_COUNT: Final = 2
 WRONG_TOKEN: Final = 3
+WRONG_ID: Final = 4
+"""Where: token * top-k + column of an id that is neither an expert nor -1."""
+OTHER_ROUTING: Final = 5
+"""Found in letters: sender * ranks + receiver of rows of which their handles tell different things."""
 WRONG_SHIFT: Final = 48
 LAST_PLACE: Final = (1 << WRONG_SHIFT) - 1
 WAITED_FOR: Final = 6
@@ -71,7 +75,18 @@ REPORTED_NUMBER: Final = 3
 REPORTED_WRONG: Final = 4
 REPORTED_KIND: Final = 5
 REPORTED_WAIT: Final = 6
-REPORTED_HEADERS: Final = 8
+REPORTED_VALUE: Final = 7
+"""An id that is no expert."""
+REPORTED_EXPERTS: Final = 8
+REPORTED_HEADERS: Final = 10
+
+# What the host is told of a layout: the numbers of reports and of those read, as above, and an id that is no
+# expert: token, column, value, and how many experts there are.
+LAYOUT_TOKEN: Final = 2
+LAYOUT_COLUMN: Final = 3
+LAYOUT_VALUE: Final = 4
+LAYOUT_EXPERTS: Final = 5
+NUM_LAYOUT_WORDS: Final = 6
 
 PLACE_WORDS: Final = 6
 """Of a rank's row in the table of places: x, source indices, ids, weights, scales, and its number of rows."""
@@ -109,6 +124,9 @@ NUM_SENT: Final = NUM_STATES
 NUM_TAKEN: Final = NUM_STATES + 1
 """Programs that have done their part of the receiving."""
 MISSING_ROW: Final = NUM_STATES + 2
+WRONG_PLACE: Final = NUM_STATES + 3
+"""The first place (token * top-k + column) of an id that is no expert, and the id."""
+WRONG_VALUE: Final = NUM_STATES + 4
 NOTE_HEADER: Final = 16
 """The header of this rank's notes."""
 RANGES: Final = 24

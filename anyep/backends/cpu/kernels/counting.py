@@ -5,14 +5,31 @@ from __future__ import annotations
 import numpy as np
 
 from anyep.backends.cpu.kernels.compiler import kernel
+from anyep.backends.cpu.kernels.digests import channel_word, mixed, row_word
 
 
-@kernel("void(int64[:,::1], int64, int32[::1], int32[::1], boolean[:,::1])")
+@kernel("int64(int64[:,::1], int64)")
+def first_wrong_id(topk_idx, num_experts):
+    """The first place (token * top-k + slot) of an id that is neither an expert nor -1; -1 if there is none.
+
+    Of 4 experts, topk_idx [[0, -1], [3, 4]] has one at 3, and so has [[0, -1], [3, -2]].
+    """
+    for token in range(topk_idx.shape[0]):
+        for slot in range(topk_idx.shape[1]):
+            if not -1 <= topk_idx[token, slot] < num_experts:
+                return token * topk_idx.shape[1] + slot
+    return -1
+
+
+@kernel("int64(int64[:,::1], int64, int32[::1], int32[::1], boolean[:,::1])")
 def count_layout(topk_idx, experts_per_rank, tokens_per_rank, tokens_per_expert, in_rank):
     """Count tokens per rank (a token once per rank) and per expert (every slot), and mark token-in-rank.
 
     With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks:
     tokens_per_rank [1, 1], tokens_per_expert [1, 1, 0, 1], in_rank [[True, False], [False, True]].
+
+    Returns -1; or, where an id is neither an expert nor -1, its place (token * top-k + slot), and nothing is
+    counted from there on: [[0, 1], [3, 4]] gives 3.
     """
     num_tokens, num_topk = topk_idx.shape
     num_experts = tokens_per_expert.shape[0]
@@ -28,6 +45,9 @@ def count_layout(topk_idx, experts_per_rank, tokens_per_rank, tokens_per_expert,
                 if not in_rank[token, rank]:
                     in_rank[token, rank] = True
                     tokens_per_rank[rank] += 1
+            elif expert != -1:
+                return token * num_topk + slot
+    return -1
 
 
 @kernel("int64(boolean[:,::1], int32[::1], int32[::1], int32[:,::1], int32[:,::1])")
@@ -107,10 +127,12 @@ def first_contradiction(topk_idx, tokens_per_expert, in_rank):
     """-1 if topk_idx agrees with the counts and with the mask; else where it does not.
 
     An expert e whose count is wrong gives e. A token t and a rank r that topk_idx and in_rank disagree about
-    give -2 - (t * ranks + r).
+    give -2 - (t * ranks + r). An id that is neither an expert nor -1, in slot k of token t, gives the number
+    of experts + (t * top-k + k).
 
     With 1 expert per rank and topk_idx [[0, 1], [1, -1]], the counts [1, 2] and in_rank [[1, 1], [0, 1]] are
     right; the counts [1, 1] give 1; in_rank [[1, 1], [1, 1]] gives -4, since token 1 does not go to rank 0.
+    With topk_idx [[0, 1], [1, 2]] it is 2 + 3.
     """
     num_experts, num_ranks = tokens_per_expert.shape[0], in_rank.shape[1]
     experts_per_rank = num_experts // num_ranks
@@ -123,6 +145,8 @@ def first_contradiction(topk_idx, tokens_per_expert, in_rank):
             if 0 <= expert < num_experts:
                 counts[expert] += 1
                 wanted[expert // experts_per_rank] = True
+            elif expert != -1:
+                return num_experts + token * topk_idx.shape[1] + slot
         for rank in range(num_ranks):
             if wanted[rank] != in_rank[token, rank]:
                 return -2 - (token * num_ranks + rank)
@@ -132,16 +156,25 @@ def first_contradiction(topk_idx, tokens_per_expert, in_rank):
     return -1
 
 
-@kernel("int64(int64, int32[:,::1], int32[:,::1], int32[:,::1], int64, boolean[:,::1], int32[:,::1])")
-def check_handle(rank, rank_prefix, channel_prefix, recv_channel_prefix, num_recv_rows, in_rank, send_head):
+@kernel(
+    "int64(int64, int32[:,::1], int32[:,::1], int32[:,::1], int32[::1], boolean[:,::1], int32[:,::1],"
+    " int64[::1])"
+)
+def check_handle(
+    rank, rank_prefix, channel_prefix, recv_channel_prefix, recv_src_idx, in_rank, send_head, digests
+):
     """0 if the parts of a handle fit together, so that no kernel can reach outside; else what does not.
 
     1: rank_prefix falls somewhere; 2: more rows than recv_src_idx has; 3: send_head of a peer is not first,
     first + 1, ... for its tokens in order; 4: is_token_in_rank and send_head differ; 5: channel_prefix does
     not count send_head; 6: recv_channel_prefix falls or leaves the rows of its peer.
 
+    Then `digests` are those of the rows to each rank, and after them those of the rows from each rank: of
+    rows with their tokens, and of where channels begin.
+
     For rank 0 of 1 with 2 tokens in 1 channel: rank_prefix [[2]], channel_prefix [[2]], recv_channel_prefix
-    [[0]], 2 rows, in_rank [[True], [True]] and send_head [[0], [1]] fit; with send_head [[0], [2]] it is 3.
+    [[0]], recv_src_idx [0, 1], in_rank [[True], [True]] and send_head [[0], [1]] fit, and both digests are
+    m(-1) + m(0) + m(2**32 + 1), where m mixes a word; with send_head [[0], [2]] it is 3.
     """
     num_tokens, num_ranks = send_head.shape
     num_channels = channel_prefix.shape[1]
@@ -152,12 +185,13 @@ def check_handle(rank, rank_prefix, channel_prefix, recv_channel_prefix, num_rec
             if rank_prefix[sender, receiver] < before:
                 return 1
             before = rank_prefix[sender, receiver]
-    if rank_prefix[num_ranks - 1, rank] > num_recv_rows:
+    if rank_prefix[num_ranks - 1, rank] > recv_src_idx.shape[0]:
         return 2
     for peer in range(num_ranks):
         row = rank_prefix[rank - 1, peer] if rank > 0 else np.int32(0)
         first = row
         channel = 0
+        sent = np.uint64(0)
         for token in range(num_tokens):
             while token // per_channel > channel:
                 if channel_prefix[peer, channel] != row - first:
@@ -169,17 +203,44 @@ def check_handle(rank, rank_prefix, channel_prefix, recv_channel_prefix, num_rec
             if here >= 0:
                 if here != row:
                     return 3
+                sent += mixed(row_word(row, token))
                 row += 1
         if row != rank_prefix[rank, peer]:
             return 3
         for rest in range(channel, num_channels):
             if channel_prefix[peer, rest] != row - first:
                 return 5
-        received = rank_prefix[peer, rank] - (rank_prefix[peer - 1, rank] if peer > 0 else np.int32(0))
+        first_received = rank_prefix[peer - 1, rank] if peer > 0 else np.int32(0)
+        received = np.uint64(0)
         before = 0
         for channel in range(num_channels):
             start = recv_channel_prefix[peer, channel]
-            if start < before or start > received:
+            if start < before or start > rank_prefix[peer, rank] - first_received:
                 return 6
             before = start
+            received += mixed(channel_word(channel, np.int64(start)))
+            sent += mixed(
+                channel_word(channel, np.int64(channel_prefix[peer, channel - 1] if channel else 0))
+            )
+        for index in range(first_received, rank_prefix[peer, rank]):
+            received += mixed(row_word(index, recv_src_idx[index]))
+        digests[peer] = np.int64(sent)
+        digests[num_ranks + peer] = np.int64(received)
     return 0
+
+
+@kernel("int64(int64[:,::1])")
+def first_difference_of_digests(digests):
+    """-1 if every two ranks' digests agree; else sender * ranks + receiver of the first rows about which
+    they do not.
+
+    Row r of `digests` is what rank r's handle says of its rows to each rank, then of those from each rank.
+    With [[1, 2, 1, 3], [3, 4, 2, 4]] all agree; with [[1, 2, 1, 3], [3, 4, 9, 4]] it is 1: rank 0 sent other
+    rows to rank 1 than rank 1 got.
+    """
+    num_ranks = digests.shape[0]
+    for sender in range(num_ranks):
+        for receiver in range(num_ranks):
+            if digests[sender, receiver] != digests[receiver, num_ranks + sender]:
+                return sender * num_ranks + receiver
+    return -1

@@ -8,21 +8,36 @@ from __future__ import annotations
 
 import numpy as np
 
+from anyep import digests as words
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
+from anyep.backends.cpu.kernels.digests import channel_word, mixed, row_word
 
-HASH_START, HASH_FACTOR = 0x4BF29CE484222325, 0x100000001B3
-
-
-@inlined
-def hashed(so_far, number):
-    """A number more in a hash of numbers: 3 after 5 gives (5 ^ 3) * HASH_FACTOR."""
-    return (so_far ^ number) * HASH_FACTOR
+NODE_FACTOR = np.uint64(words.NODE_FACTOR)
 
 
 @inlined
-def folded(so_far):
-    """A hash as a word of a letter, and never below 0: of 2**31 + 6 it is 7."""
-    return np.int32((so_far ^ (so_far >> 31)) & 0x7FFFFFFF)
+def row_and_mask(row, mask, node):
+    """A hash of a row, of who wants it on the receiver's node (a mask of 32 bits), and of its source node."""
+    word = row_word(row, np.int64(mask) & 0xFFFFFFFF)
+    return mixed(np.uint64(word) + np.uint64(node) * NODE_FACTOR)
+
+
+@inlined
+def mask_of(in_rank, token, first, ranks_per_node):
+    """Which of some ranks, from `first` on, want a token: with in_rank [[0, 1, 1]] and 2 from 1 on, 3."""
+    mask = np.int64(0)
+    for index in range(ranks_per_node):
+        mask |= np.int64(in_rank[token, first + index]) << index
+    return mask
+
+
+@inlined
+def word_in(octets, first):
+    """4 bytes as a number, the lowest first: [1, 1, 0, 0] from 0 on are 257."""
+    word = np.int64(0)
+    for index in range(4):
+        word |= np.int64(octets[first + index]) << (8 * index)
+    return word
 
 
 @kernel("void(boolean[:,::1], int64, int32[:,::1], int32[:,::1])")
@@ -84,7 +99,7 @@ def falls(prefix):
 
 @kernel(
     "int64(int64, int64, boolean[:,::1], int32[:,::1], int32[:,::1], int32[:,::1], int32[::1], int32[:,::1],"
-    " int32[::1], int64, int32[:,::1], int32[:,::1], int32[::1])"
+    " int32[::1], uint8[:,::1], int32[:,::1], int32[:,::1], int64[::1], int32[::1])"
 )
 def read_node_handle(
     rank,
@@ -96,10 +111,11 @@ def read_node_handle(
     recv_rdma_sum,
     recv_gbl_prefix,
     recv_gbl_sum,
-    num_recv_rows,
+    recv_src_meta,
     send_rdma_head,
     send_nvl_head,
-    said,
+    digests,
+    counts,
 ):
     """0 if the parts of a handle fit together, so that no kernel can reach outside; else what does not.
 
@@ -109,13 +125,16 @@ def read_node_handle(
     has; 8: what this rank sends to its own node is not what it relays there; 9: send_nvl_head does not number
     the rows of its sources one after the other.
 
-    Then `said` is what a rank tells everyone of its handle: rows to everyone and from everyone, the same by
-    channel (as hashes), for each source node and rank of this node the rows that it relays (as hashes) and
-    where they begin (-1: nowhere), and by node the tokens that it sent and relays (as hashes).
+    Then `digests` and `counts` are what a rank tells everyone of its handle. The digests are those of the
+    rows to each rank and from each rank (each with who else on the receiver's node wants it), and by node
+    those of the tokens that it sent and of those that it relays (each with the ranks that want it); all of
+    them tell where channels begin, too. The counts are the rows to each rank and from each rank, and for each
+    source node and rank of this node where the rows begin that it relays (-1: nowhere).
 
     For rank 0 of 2 nodes of 1, with 1 token that goes to rank 1 and nothing that comes, in 1 channel: in_rank
-    [[0, 1]], rdma_prefix and gbl_prefix [[0], [1]], send_rdma_head [[-1, 0]] and nothing else give 0 and
-    said [0, 1, 0, 0, n, e, n, n, n, n, -1, -1, n, e, n, n], where n is the hash of [0] and e that of [1].
+    [[0, 1]], rdma_prefix and gbl_prefix [[0], [1]], send_rdma_head [[-1, 0]] and nothing else give 0, the
+    digests [m(-1), m(-1) + m(1), m(-1), m(-1), m(-1), m(-1) + m(0), m(-1), m(-1)], where m mixes a word, and
+    the counts [0, 1, 0, 0, -1, -1].
     """
     num_tokens, num_ranks = in_rank.shape
     num_nodes, num_channels = recv_rdma_prefix.shape
@@ -134,7 +153,7 @@ def read_node_handle(
     for peer in range(num_ranks):
         if not counts_marks(in_rank, peer, 1, gbl_prefix[peer]):
             return 3
-    if falls(recv_gbl_sum) or recv_gbl_sum[-1] > num_recv_rows:
+    if falls(recv_gbl_sum) or recv_gbl_sum[-1] > recv_src_meta.shape[0]:
         return 4
     for source in range(num_ranks):
         received = recv_gbl_sum[source] - (recv_gbl_sum[source - 1] if source > 0 else 0)
@@ -156,85 +175,95 @@ def read_node_handle(
         if recv_rdma_prefix[own_node, channel] != rdma_prefix[own_node, channel]:
             return 8
 
+    digests_to = np.empty(num_ranks, np.uint64)
     for peer in range(num_ranks):
-        sent, received = np.int64(HASH_START), np.int64(HASH_START)
-        rows = recv_gbl_sum[peer] - (recv_gbl_sum[peer - 1] if peer > 0 else 0)
+        sent, received = np.uint64(0), np.uint64(0)
+        first = recv_gbl_sum[peer - 1] if peer > 0 else 0
         for channel in range(num_channels):
             before = gbl_prefix[peer, channel - 1] if channel > 0 else 0
-            sent = hashed(sent, gbl_prefix[peer, channel] - before)
-            end = recv_gbl_prefix[peer, channel + 1] if channel + 1 < num_channels else rows
-            received = hashed(received, end - recv_gbl_prefix[peer, channel])
-        said[peer] = gbl_prefix[peer, -1]
-        said[num_ranks + peer] = rows
-        said[2 * num_ranks + peer] = folded(sent)
-        said[3 * num_ranks + peer] = folded(received)
+            sent += mixed(channel_word(channel, before))
+            received += mixed(channel_word(channel, recv_gbl_prefix[peer, channel]))
+        for row in range(first, recv_gbl_sum[peer]):
+            meta = recv_src_meta[row]
+            received += row_and_mask(row - first, word_in(meta, 4), word_in(meta, 0))
+        digests_to[peer] = sent
+        digests[num_ranks + peer] = np.int64(received)
+        counts[peer] = gbl_prefix[peer, -1]
+        counts[num_ranks + peer] = recv_gbl_sum[peer] - first
     for node in range(num_nodes):
         begin = recv_rdma_sum[node - 1] if node > 0 else 0
         for index in range(ranks_per_node):
             first, count = -1, 0
-            relayed = np.int64(HASH_START)
-            for channel in range(num_channels):
-                until_here = count
-                start = begin + (recv_rdma_prefix[node, channel - 1] if channel > 0 else 0)
-                for token in range(start, begin + recv_rdma_prefix[node, channel]):
-                    head = send_nvl_head[token, index]
-                    if head >= 0:
-                        if count == 0:
-                            first = head
-                        if head != first + count:
-                            return 9
-                        count += 1
-                relayed = hashed(relayed, count - until_here)
-            said[4 * num_ranks + node * ranks_per_node + index] = folded(relayed)
-            said[5 * num_ranks + node * ranks_per_node + index] = first
-        tokens, relayed = np.int64(HASH_START), np.int64(HASH_START)
+            for token in range(begin, recv_rdma_sum[node]):
+                head = send_nvl_head[token, index]
+                if head >= 0:
+                    if count == 0:
+                        first = head
+                    if head != first + count:
+                        return 9
+                    count += 1
+            counts[2 * num_ranks + node * ranks_per_node + index] = first
+        tokens, relayed = np.uint64(0), np.uint64(0)
         for channel in range(num_channels):
             before = rdma_prefix[node, channel - 1] if channel > 0 else 0
-            tokens = hashed(tokens, rdma_prefix[node, channel] - before)
+            tokens += mixed(channel_word(channel, before))
             before = recv_rdma_prefix[node, channel - 1] if channel > 0 else 0
-            relayed = hashed(relayed, recv_rdma_prefix[node, channel] - before)
-        said[6 * num_ranks + node] = folded(tokens)
-        said[6 * num_ranks + num_nodes + node] = folded(relayed)
+            relayed += mixed(channel_word(channel, before))
+        for token in range(begin, recv_rdma_sum[node]):
+            for index in range(ranks_per_node):
+                if send_nvl_head[token, index] >= 0:
+                    relayed += mixed(row_word(token - begin, index))
+        rows = np.zeros(ranks_per_node, np.int64)
+        for token in range(num_tokens):
+            if send_rdma_head[token, node] >= 0:
+                mask = mask_of(in_rank, token, node * ranks_per_node, ranks_per_node)
+                for index in range(ranks_per_node):
+                    if in_rank[token, node * ranks_per_node + index]:
+                        tokens += mixed(row_word(send_rdma_head[token, node], index))
+                        digests_to[node * ranks_per_node + index] += row_and_mask(rows[index], mask, own_node)
+                        rows[index] += 1
+        digests[2 * num_ranks + node] = np.int64(tokens)
+        digests[2 * num_ranks + num_nodes + node] = np.int64(relayed)
+    for peer in range(num_ranks):
+        digests[peer] = np.int64(digests_to[peer])
     return 0
 
 
-@kernel("int64(int32[:,::1], int64)")
-def first_difference(said, ranks_per_node):
+@kernel("int64(int64[:,::1], int32[:,::1], int64)")
+def first_difference(digests, counts, ranks_per_node):
     """-1 if all ranks' handles are of one dispatch; else where they differ first.
 
-    Row r of `said` is what rank r's handle says. For the ranks a and b and n of them it gives a * n + b if
-    rank a sent other numbers of rows to b than b got; n * n more if they did not go by the same channels; 2
-    n * n more if rank b relays other rows from rank a than a sent.
+    Row r of `digests` and `counts` is what rank r's handle says. For the ranks a and b and n of them it gives
+    a * n + b if rank a sent another number of rows to b than b got; n * n more if b's are not those rows, or
+    not in the same channels; 2 n * n more if rank b relays other rows from rank a than a sent.
 
-    With 2 nodes of 1 and rows that say [1, 2, 1, 2, ...] and [2, 3, 7, 3, ...]: 1, since rank 0 sent 2 rows
-    to rank 1, which got 7.
+    With 2 nodes of 1 and counts [1, 2, 1, 2, ...] and [2, 3, 7, 3, ...]: 1, since rank 0 sent 2 rows to rank
+    1, which got 7.
     """
-    num_ranks = said.shape[0]
+    num_ranks = counts.shape[0]
     num_nodes = num_ranks // ranks_per_node
     for sender in range(num_ranks):
         for receiver in range(num_ranks):
-            if said[sender, receiver] != said[receiver, num_ranks + sender]:
+            if counts[sender, receiver] != counts[receiver, num_ranks + sender]:
                 return sender * num_ranks + receiver
     for sender in range(num_ranks):
         for receiver in range(num_ranks):
-            if said[sender, 2 * num_ranks + receiver] != said[receiver, 3 * num_ranks + sender]:
+            if digests[sender, receiver] != digests[receiver, num_ranks + sender]:
                 return (num_ranks + sender) * num_ranks + receiver
     for relay in range(num_ranks):
         node, index = relay // ranks_per_node, relay % ranks_per_node
         for source_node in range(num_nodes):
             source = source_node * ranks_per_node + index
-            where = 6 * num_ranks
-            differs = said[source, where + node] != said[relay, where + num_nodes + source_node]
+            sent = digests[source, 2 * num_ranks + node]
+            differs = sent != digests[relay, 2 * num_ranks + num_nodes + source_node]
             for other in range(ranks_per_node):
                 receiver = node * ranks_per_node + other
-                place = source_node * ranks_per_node + other
                 first = -1
-                if said[source, receiver] > 0:
+                if counts[source, receiver] > 0:
                     first = 0
                     for earlier in range(source):
-                        first += said[receiver, num_ranks + earlier]
-                differs |= said[relay, 5 * num_ranks + place] != first
-                differs |= said[source, 2 * num_ranks + receiver] != said[relay, 4 * num_ranks + place]
+                        first += counts[receiver, num_ranks + earlier]
+                differs |= counts[relay, 2 * num_ranks + source_node * ranks_per_node + other] != first
             if differs:
                 return (2 * num_ranks + source) * num_ranks + relay
     return -1

@@ -70,11 +70,10 @@ def write_beside(
     num_scales,
     topk_idx,
     topk_weights,
-    num_experts,
 ):
     """Write what travels beside a row into its slot: source node and mask, scales, global ids, weights.
 
-    Ids have 32 bits there; of 8 experts, id 7 stays 7, and whatever is none of them becomes -1.
+    Ids have 32 bits there. They were checked before: each is an expert, or -1 for none.
     """
     meta = int32_at(slot + slot_offsets[0], 2)
     meta[0] = own_node
@@ -86,8 +85,7 @@ def write_beside(
         ids = int32_at(slot + slot_offsets[2], num_topk)
         weights = float32_at(slot + slot_offsets[3], num_topk)
         for index in range(num_topk):
-            expert = topk_idx[token, index]
-            ids[index] = expert if 0 <= expert < num_experts else -1
+            ids[index] = topk_idx[token, index]
             weights[index] = topk_weights[token, index]
 
 
@@ -268,7 +266,6 @@ def dispatch_between_nodes(
     scratch = np.empty(slot_bytes, np.uint8)
     own_slot = scratch.ctypes.data
     first_rank = own_node * ranks_per_node
-    num_experts = num_nodes * ranks_per_node * experts_per_rank
     first_expert = first_rank * experts_per_rank
     num_polls = num_rounds = 0
     while True:
@@ -310,7 +307,6 @@ def dispatch_between_nodes(
                         num_scales,
                         topk_idx,
                         topk_weights,
-                        num_experts,
                     )
                     number += 1
                     token += 1
@@ -354,7 +350,6 @@ def dispatch_between_nodes(
                             num_scales,
                             topk_idx,
                             topk_weights,
-                            num_experts,
                         )
                     else:
                         slot = net[RECV_ROWS, channel, node] + number % net_rows * slot_bytes

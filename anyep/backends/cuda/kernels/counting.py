@@ -6,18 +6,28 @@ import triton
 import triton.language as tl
 
 from anyep.backends.cuda import facts as words_of
+from anyep.backends.cuda.kernels.atomics import tell_host
 
 IS_WRONG = tl.constexpr(words_of.IS_WRONG)
 WRONG_RANK_COUNT = tl.constexpr(words_of.WRONG_RANK_COUNT)
 WRONG_EXPERT_COUNT = tl.constexpr(words_of.WRONG_EXPERT_COUNT)
 WRONG_TOKEN = tl.constexpr(words_of.WRONG_TOKEN)
+WRONG_ID = tl.constexpr(words_of.WRONG_ID)
 LAST_PLACE = tl.constexpr(words_of.LAST_PLACE)
 NO_TOKEN = tl.constexpr(2**31 - 1)
+NO_PLACE = tl.constexpr(2**63 - 1)
+NUM_REPORTS = tl.constexpr(words_of.NUM_REPORTS)
+NUM_READ = tl.constexpr(words_of.NUM_READ)
+LAYOUT_TOKEN = tl.constexpr(words_of.LAYOUT_TOKEN)
+LAYOUT_COLUMN = tl.constexpr(words_of.LAYOUT_COLUMN)
+LAYOUT_VALUE = tl.constexpr(words_of.LAYOUT_VALUE)
+LAYOUT_EXPERTS = tl.constexpr(words_of.LAYOUT_EXPERTS)
 
 
 @triton.jit
 def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK: tl.constexpr):
-    """Which of a rank's experts some tokens chose, slot by slot, and whether a slot chose one of them at all.
+    """Which of a rank's experts some tokens chose, slot by slot, and whether a slot chose one of them at all;
+    and the ids.
 
     Of experts 2 and 3 at rank 1, a token's slots [3, 0] are [1, -2], and only the first is here.
     """
@@ -25,7 +35,17 @@ def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOP
     is_slot = is_token[:, None] & (slots < num_topk)[None, :]
     ids = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
     local = ids - rank * local_experts
-    return local.to(tl.int32), is_slot & (local >= 0) & (local < local_experts)
+    return local.to(tl.int32), is_slot & (local >= 0) & (local < local_experts), ids
+
+
+@triton.jit
+def first_wrong_id(ids, tokens, num_topk, num_experts, TOPK_BLOCK: tl.constexpr):
+    """The first place (token * top-k + slot) of an id that is neither an expert nor -1; NO_PLACE if there is
+    none. Of 4 experts, the ids [[0, -1], [3, 4]] of tokens 5 and 6 have one at 13.
+    """
+    places = tokens.to(tl.int64)[:, None] * num_topk + tl.arange(0, TOPK_BLOCK)[None, :]
+    is_wrong = (ids < -1) | (ids >= num_experts)
+    return tl.min(tl.min(tl.where(is_wrong, places, NO_PLACE), axis=1), axis=0)
 
 
 @triton.jit
@@ -44,12 +64,13 @@ def count_experts(local, is_here, first_expert, EXPERT_BLOCK: tl.constexpr):
     return tl.histogram(flat, EXPERT_BLOCK, mask=flat < EXPERT_BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_topk", "local_experts"])
+@triton.jit(do_not_specialize=["told", "num_tokens", "num_topk", "local_experts"])
 def count_layout(
     topk_idx,
     tokens_per_rank,
     tokens_per_expert,
     in_rank,
+    told: tl.int64,
     num_tokens,
     num_topk,
     local_experts,
@@ -63,17 +84,26 @@ def count_layout(
     With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks: tokens_per_rank [1, 1],
     tokens_per_expert [1, 1, 0, 1], in_rank [[1, 0], [0, 1]].
 
+    An id that is neither an expert nor -1 goes nowhere, and the host is told of the first such: with topk_idx
+    [[0, 1], [3, 9]] the words at `told`, in its memory, are [n + 1, n, 1, 1, 9, 4] if both first ones were n.
+
     One program per rank and `EXPERT_BLOCK` of its experts looks at all tokens: so nothing has to be cleared
     before, which would take longer. `TOPK_BLOCK` is a power of two that holds a token's slots.
     """
     rank, first_expert = tl.program_id(0), tl.program_id(1) * EXPERT_BLOCK
     num_here = tl.zeros((TILE_TOKENS,), tl.int32)
     by_expert = tl.zeros((EXPERT_BLOCK,), tl.int32)
+    wrong = tl.full((), NO_PLACE, tl.int64)
     for start in range(0, num_tokens, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
         is_token = tokens < num_tokens
-        local, is_here = local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK)
+        local, is_here, ids = local_choices(
+            topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK
+        )
         by_expert += count_experts(local, is_here, first_expert, EXPERT_BLOCK)
+        if (first_expert == 0) & (rank == 0):
+            place = first_wrong_id(ids, tokens, num_topk, NUM_RANKS * local_experts, TOPK_BLOCK)
+            wrong = tl.minimum(wrong, place)
         if first_expert == 0:
             here = tl.max(is_here.to(tl.int32), axis=1)
             num_here += here
@@ -82,6 +112,15 @@ def count_layout(
         tl.store(tokens_per_rank + rank, tl.sum(num_here, axis=0))
     experts = first_expert + tl.arange(0, EXPERT_BLOCK)
     tl.store(tokens_per_expert + rank * local_experts + experts, by_expert, mask=experts < local_experts)
+    if wrong != NO_PLACE:
+        words = told.to(tl.pointer_type(tl.int64))
+        num_reports = tl.load(words + NUM_REPORTS, volatile=True)
+        if num_reports == tl.load(words + NUM_READ, volatile=True):
+            tl.store(words + LAYOUT_TOKEN, wrong // num_topk)
+            tl.store(words + LAYOUT_COLUMN, wrong % num_topk)
+            tl.store(words + LAYOUT_VALUE, tl.load(topk_idx + wrong))
+            tl.store(words + LAYOUT_EXPERTS, (NUM_RANKS * local_experts).to(tl.int64))
+            tell_host(words + NUM_REPORTS, num_reports + 1)
 
 
 # What varies from call to call is not to be compiled in.
@@ -111,7 +150,8 @@ def place_tokens(
     Channels are contiguous ranges of `tokens_per_channel` tokens. With in_rank [[1, 0], [1, 1], [0, 1]] and 2
     channels of 2 tokens: position [[0, -1], [1, 0], [-1, 1]] and channel_counts [[2, 0], [1, 1]] (rank,
     channel). Where tokens_per_rank is not [2, 2] a word of `state` says so; and if there are choices of
-    experts (TOPK_BLOCK is not 0), also where they contradict in_rank or tokens_per_expert.
+    experts (TOPK_BLOCK is not 0), also where they contradict in_rank or tokens_per_expert, or where one is
+    neither an expert nor -1.
 
     One program per rank and channel; and if there are choices, after those, one per rank and `EXPERT_BLOCK`
     of its experts. `TOPK_BLOCK` is a power of two that holds a token's slots.
@@ -180,6 +220,7 @@ def place_channel(
     before = tl.sum(earlier, axis=0)
     counted = 0
     wrong_token = tl.full((), NO_TOKEN, tl.int64)
+    wrong_id = tl.full((), NO_PLACE, tl.int64)
     for start in range(first, end, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
         is_token = tokens < end
@@ -188,13 +229,21 @@ def place_channel(
         tl.store(position + tokens * NUM_RANKS + rank, tl.where(here > 0, place, -1), mask=is_token)
         counted += tl.sum(here, axis=0)
         if TOPK_BLOCK:
-            _, is_here = local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK)
+            _, is_here, ids = local_choices(
+                topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK
+            )
+            # All ranks' programs see all ids: one of them looks.
+            if rank == 0:
+                found = first_wrong_id(ids, tokens, num_topk, NUM_RANKS * local_experts, TOPK_BLOCK)
+                wrong_id = tl.minimum(wrong_id, found)
             is_wrong = is_token & (tl.max(is_here.to(tl.int32), axis=1) != here)
             first_wrong = tl.min(tl.where(is_wrong, tokens, NO_TOKEN), axis=0)
             wrong_token = tl.minimum(wrong_token, first_wrong.to(tl.int64))
     tl.store(channel_counts + rank * num_channels + channel, counted)
     problem = tl.full((), 0, tl.int64)
-    if wrong_token < NO_TOKEN:
+    if wrong_id != NO_PLACE:
+        problem = wrong_word(WRONG_ID, wrong_id)
+    elif wrong_token < NO_TOKEN:
         problem = wrong_word(WRONG_TOKEN, wrong_token * NUM_RANKS + rank)
     elif (channel == num_channels - 1) & (tl.load(tokens_per_rank + rank) != before + counted):
         problem = wrong_word(WRONG_RANK_COUNT, rank.to(tl.int64))
@@ -220,7 +269,7 @@ def check_experts(
         for start in range(0, num_tokens, TILE_TOKENS):
             tokens = start + tl.arange(0, TILE_TOKENS)
             is_token = tokens < num_tokens
-            local, is_here = local_choices(
+            local, is_here, _ = local_choices(
                 topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK
             )
             by_expert += count_experts(local, is_here, first_expert, EXPERT_BLOCK)

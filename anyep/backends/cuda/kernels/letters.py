@@ -14,8 +14,11 @@ import triton.language as tl
 from anyep import layout, outcomes
 from anyep.backends.cuda import facts as words_of
 from anyep.backends.cuda.kernels.atomics import is_raised, release_max, tell_host, wait_for_all
+from anyep.backends.cuda.kernels.counting import LAST_PLACE, NO_PLACE, wrong_word
+from anyep.backends.cuda.kernels.digests import mixed_channels, mixed_rows
 from anyep.headers import MAX_OFFERS as MOST_OFFERS
 from anyep.headers import REFUSED_BY_COUNTS as BY_COUNTS
+from anyep.headers import REFUSED_BY_IDS as BY_IDS
 from anyep.headers import Field
 
 GOOD = tl.constexpr(outcomes.GOOD)
@@ -56,6 +59,10 @@ REPORTED_NUMBER = tl.constexpr(words_of.REPORTED_NUMBER)
 REPORTED_KIND = tl.constexpr(words_of.REPORTED_KIND)
 REPORTED_WAIT = tl.constexpr(words_of.REPORTED_WAIT)
 REPORTED_WRONG = tl.constexpr(words_of.REPORTED_WRONG)
+REPORTED_VALUE = tl.constexpr(words_of.REPORTED_VALUE)
+WRONG_SHIFT = tl.constexpr(words_of.WRONG_SHIFT)
+WRONG_ID = tl.constexpr(words_of.WRONG_ID)
+OTHER_ROUTING = tl.constexpr(words_of.OTHER_ROUTING)
 REPORTED_HEADERS = tl.constexpr(words_of.REPORTED_HEADERS)
 
 PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
@@ -83,6 +90,7 @@ NUM_OFFERS = tl.constexpr(int(Field.NUM_OFFERS))
 OFFERS = tl.constexpr(int(Field.OFFERS))
 MAX_OFFERS = tl.constexpr(MOST_OFFERS)
 REFUSED_BY_COUNTS = tl.constexpr(BY_COUNTS)
+REFUSED_BY_IDS = tl.constexpr(BY_IDS)
 NUM_WORDS = tl.constexpr(layout.LETTER_HEADER_BYTES // layout.COUNTER_BYTES)
 HEADER_BYTES = tl.constexpr(layout.LETTER_HEADER_BYTES)
 
@@ -314,6 +322,43 @@ def post_counts(
 
 
 @triton.jit
+def begin_digests(digests, channels, first_rows, is_channel, ranks, is_rank):
+    """Begin each rank's digest with where the channels of its rows begin: m(-1) + m(-1 - (2**32 + 3)) for
+    first_rows [0, 3], where m mixes a word."""
+    hashes = mixed_channels(tl.broadcast_to(channels[None, :], first_rows.shape), first_rows, is_channel)
+    tl.store(digests + ranks, tl.sum(hashes, axis=1), mask=is_rank)
+
+
+@triton.jit
+def post_digests(there, digests, is_told, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """Add this rank's digests to its letters: every peer finds all of them after the header."""
+    index = tl.arange(0, 2 * RANK_BLOCK)
+    is_digest = index < 2 * NUM_RANKS
+    mine = tl.load(digests + index, mask=is_digest, other=0)
+    tl.store(
+        words_at(there + HEADER_BYTES)[:, None] + index[None, :],
+        tl.broadcast_to(mine[None, :], (RANK_BLOCK, 2 * RANK_BLOCK)),
+        mask=is_told[:, None] & is_digest[None, :],
+    )
+
+
+@triton.jit
+def first_other_rows(here, ranks, is_rank, NUM_RANKS: tl.constexpr):
+    """The first rows, as sender * ranks + receiver, of which these two ranks' letters have different digests;
+    NO_PLACE if there are none.
+
+    If the letter of rank 0 has the digests [1, 2, 1, 3] and that of rank 1 has [3, 4, 9, 4] it is 1: what
+    rank 0 sent to rank 1 (2) is not what that got (9).
+    """
+    words = words_at(here + HEADER_BYTES)
+    is_pair = is_rank[:, None] & is_rank[None, :]
+    sent = tl.load(words[:, None] + ranks[None, :], mask=is_pair, other=0, volatile=True)
+    received = tl.load(words[None, :] + NUM_RANKS + ranks[:, None], mask=is_pair, other=0, volatile=True)
+    pairs = (ranks[:, None] * NUM_RANKS + ranks[None, :]).to(tl.int64)
+    return tl.min(tl.min(tl.where(sent != received, pairs, NO_PLACE), axis=1), axis=0)
+
+
+@triton.jit
 def read_counts(
     here,
     num_channels,
@@ -321,6 +366,7 @@ def read_counts(
     rank_prefix,
     channel_prefix,
     recv_channel_prefix,
+    digests,
     totals,
     ranks,
     is_rank,
@@ -334,6 +380,7 @@ def read_counts(
     rank_prefix [[2, 1], [3, 4]]. What is counted in channel_prefix, [[1, 0], [1, 2]], becomes
     [[1, 1], [1, 3]] (inclusive); by channel [1, 0] and [1, 2] in the letters give recv_channel_prefix
     [[0, 1], [0, 1]] (exclusive). Returned are the rows [3, 4]; totals are the tokens for each local expert.
+    The digests begin with where channels begin, here at 0 and 1 for each rank, in both directions.
     """
     words = (here + HEADER_BYTES).to(tl.pointer_type(tl.int32))
     is_pair = is_rank[:, None] & is_rank[None, :]
@@ -344,10 +391,14 @@ def read_counts(
     is_channel = is_rank[:, None] & (channels < num_channels)[None, :]
     place = ranks[:, None] * num_channels + channels[None, :]
     sent = tl.load(channel_prefix + place, mask=is_channel, other=0)
-    tl.store(channel_prefix + place, tl.cumsum(sent, axis=1), mask=is_channel)
+    until = tl.cumsum(sent, axis=1)
+    tl.store(channel_prefix + place, until, mask=is_channel)
+    begin_digests(digests, channels, until - sent, is_channel, ranks, is_rank)
     theirs = words[:, None] + NUM_RANKS + channels[None, :]
     received = tl.load(theirs, mask=is_channel, other=0, volatile=True)
-    tl.store(recv_channel_prefix + place, tl.cumsum(received, axis=1) - received, mask=is_channel)
+    before = tl.cumsum(received, axis=1) - received
+    tl.store(recv_channel_prefix + place, before, mask=is_channel)
+    begin_digests(digests + NUM_RANKS, channels, before, is_channel, ranks, is_rank)
     experts = tl.arange(0, EXPERT_BLOCK)
     is_expert = is_rank[:, None] & (experts < local_experts)[None, :]
     theirs = words[:, None] + NUM_RANKS + num_channels + experts[None, :]
@@ -366,6 +417,8 @@ def exchange_letters(
     places,
     letter: tl.int64,
     routing,
+    digests,
+    topk_idx,
     counts,
     expert_counts,
     channel_prefix,
@@ -391,9 +444,11 @@ def exchange_letters(
     8 (out), and this rank posts no more letters: peers may still look for the one of the call before.
 
     With blocks for channels and experts (powers of two that hold them) the letters have counts: by rank, by
-    channel (in channel_prefix) and by expert. `routing` is filled (as rank_prefix), and the host finds its
-    rows at `totals` and everyone's at `rows_of`, closed by `ticket`, if that is not 0.
-    Without them a checksum of `routing` must agree.
+    channel (in channel_prefix) and by expert. `routing` is filled (as rank_prefix), the digests are begun,
+    and the host finds its rows at `totals` and everyone's at `rows_of`, closed by `ticket`, if that is not 0.
+    If a word of the state says that one of `topk_idx` is no expert, the host is told which.
+    Without them a checksum of `routing` must agree; and of each two ranks, the digests of the rows from one
+    to the other: if not, the outcome is 2 as well, and the host is told which two.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -416,7 +471,8 @@ def exchange_letters(
     is_wrong = tl.load(state + IS_WRONG)
     if CHANNEL_BLOCK:
         tl.store(state + IS_WRONG, 0)
-        mine = tl.where((index == REFUSED) & (is_wrong != 0), REFUSED_BY_COUNTS, mine)
+        refusal = tl.where(is_wrong >> WRONG_SHIFT == WRONG_ID, REFUSED_BY_IDS, REFUSED_BY_COUNTS)
+        mine = tl.where((index == REFUSED) & (is_wrong != 0), refusal, mine)
     elif not IS_REFUSED:
         mine = tl.where(index == ROUTING, checksum(routing, ranks, is_rank, NUM_RANKS), mine)
     box = call % 2 * tl.load(facts + BOX_STRIDE) + tl.load(facts + MAILBOX_AT)
@@ -442,6 +498,8 @@ def exchange_letters(
             CHANNEL_BLOCK,
             EXPERT_BLOCK,
         )
+    elif not IS_REFUSED:
+        post_digests(there, digests, is_told, NUM_RANKS, RANK_BLOCK)
     release_max(headers_there, call, is_told)
     here = own + box + ranks * stride
     headers_here = words_at(here)
@@ -454,6 +512,12 @@ def exchange_letters(
     # Letters are compared if all are there: who lacks one has given up, and must not take that for less.
     are_all_there = tl.max(bad, axis=0) == GOOD
     bad = tl.where(are_all_there & ((differ > 0) | is_refused), DIFFERENT, bad)
+    if (not CHANNEL_BLOCK) and (not IS_REFUSED):
+        other = first_other_rows(here, ranks, is_rank, NUM_RANKS)
+        # What else is different is why these are, too.
+        is_other = (other != NO_PLACE) & (tl.max(tl.where(is_rank, bad, GOOD), axis=0) == GOOD)
+        bad = tl.where(is_other & (ranks == other // NUM_RANKS), DIFFERENT, bad)
+        is_wrong = tl.where(is_other, wrong_word(OTHER_ROUTING, other), is_wrong)
     rows = word_of(headers_here, is_rank, RESULT_ROWS)
     if CHANNEL_BLOCK:
         arriving = read_counts(
@@ -463,6 +527,7 @@ def exchange_letters(
             routing,
             channel_prefix,
             recv_channel_prefix,
+            digests,
             words_at(totals) + TOTAL_BY_EXPERT,
             ranks,
             is_rank,
@@ -493,6 +558,10 @@ def exchange_letters(
             to = report_words + REPORTED_HEADERS + ranks[:, None] * NUM_WORDS + index[None, :]
             tl.store(to, theirs, mask=is_rank[:, None] & (index >= 0)[None, :])
             tl.store(report_words + REPORTED_WRONG, is_wrong)
+            if CHANNEL_BLOCK:
+                is_id = is_wrong >> WRONG_SHIFT == WRONG_ID
+                place = LAST_PLACE - (is_wrong & LAST_PLACE)
+                tl.store(report_words + REPORTED_VALUE, tl.load(topk_idx + place, mask=is_id, other=0))
         report(facts, state, outcome)
     if CHANNEL_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
         if ticket != 0:
@@ -558,6 +627,7 @@ def fill_send_head(
     send_head,
     rank_prefix,
     in_rank,
+    digests,
     num_tokens,
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
@@ -566,7 +636,8 @@ def fill_send_head(
     """Where each token's row lies at each receiver: after the rows of lower ranks; and whether it has one.
 
     For rank 1 with rank_prefix [[2, 1], ...] send_head [[0, 0], [-1, 1]], which numbers the rows that this
-    rank sends, becomes [[2, 1], [-1, 2]], and in_rank is [[1, 1], [0, 1]].
+    rank sends, becomes [[2, 1], [-1, 2]], and in_rank is [[1, 1], [0, 1]]. To the digests of the rows to
+    ranks 0 and 1 m(2 << 32) and m(1 << 32) + m((2 << 32) + 1) are added, where m mixes a word.
     """
     rank = tl.load(facts + RANK)
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -576,5 +647,8 @@ def fill_send_head(
     is_place = (tokens < num_tokens)[:, None] & is_peer[None, :]
     index = tokens[:, None] * NUM_RANKS + peers[None, :]
     place = tl.load(send_head + index, mask=is_place, other=-1)
-    tl.store(send_head + index, tl.where(place >= 0, place + before[None, :], -1), mask=is_place)
+    rows = tl.where(place >= 0, place + before[None, :], -1)
+    tl.store(send_head + index, rows, mask=is_place)
+    hashes = mixed_rows(rows, tl.broadcast_to(tokens[:, None], rows.shape), place >= 0)
+    tl.atomic_add(digests + peers, tl.sum(hashes, axis=0), mask=is_peer, sem="relaxed", scope="gpu")
     tl.store(in_rank + index, (place >= 0).to(tl.int8), mask=is_place)

@@ -61,6 +61,7 @@ from anyep.backends.cuda.kernels.letters import (
     RANK,
     REPORT,
     REPORTED_HEADERS,
+    REPORTED_VALUE,
     REPORTED_WRONG,
     STOPPED,
     WAITED_FOR,
@@ -87,6 +88,7 @@ ROUND_BITS = tl.constexpr(32)
 NUMBER_IN_ROUND = tl.constexpr((1 << 32) - 1)
 MASKED = tl.constexpr(outcomes.MASKED)
 MISSING = tl.constexpr(outcomes.MISSING)
+BAD_IDS = tl.constexpr(outcomes.BAD_IDS)
 
 CALLS_AT = tl.constexpr(words_of.CALLS_AT)
 NOTE_AT = tl.constexpr(words_of.NOTE_AT)
@@ -100,15 +102,22 @@ MASK_STRIDE = tl.constexpr(words_of.MASK_STRIDE)
 NUM_SENT = tl.constexpr(words_of.NUM_SENT)
 NUM_TAKEN = tl.constexpr(words_of.NUM_TAKEN)
 MISSING_ROW = tl.constexpr(words_of.MISSING_ROW)
+WRONG_PLACE = tl.constexpr(words_of.WRONG_PLACE)
+WRONG_VALUE = tl.constexpr(words_of.WRONG_VALUE)
+REPORTED_EXPERTS = tl.constexpr(words_of.REPORTED_EXPERTS)
 NOTE_HEADER = tl.constexpr(words_of.NOTE_HEADER)
 RANGES = tl.constexpr(words_of.RANGES)
+EXPERTS_WORD = tl.constexpr(5)
 
 NO_ROWS_MISSING = 2**63 - 1
 """What `sum_tokens` leaves alone if it finds all rows."""
 NONE_MISSING = tl.constexpr(NO_ROWS_MISSING)
 BY_HANDLE = 1
-"""In the word REFUSED of a note: the handle's contents are wrong. Others say where the reason stands."""
+BY_IDS = 2
+"""In the word REFUSED of a note: the handle's contents are wrong, or an id is no expert. Others say where the
+reason stands."""
 REFUSED_BY_HANDLE = tl.constexpr(BY_HANDLE)
+REFUSED_BY_IDS = tl.constexpr(BY_IDS)
 
 
 # Masks
@@ -286,8 +295,8 @@ def post_notes(facts, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_B
     """Close this rank's sending at every reader that is not masked.
 
     With number 7 and the header [-, 0, 4, ...] in the state, a reader that acquires 7 in word 0 of its note
-    finds 0 and 4 after it, and all that was written before. If the handle was found to be wrong the note
-    says so; if the call went wrong in another way nothing is posted.
+    finds 0 and 4 after it, and all that was written before. If the handle or an id was found to be wrong the
+    note says so; if the call went wrong in another way nothing is posted.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -295,7 +304,7 @@ def post_notes(facts, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_B
     outcome = outcome_so_far(state)
     tl.store(state + OUTCOME, outcome)
     code = outcome % NUM_CODES
-    is_good = (code == GOOD) | (code == BAD_HANDLE)
+    is_good = (code == GOOD) | (code == BAD_HANDLE) | (code == BAD_IDS)
     known = tl.load(generations + ranks, mask=is_rank, other=1)
     is_open = is_rank & (known % 2 == 0) & is_good
     there = notes_of(facts, tl.load(heaps + ranks, mask=is_rank, other=0), number)
@@ -303,6 +312,7 @@ def post_notes(facts, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_B
     index = tl.arange(0, NOTE_WORDS)
     words = tl.load(state + NOTE_HEADER + index)
     words = tl.where((index == REFUSED) & (code == BAD_HANDLE), REFUSED_BY_HANDLE, words)
+    words = tl.where((index == REFUSED) & (code == BAD_IDS), REFUSED_BY_IDS, words)
     tl.store(
         there[:, None] + index[None, :],
         tl.broadcast_to(words[None, :], (RANK_BLOCK, NOTE_WORDS)),
@@ -347,6 +357,8 @@ def close_call(
         is_read = tl.load(words + NUM_REPORTS, volatile=True) == tl.load(words + NUM_READ, volatile=True)
         is_heard = is_read & (tl.load(state + IS_REPORTED) == 0)
         tl.store(words + REPORTED_WRONG, tl.load(state + IS_WRONG), mask=is_heard)
+        tl.store(words + REPORTED_VALUE, tl.load(state + WRONG_VALUE), mask=is_heard)
+        tl.store(words + REPORTED_EXPERTS, tl.load(state + NOTE_HEADER + EXPERTS_WORD), mask=is_heard)
         report(facts, state, outcome)
 
 
@@ -403,13 +415,15 @@ def open_call(
     tl.store(state + NUM_SENT, 0)
     tl.store(state + NUM_TAKEN, 0)
     tl.store(state + MISSING_ROW, NONE_MISSING)
+    tl.store(state + WRONG_PLACE, NONE_MISSING)
+    tl.store(state + WRONG_VALUE, 0)
     header = state + NOTE_HEADER
     tl.store(header, number)
     tl.store(header + 1, refused)
     tl.store(header + 2, kind)
     tl.store(header + 3, max_tokens)
     tl.store(header + 4, hidden)
-    tl.store(header + 5, num_experts)
+    tl.store(header + EXPERTS_WORD, num_experts)
     tl.store(header + 6, travel)
     tl.store(header + 7, 0)
     tl.debug_barrier()
@@ -525,11 +539,39 @@ def finish_call(
     close_call(facts, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
 
 
+# Ids
+
+
+@triton.jit
+def look_for_wrong_ids(state, ids, places, num_experts, is_told):
+    """Remember the first place of an id that is neither an expert nor -1.
+
+    Of 4 experts, the ids [-1, 4] at the places [6, 7] leave 7 in the state, if there was none or a later one.
+    """
+    is_wrong = (ids < -1) | (ids >= num_experts)
+    place = tl.min(tl.where(is_wrong, places, NONE_MISSING), axis=0)
+    is_new = is_told & (place != NONE_MISSING)
+    tl.atomic_min(state + WRONG_PLACE, place, mask=is_new, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def refuse_wrong_ids(facts, state, topk_idx, NUM_TOPK: tl.constexpr):
+    """If some program found an id that is no expert the state says so, and which: with 7 as the first place
+    and 2 ids per token, the word IS_WRONG is 3 << 32 | 1. For one program, after all others."""
+    place = tl.load(state + WRONG_PLACE, volatile=True)
+    if place != NONE_MISSING:
+        tl.store(state + IS_WRONG, (place // NUM_TOPK << COUNT_BITS) | (place % NUM_TOPK))
+        tl.store(state + WRONG_VALUE, tl.load(topk_idx + place))
+        tl.store(state + BAD_ROWS, tl.load(facts + RANK) * NUM_CODES + BAD_IDS)
+        tl.debug_barrier()
+
+
 # Dispatch
 
 
 @triton.jit
 def cast_token(
+    state,
     x,
     hidden,
     topk_idx,
@@ -548,6 +590,7 @@ def cast_token(
     slots = tl.arange(0, SLOT_BLOCK)
     experts = tl.load(topk_idx + token * NUM_TOPK + slots, mask=slots < NUM_TOPK, other=-1)
     is_wanted = tl.max(((experts >= 0) & (experts < num_experts)).to(tl.int32), axis=0) > 0
+    look_for_wrong_ids(state, experts, token * NUM_TOPK + slots, num_experts, share == 0)
     source = x + token * hidden
     payload = messages + token * message_bytes + MESSAGE_HEADER_BYTES
     for start in range(share * TILE_BLOCKS * CHANNELS, hidden, NUM_SHARES * TILE_BLOCKS * CHANNELS):
@@ -626,7 +669,8 @@ def send_tokens(
     With topk_idx [[1, 0], [-1, 1]] and 1 expert on each of 2 ranks both tokens are written: as RAW the 2 *
     hidden bytes of token 1 follow a 16-byte header, `message_bytes` after those of token 0; as FP8 hidden
     bytes and their scales do. Reader 0 finds the list [0], and 1 in its note; reader 1 finds [0, 1] and 2. A
-    token that chose an expert twice is listed once. Nothing is left for a masked reader.
+    token that chose an expert twice is listed once. Nothing is left for a masked reader. With topk_idx
+    [[1, 0], [-1, 5]] the outcome is 9 (bad ids), and the notes say that this call is refused.
 
     messages[set, r] is the address of rank r's first message, lists[set, r] that of the list for reader r's
     first expert; the next expert's is `list_stride` further on. The first programs list an expert's tokens
@@ -662,6 +706,7 @@ def send_tokens(
             own = tl.load(messages + table + tl.load(facts + RANK)).to(tl.pointer_type(tl.uint8))
             token = (program - num_experts) // NUM_SHARES
             cast_token(
+                state,
                 x,
                 hidden,
                 topk_idx,
@@ -677,6 +722,7 @@ def send_tokens(
                 TILE_BLOCKS,
             )
     if is_last(state + NUM_SENT):
+        refuse_wrong_ids(facts, state, topk_idx, NUM_TOPK)
         post_notes(facts, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
 
 
@@ -853,23 +899,26 @@ def stage_rows(
                 tl.store(payload + columns, values, mask=columns < hidden)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids"])
 def return_rows(
     facts,
     heaps,
     generations,
     state,
     x,
+    topk_idx,
     src_info,
     layout_range,
     messages,
     lists,
+    num_ids,
     hidden,
     message_bytes,
     list_stride,
     local_experts,
     rows_per_expert,
     USE_LOGFMT: tl.constexpr,
+    NUM_TOPK: tl.constexpr,
     NUM_SHARES: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -882,13 +931,14 @@ def return_rows(
     With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] rows 0 to 2 of expert 0 are put there;
     reader 0 finds the tokens [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 | 1. Nothing is
     left for a masked reader. With tokens [[3, 0, 1]] the outcome is 5 (bad handle), and the notes say that
-    this call is refused.
+    this call is refused; and so they do where one of the `num_ids` ids by which rows will be added up is
+    neither an expert nor -1, and the outcome is 9 (bad ids).
 
     messages[set, r] is the address of rank r's first message, lists[set, r] that of the list for reader r of
     expert 0's rows; the next expert's is `list_stride` further on. The first programs leave a list each, for
-    (expert, reader); then `NUM_SHARES` programs copy each expert's rows, `TILE_BLOCKS` blocks of 128 values
-    at a time, as they are or in LogFMT. Without the latter, the rows are in their places already. x is
-    uint16.
+    (expert, reader), and look at some ids; then `NUM_SHARES` programs copy each expert's rows, `TILE_BLOCKS`
+    blocks of 128 values at a time, as they are or in LogFMT. Without the latter, the rows are in their places
+    already. x is uint16.
     """
     program = tl.program_id(0)
     num_lists = NUM_RANKS * local_experts
@@ -897,6 +947,10 @@ def return_rows(
         table = number % NUM_SETS * NUM_RANKS
         rank = tl.load(facts + RANK)
         if program < num_lists:
+            for first in range(program * TILE_ROWS, num_ids, num_lists * TILE_ROWS):
+                places = first + tl.arange(0, TILE_ROWS)
+                ids = tl.load(topk_idx + places, mask=places < num_ids, other=-1)
+                look_for_wrong_ids(state, ids, places.to(tl.int64), num_lists, True)
             expert = (program // NUM_RANKS).to(tl.int64)
             reader = program % NUM_RANKS
             note = notes_of(facts, tl.load(heaps + reader), number) + rank * tl.load(facts + NOTE_STRIDE)
@@ -935,6 +989,7 @@ def return_rows(
                 TILE_BLOCKS,
             )
     if is_last(state + NUM_SENT):
+        refuse_wrong_ids(facts, state, topk_idx, NUM_TOPK)
         post_notes(facts, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
 
 
@@ -1016,7 +1071,7 @@ def sum_tokens(
     The ranges in the state say which rows of expert e of rank r are this rank's, lists[set, r] is the address
     of the list of their tokens for expert 0, messages[set, r] that of the first row's message. With 1 expert
     per rank, topk_idx [[1, 0]], weights [[0.5, 2]] and a row of 4s at rank 1, of 1s at rank 0, out is a row
-    of 4s: 4 * 0.5 + 1 * 2. Experts that are none or masked are skipped. Where rank r returned no row for a
+    of 4s: 4 * 0.5 + 1 * 2. No expert (-1) and masked ones are skipped. Where rank r returned no row for a
     token that should have been there, the outcome is 7 (missing), and the host hears of the first such.
 
     Program (t, i) takes the i-th share of token t's values, `TILE_BLOCKS` blocks of 128 at a time. It looks

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from anyep import outcomes
 from anyep.backends.cuda import facts as words_of
+from anyep.backends.cuda.kernels.digests import mixed_rows
 
 PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
 PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
@@ -216,23 +217,41 @@ def unpack_window(
     rank,
     source,
     ids,
+    rank_prefix,
+    digests,
     num_result_rows,
     num_topk,
+    NUM_RANKS: tl.constexpr,
     PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copy the source indices out of this rank's window, for a handle that outlives it; pad the top-k ids.
 
     With 1 row received where 2 were allowed for, and ids [[3], [?]], the ids become [[3], [-1]] (if PAD).
-    Without a window only the ids are padded. Programs take blocks of `BLOCK` indices and ids.
+    Without a window the indices are there already. Programs take blocks of `BLOCK` indices and ids.
+
+    To the digests of the rows from each rank, which follow those of the rows to each rank, the hashes of its
+    rows are added: for rank 0 with rank_prefix [[1, 0], [3, 0]] and the indices [4, 0, 2] that is m(4) for
+    rank 0 and m(1 << 32) + m((2 << 32) + 2) for rank 1, where m mixes a word.
     """
     # Of a call that went wrong nothing has arrived: whoever reads its ids finds no expert in them.
     num_rows = tl.where(tl.load(state + OUTCOME) == 0, tl.load(state + NUM_ROWS), 0)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sources = tl.load(places + PLACE_WORDS * rank + 1)
-    is_row = (offsets < num_rows) & (offsets < num_result_rows) & (sources != 0)
-    rows = tl.load(sources.to(tl.pointer_type(tl.int32)) + offsets, mask=is_row, other=0, volatile=True)
-    tl.store(source + offsets, rows, mask=is_row)
+    is_row = (offsets < num_rows) & (offsets < num_result_rows)
+    in_window = is_row & (sources != 0)
+    there = tl.load(sources.to(tl.pointer_type(tl.int32)) + offsets, mask=in_window, other=0, volatile=True)
+    here = tl.load(source + offsets, mask=is_row & (sources == 0), other=0)
+    tokens = tl.where(sources != 0, there, here)
+    tl.store(source + offsets, tokens, mask=in_window)
+    hashes = mixed_rows(offsets, tokens, is_row)
+    first = 0
+    for peer in range(NUM_RANKS):
+        end = tl.load(rank_prefix + peer * NUM_RANKS + rank)
+        is_from = (offsets >= first) & (offsets < end)
+        total = tl.sum(tl.where(is_from, hashes, 0), axis=0)
+        tl.atomic_add(digests + NUM_RANKS + peer, total, mask=total != 0, sem="relaxed", scope="gpu")
+        first = end
     if PAD:
         step = tl.num_programs(0).to(tl.int64) * BLOCK
         for start in range(0, num_result_rows.to(tl.int64) * num_topk, step):
