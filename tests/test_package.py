@@ -101,7 +101,7 @@ def test_exceptions_travel(name: str, also: type[Exception]) -> None:
 LAYERS = (
     ("version", "errors", "machine", "launch", "progress", "ending", "nixl_packages", "requirements"),
     ("sizes", "settings"),
-    ("topology", "layout", "formats", "freelist", "events", "headers", "outcomes"),
+    ("topology", "layout", "formats", "freelist", "events", "headers", "outcomes", "digests"),
     ("agreement", "roll_call", "rendezvous"),
     ("backends", "network"),
     ("modes",),
