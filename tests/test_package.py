@@ -82,7 +82,7 @@ def test_exceptions_travel(name: str, also: type[Exception]) -> None:
 LAYERS = (
     ("version", "errors", "machine", "launch"),
     ("sizes",),
-    ("topology", "layout", "formats", "freelist", "events", "rendezvous", "headers", "outcomes"),
+    ("topology", "layout", "formats", "freelist", "events", "rendezvous", "headers", "outcomes", "digests"),
     ("backends", "network"),
     ("modes",),
     ("arguments", "low_latency_arguments", "buffer"),
