@@ -352,7 +352,11 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Count tokens per rank and per expert, and mark which token goes to which rank. No peer is asked."""
+        """Count tokens per rank and per expert, and mark which token goes to which rank. No peer is asked.
+
+        In `topk_idx` -1 means "no expert"; any other id outside of the experts is refused. A kernel on a GPU
+        finds it, and the next contact with this Buffer raises it.
+        """
         runtime = self._check_usable()
         previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
         arguments.check_devices(self._device, topk_idx=topk_idx)
@@ -386,7 +390,8 @@ class Buffer:
         """Send each token to every rank that holds one of its experts.
 
         Received rows are ordered by source rank, then source token. With a `handle` of an earlier dispatch
-        the routing is taken from it and only x is sent.
+        the routing is taken from it and only x is sent; all ranks must pass the handles of one dispatch. In
+        `topk_idx` -1 means "no expert"; any other id outside of the experts is refused.
         """
         runtime = self._check_usable()
         if handle is not None:
@@ -504,7 +509,10 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Add up each token's rows at its source: in float32, biases first, ranks ascending, rounded once."""
+        """Add up each token's rows at its source: in float32, biases first, ranks ascending, rounded once.
+
+        All ranks must pass the handles of one dispatch.
+        """
         runtime = self._check_usable()
         call = self._conversation.begin(Kind.COMBINE)
 
@@ -619,8 +627,9 @@ class Buffer:
     ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
         """Send each token to each of its experts; rows come packed by expert, in a fixed order.
 
-        With `return_recv_hook` the call only sends, and the hook that it returns receives. At most two calls
-        may be in flight.
+        In `topk_idx` -1 means "no expert"; any other id outside of the experts is refused. With
+        `return_recv_hook` the call only sends, and the hook that it returns receives. At most two calls may
+        be in flight.
         """
         mode = self._check_low_latency()
         call = mode.begin(Kind.LOW_LATENCY_DISPATCH)
@@ -677,7 +686,10 @@ class Buffer:
         out: torch.Tensor | None = None,
         combine_wait_recv_cost_stats: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
-        """Add up each token's rows at its source: weighted, in float32, in top-k order, rounded once."""
+        """Add up each token's rows at its source: weighted, in float32, in top-k order, rounded once.
+
+        `topk_idx` is that of the dispatch; -1 means "no expert".
+        """
         mode = self._check_low_latency()
         call = mode.begin(Kind.LOW_LATENCY_COMBINE)
 

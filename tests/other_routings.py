@@ -78,8 +78,9 @@ def mixes(draw: st.DrawFn, num_ranks: int) -> Mix:
 
 
 def rows_like(device: str, mix: Mix, rank: int, scale: float = 1.0) -> torch.Tensor:
-    values = torch.arange(mix.num_tokens * HIDDEN).view(mix.num_tokens, HIDDEN) % 13 + rank
-    return (values * scale).bfloat16().to(device)
+    # On the device from the start: a graph that is captured cannot copy there.
+    numbers = torch.arange(mix.num_tokens * HIDDEN, dtype=torch.int64, device=device)
+    return ((numbers.view(mix.num_tokens, HIDDEN) % 13 + rank) * scale).bfloat16()
 
 
 def first_dispatch(buffer: Buffer, mix: Mix, rank: int, is_second: bool, device: str) -> Any:

@@ -15,7 +15,6 @@ WRONG_TOKEN = tl.constexpr(words_of.WRONG_TOKEN)
 WRONG_ID = tl.constexpr(words_of.WRONG_ID)
 LAST_PLACE = tl.constexpr(words_of.LAST_PLACE)
 NO_TOKEN = tl.constexpr(2**31 - 1)
-NO_PLACE = tl.constexpr(2**63 - 1)
 NUM_REPORTS = tl.constexpr(words_of.NUM_REPORTS)
 NUM_READ = tl.constexpr(words_of.NUM_READ)
 LAYOUT_TOKEN = tl.constexpr(words_of.LAYOUT_TOKEN)
@@ -39,13 +38,25 @@ def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOP
 
 
 @triton.jit
-def first_wrong_id(ids, tokens, num_topk, num_experts, TOPK_BLOCK: tl.constexpr):
-    """The first place (token * top-k + slot) of an id that is neither an expert nor -1; NO_PLACE if there is
-    none. Of 4 experts, the ids [[0, -1], [3, 4]] of tokens 5 and 6 have one at 13.
+def tokens_with_wrong_ids(ids, tokens, num_experts):
+    """Each token if one of its ids is neither an expert nor -1, else NO_TOKEN.
+
+    Of 4 experts, the ids [[0, -1], [3, 4]] of tokens 5 and 6 give [NO_TOKEN, 6].
     """
-    places = tokens.to(tl.int64)[:, None] * num_topk + tl.arange(0, TOPK_BLOCK)[None, :]
-    is_wrong = (ids < -1) | (ids >= num_experts)
-    return tl.min(tl.min(tl.where(is_wrong, places, NO_PLACE), axis=1), axis=0)
+    is_wrong = ((ids < -1) | (ids >= num_experts)).to(tl.int32)
+    return tl.where(tl.max(is_wrong, axis=1) > 0, tokens, NO_TOKEN)
+
+
+@triton.jit
+def first_wrong_place(topk_idx, token, num_topk, num_experts, TOPK_BLOCK: tl.constexpr):
+    """The place (token * top-k + slot) of the first id of a token that is neither an expert nor -1.
+
+    Of 4 experts, the ids [3, 4] of token 6 have it at 13.
+    """
+    slots = tl.arange(0, TOPK_BLOCK)
+    first = token.to(tl.int64) * num_topk
+    ids = tl.load(topk_idx + first + slots, mask=slots < num_topk, other=-1)
+    return first + tl.min(tl.where((ids < -1) | (ids >= num_experts), slots, TOPK_BLOCK), axis=0)
 
 
 @triton.jit
@@ -93,7 +104,8 @@ def count_layout(
     rank, first_expert = tl.program_id(0), tl.program_id(1) * EXPERT_BLOCK
     num_here = tl.zeros((TILE_TOKENS,), tl.int32)
     by_expert = tl.zeros((EXPERT_BLOCK,), tl.int32)
-    wrong = tl.full((), NO_PLACE, tl.int64)
+    num_experts = NUM_RANKS * local_experts
+    wrong_tokens = tl.full((TILE_TOKENS,), NO_TOKEN, tl.int32)
     for start in range(0, num_tokens, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
         is_token = tokens < num_tokens
@@ -101,9 +113,9 @@ def count_layout(
             topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK
         )
         by_expert += count_experts(local, is_here, first_expert, EXPERT_BLOCK)
+        # All programs see all ids: one of them looks. To reduce in every tile would take longer.
         if (first_expert == 0) & (rank == 0):
-            place = first_wrong_id(ids, tokens, num_topk, NUM_RANKS * local_experts, TOPK_BLOCK)
-            wrong = tl.minimum(wrong, place)
+            wrong_tokens = tl.minimum(wrong_tokens, tokens_with_wrong_ids(ids, tokens, num_experts))
         if first_expert == 0:
             here = tl.max(is_here.to(tl.int32), axis=1)
             num_here += here
@@ -112,15 +124,18 @@ def count_layout(
         tl.store(tokens_per_rank + rank, tl.sum(num_here, axis=0))
     experts = first_expert + tl.arange(0, EXPERT_BLOCK)
     tl.store(tokens_per_expert + rank * local_experts + experts, by_expert, mask=experts < local_experts)
-    if wrong != NO_PLACE:
-        words = told.to(tl.pointer_type(tl.int64))
-        num_reports = tl.load(words + NUM_REPORTS, volatile=True)
-        if num_reports == tl.load(words + NUM_READ, volatile=True):
-            tl.store(words + LAYOUT_TOKEN, wrong // num_topk)
-            tl.store(words + LAYOUT_COLUMN, wrong % num_topk)
-            tl.store(words + LAYOUT_VALUE, tl.load(topk_idx + wrong))
-            tl.store(words + LAYOUT_EXPERTS, (NUM_RANKS * local_experts).to(tl.int64))
-            tell_host(words + NUM_REPORTS, num_reports + 1)
+    if (first_expert == 0) & (rank == 0):
+        wrong_token = tl.min(wrong_tokens, axis=0)
+        if wrong_token < NO_TOKEN:
+            place = first_wrong_place(topk_idx, wrong_token, num_topk, num_experts, TOPK_BLOCK)
+            words = told.to(tl.pointer_type(tl.int64))
+            num_reports = tl.load(words + NUM_REPORTS, volatile=True)
+            if num_reports == tl.load(words + NUM_READ, volatile=True):
+                tl.store(words + LAYOUT_TOKEN, place // num_topk)
+                tl.store(words + LAYOUT_COLUMN, place % num_topk)
+                tl.store(words + LAYOUT_VALUE, tl.load(topk_idx + place))
+                tl.store(words + LAYOUT_EXPERTS, num_experts.to(tl.int64))
+                tell_host(words + NUM_REPORTS, num_reports + 1)
 
 
 # What varies from call to call is not to be compiled in.
@@ -219,8 +234,9 @@ def place_channel(
         earlier += tl.load(in_rank + tokens * NUM_RANKS + rank, mask=tokens < first, other=0)
     before = tl.sum(earlier, axis=0)
     counted = 0
-    wrong_token = tl.full((), NO_TOKEN, tl.int64)
-    wrong_id = tl.full((), NO_PLACE, tl.int64)
+    # Reduced when all tiles are done: in every tile it would take longer.
+    wrong_tokens = tl.full((TILE_TOKENS,), NO_TOKEN, tl.int32)
+    wrong_ids = tl.full((TILE_TOKENS,), NO_TOKEN, tl.int32)
     for start in range(first, end, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
         is_token = tokens < end
@@ -234,17 +250,24 @@ def place_channel(
             )
             # All ranks' programs see all ids: one of them looks.
             if rank == 0:
-                found = first_wrong_id(ids, tokens, num_topk, NUM_RANKS * local_experts, TOPK_BLOCK)
-                wrong_id = tl.minimum(wrong_id, found)
+                found = tokens_with_wrong_ids(ids, tokens, NUM_RANKS * local_experts)
+                wrong_ids = tl.minimum(wrong_ids, found)
             is_wrong = is_token & (tl.max(is_here.to(tl.int32), axis=1) != here)
-            first_wrong = tl.min(tl.where(is_wrong, tokens, NO_TOKEN), axis=0)
-            wrong_token = tl.minimum(wrong_token, first_wrong.to(tl.int64))
+            wrong_tokens = tl.minimum(wrong_tokens, tl.where(is_wrong, tokens, NO_TOKEN))
     tl.store(channel_counts + rank * num_channels + channel, counted)
     problem = tl.full((), 0, tl.int64)
-    if wrong_id != NO_PLACE:
-        problem = wrong_word(WRONG_ID, wrong_id)
+    token_of_id, wrong_token = tl.full((), NO_TOKEN, tl.int32), tl.full((), NO_TOKEN, tl.int32)
+    if TOPK_BLOCK:
+        wrong_token = tl.min(wrong_tokens, axis=0)
+        if rank == 0:
+            token_of_id = tl.min(wrong_ids, axis=0)
+    if token_of_id < NO_TOKEN:
+        if TOPK_BLOCK:
+            num_experts = NUM_RANKS * local_experts
+            place = first_wrong_place(topk_idx, token_of_id, num_topk, num_experts, TOPK_BLOCK)
+            problem = wrong_word(WRONG_ID, place)
     elif wrong_token < NO_TOKEN:
-        problem = wrong_word(WRONG_TOKEN, wrong_token * NUM_RANKS + rank)
+        problem = wrong_word(WRONG_TOKEN, wrong_token.to(tl.int64) * NUM_RANKS + rank)
     elif (channel == num_channels - 1) & (tl.load(tokens_per_rank + rank) != before + counted):
         problem = wrong_word(WRONG_RANK_COUNT, rank.to(tl.int64))
     return problem

@@ -14,13 +14,14 @@ import triton.language as tl
 from anyep import layout, outcomes
 from anyep.backends.cuda import facts as words_of
 from anyep.backends.cuda.kernels.atomics import is_raised, release_max, tell_host, wait_for_all
-from anyep.backends.cuda.kernels.counting import LAST_PLACE, NO_PLACE, wrong_word
+from anyep.backends.cuda.kernels.counting import LAST_PLACE, wrong_word
 from anyep.backends.cuda.kernels.digests import mixed_channels, mixed_rows
 from anyep.headers import MAX_OFFERS as MOST_OFFERS
 from anyep.headers import REFUSED_BY_COUNTS as BY_COUNTS
 from anyep.headers import REFUSED_BY_IDS as BY_IDS
 from anyep.headers import Field
 
+NO_PLACE = tl.constexpr(2**63 - 1)
 GOOD = tl.constexpr(outcomes.GOOD)
 LATE = tl.constexpr(outcomes.LATE)
 DIFFERENT = tl.constexpr(outcomes.DIFFERENT)
