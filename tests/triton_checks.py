@@ -137,7 +137,7 @@ def count(layout: Layout, device: str, told: Array) -> tuple[torch.Tensor, torch
     launch(
         counting.count_layout,
         device,
-        (layout.num_ranks, triton.cdiv(local_experts, EXPERT_BLOCK)),
+        (layout.num_ranks, triton.cdiv(local_experts, EXPERT_BLOCK) + 1),
         layout.ids.to(device),
         counts,
         counts[layout.num_ranks :],
@@ -202,7 +202,7 @@ def place(
     launch(
         counting.place_tokens,
         device,
-        (layout.num_ranks, num_channels + (triton.cdiv(local_experts, EXPERT_BLOCK) if with_ids else 0)),
+        (layout.num_ranks, num_channels + (triton.cdiv(local_experts, EXPERT_BLOCK) + 1 if with_ids else 0)),
         there(layout.in_rank, device).view(torch.int8),
         layout.ids.to(device) if with_ids else state,
         there(layout.per_rank, device),

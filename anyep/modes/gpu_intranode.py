@@ -338,7 +338,7 @@ class GpuIntranode(ending.Part):
             self._gpu.stream.begin(previous)
         self._counting(counting.count_layout, num_topk)(
             self.communication_stream if is_apart else self._gpu.stream.current(),
-            (num_ranks, -(-local_experts // COUNTED_EXPERTS)),
+            (num_ranks, -(-local_experts // COUNTED_EXPERTS) + 1),
             topk_idx,
             per_rank,
             per_expert,
@@ -567,7 +567,7 @@ class GpuIntranode(ending.Part):
         num_tokens, num_channels, num_ranks = payload.num_tokens, config.num_channels, self._num_ranks
         local_experts = counts.by_expert.shape[0] // num_ranks
         num_topk = payload.token.num_topk
-        checks_experts = -(-local_experts // COUNTED_EXPERTS) if num_topk else 0
+        checks_experts = -(-local_experts // COUNTED_EXPERTS) + 1 if num_topk else 0
         self._counting(counting.place_tokens, num_topk)(
             self.communication_stream,
             (num_ranks, num_channels + checks_experts),

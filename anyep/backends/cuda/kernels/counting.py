@@ -25,8 +25,7 @@ LAYOUT_EXPERTS = tl.constexpr(words_of.LAYOUT_EXPERTS)
 
 @triton.jit
 def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK: tl.constexpr):
-    """Which of a rank's experts some tokens chose, slot by slot, and whether a slot chose one of them at all;
-    and the ids.
+    """Which of a rank's experts some tokens chose, slot by slot, and whether a slot chose one of them at all.
 
     Of experts 2 and 3 at rank 1, a token's slots [3, 0] are [1, -2], and only the first is here.
     """
@@ -34,29 +33,34 @@ def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOP
     is_slot = is_token[:, None] & (slots < num_topk)[None, :]
     ids = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
     local = ids - rank * local_experts
-    return local.to(tl.int32), is_slot & (local >= 0) & (local < local_experts), ids
+    return local.to(tl.int32), is_slot & (local >= 0) & (local < local_experts)
 
 
 @triton.jit
-def tokens_with_wrong_ids(ids, tokens, num_experts):
-    """Each token if one of its ids is neither an expert nor -1, else NO_TOKEN.
+def first_wrong_id(
+    topk_idx, num_tokens, num_topk, num_experts, TOPK_BLOCK: tl.constexpr, TILE_TOKENS: tl.constexpr
+):
+    """The first place (token * top-k + slot) of an id that is neither an expert nor -1; -1 if there is none.
 
-    Of 4 experts, the ids [[0, -1], [3, 4]] of tokens 5 and 6 give [NO_TOKEN, 6].
-    """
-    is_wrong = ((ids < -1) | (ids >= num_experts)).to(tl.int32)
-    return tl.where(tl.max(is_wrong, axis=1) > 0, tokens, NO_TOKEN)
-
-
-@triton.jit
-def first_wrong_place(topk_idx, token, num_topk, num_experts, TOPK_BLOCK: tl.constexpr):
-    """The place (token * top-k + slot) of the first id of a token that is neither an expert nor -1.
-
-    Of 4 experts, the ids [3, 4] of token 6 have it at 13.
+    Of 4 experts, the ids [[0, -1], [3, 4]] have one at 3. A program of its own looks at all ids: beside what
+    others do with them, the ids would not fit into registers.
     """
     slots = tl.arange(0, TOPK_BLOCK)
-    first = token.to(tl.int64) * num_topk
-    ids = tl.load(topk_idx + first + slots, mask=slots < num_topk, other=-1)
-    return first + tl.min(tl.where((ids < -1) | (ids >= num_experts), slots, TOPK_BLOCK), axis=0)
+    wrong_tokens = tl.full((TILE_TOKENS,), NO_TOKEN, tl.int32)
+    for start in range(0, num_tokens, TILE_TOKENS):
+        tokens = start + tl.arange(0, TILE_TOKENS)
+        is_slot = (tokens < num_tokens)[:, None] & (slots < num_topk)[None, :]
+        ids = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
+        is_wrong = ((ids < -1) | (ids >= num_experts)).to(tl.int32)
+        found = tl.where(tl.max(is_wrong, axis=1) > 0, tokens, NO_TOKEN)
+        wrong_tokens = tl.minimum(wrong_tokens, found)
+    wrong_token = tl.min(wrong_tokens, axis=0)
+    place = tl.full((), -1, tl.int64)
+    if wrong_token < NO_TOKEN:
+        first = wrong_token.to(tl.int64) * num_topk
+        ids = tl.load(topk_idx + first + slots, mask=slots < num_topk, other=-1)
+        place = first + tl.min(tl.where((ids < -1) | (ids >= num_experts), slots, TOPK_BLOCK), axis=0)
+    return place
 
 
 @triton.jit
@@ -99,43 +103,47 @@ def count_layout(
     [[0, 1], [3, 9]] the words at `told`, in its memory, are [n + 1, n, 1, 1, 9, 4] if both first ones were n.
 
     One program per rank and `EXPERT_BLOCK` of its experts looks at all tokens: so nothing has to be cleared
-    before, which would take longer. `TOPK_BLOCK` is a power of two that holds a token's slots.
+    before, which would take longer. One more per rank is launched, of which the first looks for such ids.
+    `TOPK_BLOCK` is a power of two that holds a token's slots.
     """
     rank, first_expert = tl.program_id(0), tl.program_id(1) * EXPERT_BLOCK
-    num_here = tl.zeros((TILE_TOKENS,), tl.int32)
-    by_expert = tl.zeros((EXPERT_BLOCK,), tl.int32)
-    num_experts = NUM_RANKS * local_experts
-    wrong_tokens = tl.full((TILE_TOKENS,), NO_TOKEN, tl.int32)
-    for start in range(0, num_tokens, TILE_TOKENS):
-        tokens = start + tl.arange(0, TILE_TOKENS)
-        is_token = tokens < num_tokens
-        local, is_here, ids = local_choices(
-            topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK
-        )
-        by_expert += count_experts(local, is_here, first_expert, EXPERT_BLOCK)
-        # All programs see all ids: one of them looks. To reduce in every tile would take longer.
-        if (first_expert == 0) & (rank == 0):
-            wrong_tokens = tl.minimum(wrong_tokens, tokens_with_wrong_ids(ids, tokens, num_experts))
+    if first_expert >= local_experts:
+        if rank == 0:
+            num_experts = NUM_RANKS * local_experts
+            place = first_wrong_id(topk_idx, num_tokens, num_topk, num_experts, TOPK_BLOCK, TILE_TOKENS)
+            if place >= 0:
+                tell_of_wrong_id(told, topk_idx, place, num_topk, num_experts)
+    else:
+        num_here = tl.zeros((TILE_TOKENS,), tl.int32)
+        by_expert = tl.zeros((EXPERT_BLOCK,), tl.int32)
+        for start in range(0, num_tokens, TILE_TOKENS):
+            tokens = start + tl.arange(0, TILE_TOKENS)
+            is_token = tokens < num_tokens
+            local, is_here = local_choices(
+                topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK
+            )
+            by_expert += count_experts(local, is_here, first_expert, EXPERT_BLOCK)
+            if first_expert == 0:
+                here = tl.max(is_here.to(tl.int32), axis=1)
+                num_here += here
+                tl.store(in_rank + tokens * NUM_RANKS + rank, here.to(tl.int8), mask=is_token)
         if first_expert == 0:
-            here = tl.max(is_here.to(tl.int32), axis=1)
-            num_here += here
-            tl.store(in_rank + tokens * NUM_RANKS + rank, here.to(tl.int8), mask=is_token)
-    if first_expert == 0:
-        tl.store(tokens_per_rank + rank, tl.sum(num_here, axis=0))
-    experts = first_expert + tl.arange(0, EXPERT_BLOCK)
-    tl.store(tokens_per_expert + rank * local_experts + experts, by_expert, mask=experts < local_experts)
-    if (first_expert == 0) & (rank == 0):
-        wrong_token = tl.min(wrong_tokens, axis=0)
-        if wrong_token < NO_TOKEN:
-            place = first_wrong_place(topk_idx, wrong_token, num_topk, num_experts, TOPK_BLOCK)
-            words = told.to(tl.pointer_type(tl.int64))
-            num_reports = tl.load(words + NUM_REPORTS, volatile=True)
-            if num_reports == tl.load(words + NUM_READ, volatile=True):
-                tl.store(words + LAYOUT_TOKEN, place // num_topk)
-                tl.store(words + LAYOUT_COLUMN, place % num_topk)
-                tl.store(words + LAYOUT_VALUE, tl.load(topk_idx + place))
-                tl.store(words + LAYOUT_EXPERTS, num_experts.to(tl.int64))
-                tell_host(words + NUM_REPORTS, num_reports + 1)
+            tl.store(tokens_per_rank + rank, tl.sum(num_here, axis=0))
+        experts = first_expert + tl.arange(0, EXPERT_BLOCK)
+        tl.store(tokens_per_expert + rank * local_experts + experts, by_expert, mask=experts < local_experts)
+
+
+@triton.jit
+def tell_of_wrong_id(told, topk_idx, place, num_topk, num_experts):
+    """Tell the host where an id is that is no expert, unless it has not yet read what it was told before."""
+    words = told.to(tl.pointer_type(tl.int64))
+    num_reports = tl.load(words + NUM_REPORTS, volatile=True)
+    if num_reports == tl.load(words + NUM_READ, volatile=True):
+        tl.store(words + LAYOUT_TOKEN, place // num_topk)
+        tl.store(words + LAYOUT_COLUMN, place % num_topk)
+        tl.store(words + LAYOUT_VALUE, tl.load(topk_idx + place))
+        tl.store(words + LAYOUT_EXPERTS, num_experts.to(tl.int64))
+        tell_host(words + NUM_REPORTS, num_reports + 1)
 
 
 # What varies from call to call is not to be compiled in.
@@ -169,7 +177,8 @@ def place_tokens(
     neither an expert nor -1.
 
     One program per rank and channel; and if there are choices, after those, one per rank and `EXPERT_BLOCK`
-    of its experts. `TOPK_BLOCK` is a power of two that holds a token's slots.
+    of its experts, and one more per rank, of which the first looks at all ids. `TOPK_BLOCK` is a power of two
+    that holds a token's slots.
     """
     rank, share = tl.program_id(0), tl.program_id(1)
     if share < num_channels:
@@ -190,6 +199,13 @@ def place_tokens(
             TOPK_BLOCK,
             TILE_TOKENS,
         )
+    elif (share - num_channels) * EXPERT_BLOCK >= local_experts:
+        problem = tl.full((), 0, tl.int64)
+        if TOPK_BLOCK:  # noqa: SIM102 - it decides what is compiled
+            if rank == 0:
+                num_experts = NUM_RANKS * local_experts
+                place = first_wrong_id(topk_idx, num_tokens, num_topk, num_experts, TOPK_BLOCK, TILE_TOKENS)
+                problem = tl.where(place >= 0, wrong_word(WRONG_ID, place), 0)
     else:
         problem = check_experts(
             topk_idx,
@@ -234,9 +250,7 @@ def place_channel(
         earlier += tl.load(in_rank + tokens * NUM_RANKS + rank, mask=tokens < first, other=0)
     before = tl.sum(earlier, axis=0)
     counted = 0
-    # Reduced when all tiles are done: in every tile it would take longer.
-    wrong_tokens = tl.full((TILE_TOKENS,), NO_TOKEN, tl.int32)
-    wrong_ids = tl.full((TILE_TOKENS,), NO_TOKEN, tl.int32)
+    wrong_token = tl.full((), NO_TOKEN, tl.int64)
     for start in range(first, end, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
         is_token = tokens < end
@@ -245,29 +259,14 @@ def place_channel(
         tl.store(position + tokens * NUM_RANKS + rank, tl.where(here > 0, place, -1), mask=is_token)
         counted += tl.sum(here, axis=0)
         if TOPK_BLOCK:
-            _, is_here, ids = local_choices(
-                topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK
-            )
-            # All ranks' programs see all ids: one of them looks.
-            if rank == 0:
-                found = tokens_with_wrong_ids(ids, tokens, NUM_RANKS * local_experts)
-                wrong_ids = tl.minimum(wrong_ids, found)
+            _, is_here = local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK)
             is_wrong = is_token & (tl.max(is_here.to(tl.int32), axis=1) != here)
-            wrong_tokens = tl.minimum(wrong_tokens, tl.where(is_wrong, tokens, NO_TOKEN))
+            first_wrong = tl.min(tl.where(is_wrong, tokens, NO_TOKEN), axis=0)
+            wrong_token = tl.minimum(wrong_token, first_wrong.to(tl.int64))
     tl.store(channel_counts + rank * num_channels + channel, counted)
     problem = tl.full((), 0, tl.int64)
-    token_of_id, wrong_token = tl.full((), NO_TOKEN, tl.int32), tl.full((), NO_TOKEN, tl.int32)
-    if TOPK_BLOCK:
-        wrong_token = tl.min(wrong_tokens, axis=0)
-        if rank == 0:
-            token_of_id = tl.min(wrong_ids, axis=0)
-    if token_of_id < NO_TOKEN:
-        if TOPK_BLOCK:
-            num_experts = NUM_RANKS * local_experts
-            place = first_wrong_place(topk_idx, token_of_id, num_topk, num_experts, TOPK_BLOCK)
-            problem = wrong_word(WRONG_ID, place)
-    elif wrong_token < NO_TOKEN:
-        problem = wrong_word(WRONG_TOKEN, wrong_token.to(tl.int64) * NUM_RANKS + rank)
+    if wrong_token < NO_TOKEN:
+        problem = wrong_word(WRONG_TOKEN, wrong_token * NUM_RANKS + rank)
     elif (channel == num_channels - 1) & (tl.load(tokens_per_rank + rank) != before + counted):
         problem = wrong_word(WRONG_RANK_COUNT, rank.to(tl.int64))
     return problem
@@ -292,7 +291,7 @@ def check_experts(
         for start in range(0, num_tokens, TILE_TOKENS):
             tokens = start + tl.arange(0, TILE_TOKENS)
             is_token = tokens < num_tokens
-            local, is_here, _ = local_choices(
+            local, is_here = local_choices(
                 topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK
             )
             by_expert += count_experts(local, is_here, first_expert, EXPERT_BLOCK)
