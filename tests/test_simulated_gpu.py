@@ -540,7 +540,8 @@ def take_part_after_a_failure(context: RankContext) -> tuple[str, int]:
         fail_from_now_on(buffer)
     outcome = attempt(buffer.dispatch, rows_of(buffer, 1), handle=handle, config=FEW_SMS)
     if context.rank == 1:
-        runtime.talk.exchange(signature(), Kind.CACHED_DISPATCH, routing, is_combine=False)
+        digests = torch.zeros(2 * context.num_ranks, dtype=torch.int64)
+        runtime.talk.exchange(signature(), Kind.CACHED_DISPATCH, routing, digests, is_combine=False)
         runtime.talk.meet(facts.ARRIVED_AT)
     else:
         outcome = attempt(buffer.combine, rows, handle, config=FEW_SMS)

@@ -193,6 +193,8 @@ class Intranode:
         no_channels = np.zeros((self._num_ranks, 0), np.int32)
         self._nothing_said = no_channels, np.zeros(0, np.int32)
         self._nothing_read = no_channels, np.zeros(0, np.int64)
+        self._said = no_channels
+        """What all handles say, in a call by handle."""
         arrival, pulled = control.block("window arrival"), control.block("window pulled")
         own_index = topology.nvl_rank_of(self._rank)
         self._arrival_at_peers = conversation.counters_at(self._node_ranks, arrival, own_index)
@@ -467,9 +469,10 @@ class Intranode:
         Every rank hears what all handles say, so that every rank finds the same.
         """
         header[ROUTING] = routing.checksum
-        ranks, own = self._num_ranks, routing.said
+        own, said = routing.said, self._said
         headers = self.conversation.exchange(call, header, (own, *self._nothing_said))
-        said = np.empty((ranks, len(own)), np.int32)
+        if said.shape[1] != len(own):
+            said = self._said = np.empty((self._num_ranks, len(own)), np.int32)
         self.conversation.read_counts(call, said, *self._nothing_read)
         difference = self._difference_between(said)
         if difference:
