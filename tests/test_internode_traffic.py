@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anyep import Config
-from anyep.layout import COUNTER_BYTES, LETTER_HEADER_BYTES
+from anyep.layout import COUNTER_BYTES, DIGEST_BYTES, LETTER_HEADER_BYTES
 from anyep.sizes import token_layout
 from tests.cases import buffer_for
 from tests.namespaces import TwoHosts
@@ -164,7 +164,8 @@ def test_bytes_on_the_wire(hosts: TwoHosts, routing: str, num_window_bytes: int 
     check(measured, routing, per_node)
     header = LETTER_HEADER_BYTES - COUNTER_BYTES
     letter = header + 4 * (RANKS + nodes + channels + EXPERTS_PER_RANK)
-    letter_by_handle = header + 4 * (6 * RANKS + 2 * nodes)
+    # Two digests of every rank and node, and three counts of every rank.
+    letter_by_handle = header + 2 * DIGEST_BYTES * (RANKS + nodes) + 4 * 3 * RANKS
     for rank, (dispatched, again, combined) in enumerate(measured):
         routed = Routed(rank, per_node, masks_of(routing, per_node))
         ((node, relay),) = routed.relays.items()

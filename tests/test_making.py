@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "nixl": {"num_rdma_bytes": 1 << 20, "ranks_per_node": 1, "network": "nixl"},
     "simulated gpu": {"device": "cuda", "num_window_bytes": 1 << 20},
 }
-NUM_STEPS = {"one node": 3, "low latency": 3, "virtual nodes": 3, "nixl": 5, "simulated gpu": 13}
+NUM_STEPS = {"one node": 4, "low latency": 4, "virtual nodes": 5, "nixl": 7, "simulated gpu": 13}
 """How often the ranks meet to make such a Buffer."""
 SOON_S = 10.0
 
