@@ -363,7 +363,8 @@ def check_send_head(device: str) -> None:
     for rank, num_ranks, num_tokens in ((0, 3, 9), (2, 3, 4), (7, 8, 21), (0, 1, 5)):
         prefix = random.integers(0, 99, (num_ranks, num_ranks)).cumsum(0).astype(np.int32)
         cases.append((rank, prefix, random.integers(-1, 9, (num_tokens, num_ranks)).astype(np.int32)))
-    for rank, prefix, position in cases:
+    outcomes_and_cases = [(0, case) for case in cases] + [(outcomes.DIFFERENT, cases[0])]
+    for outcome, (rank, prefix, position) in outcomes_and_cases:
         num_tokens, num_ranks = position.shape
         send_head = guarded(position.shape, torch.int32, device)
         send_head.copy_(torch.from_numpy(position))
@@ -374,6 +375,7 @@ def check_send_head(device: str) -> None:
             device,
             triton.cdiv(num_tokens, 4),
             int64([rank], device),
+            int64([outcome], device),
             send_head,
             there(prefix, device),
             in_rank,
@@ -386,6 +388,9 @@ def check_send_head(device: str) -> None:
         before = prefix[rank - 1] if rank else 0
         assert send_head.tolist() == np.where(position >= 0, position + before, -1).tolist()
         assert in_rank.tolist() == (position >= 0).tolist()
+        if outcome:
+            assert begun.tolist() == [*range(2 * num_ranks)]
+            continue
         if prefix is cases[0][1]:
             assert send_head.tolist() == [[2, 1], [-1, 2]]
             assert in_rank.tolist() == [[1, 1], [0, 1]]

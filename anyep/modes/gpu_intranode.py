@@ -606,6 +606,7 @@ class GpuIntranode(ending.Part):
             self.communication_stream,
             (-(-num_tokens // HEAD_TOKENS),),
             self.talk.facts,
+            self.talk.state,
             routing.send_head,
             routing.rank_prefix_matrix,
             # The user may use his mask again; the handle keeps its own.

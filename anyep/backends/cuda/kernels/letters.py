@@ -625,6 +625,7 @@ def meet(
 @triton.jit(do_not_specialize=["num_tokens"])
 def fill_send_head(
     facts,
+    state,
     send_head,
     rank_prefix,
     in_rank,
@@ -638,9 +639,11 @@ def fill_send_head(
 
     For rank 1 with rank_prefix [[2, 1], ...] send_head [[0, 0], [-1, 1]], which numbers the rows that this
     rank sends, becomes [[2, 1], [-1, 2]], and in_rank is [[1, 1], [0, 1]]. To the digests of the rows to
-    ranks 0 and 1 m(2 << 32) and m(1 << 32) + m((2 << 32) + 1) are added, where m mixes a word.
+    ranks 0 and 1 m(2 << 32) and m(1 << 32) + m((2 << 32) + 1) are added, where m mixes a word; but nothing in
+    a call that went wrong, of which nothing arrives either.
     """
     rank = tl.load(facts + RANK)
+    is_good = tl.load(state + OUTCOME) == GOOD
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     peers = tl.arange(0, RANK_BLOCK)
     is_peer = peers < NUM_RANKS
@@ -650,6 +653,6 @@ def fill_send_head(
     place = tl.load(send_head + index, mask=is_place, other=-1)
     rows = tl.where(place >= 0, place + before[None, :], -1)
     tl.store(send_head + index, rows, mask=is_place)
-    hashes = mixed_rows(rows, tl.broadcast_to(tokens[:, None], rows.shape), place >= 0)
+    hashes = mixed_rows(rows, tl.broadcast_to(tokens[:, None], rows.shape), (place >= 0) & is_good)
     tl.atomic_add(digests + peers, tl.sum(hashes, axis=0), mask=is_peer, sem="relaxed", scope="gpu")
     tl.store(in_rank + index, (place >= 0).to(tl.int8), mask=is_place)
