@@ -841,9 +841,13 @@ class Buffer:
     ) -> None:
         if error is not None and self.runtime is not None and self._generation is _generation:
             # Something went wrong: tell the peers what, and do not wait for calls whose peers may never come.
-            self._conversation.leave(error)
-            self.runtime.stop()
-        self.destroy()
+            try:
+                self._conversation.leave(error)
+                self.runtime.stop()
+            finally:
+                self.destroy()
+        else:
+            self.destroy()
 
     def __del__(self) -> None:
         if (

@@ -157,7 +157,9 @@ class TopKGate(nn.Module):
         ranking = scores.detach() if self.bias is None else scores.detach() + self.bias
         topk_idx = self._eligible(ranking).topk(self.topk, dim=-1).indices
         weights = scores.gather(-1, topk_idx)
-        return topk_idx, weights / weights.sum(dim=-1, keepdim=True)
+        # A bias can choose experts whose scores are all 0 in float32.
+        total = weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        return topk_idx, weights / total
 
     def _eligible(self, scores: Tensor) -> Tensor:
         """The scores, with -inf for experts in other groups than the best."""

@@ -295,9 +295,14 @@ def _store_of(group: Any) -> Any:
     import torch.distributed.distributed_c10d as c10d
 
     try:
-        return c10d._get_process_group_store(group)
+        store = c10d._get_process_group_store(group)
     except (AttributeError, KeyError):
         return None
+    innermost = store
+    while hasattr(innermost, "underlying_store"):
+        innermost = innermost.underlying_store
+    # Groups of torch's MPI backend have a store that can do nothing.
+    return None if type(innermost) is c10d.Store else store
 
 
 def _store_rank(group: Any, store: Any) -> int | None:

@@ -242,6 +242,11 @@ class RollCall:
             return PeerLost(f"{_listing(names, 'and')} died while {self.doing}")
         if verdict.fate is Fate.GAVE_UP:
             return PeerLost(f"{_listing(names, 'and')} gave up while {self.doing}: {verdict.words}")
+        if verdict.fate is Fate.LATE and self.own.rank in verdict.ranks:
+            return WaitTimeout(
+                f"rank {self.own.rank} came too late: the others waited for it while {self.doing}, until the"
+                f" timeout of the process group, and gave up{words}"
+            )
         if verdict.fate is Fate.LATE:
             whom = _listing(names, "and") if names else "other ranks"
             return WaitTimeout(

@@ -100,9 +100,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float, group: dist.ProcessGroup) 
             experts.append(parameter)
         else:
             (sharded if isinstance(parameter, DTensor) else replicated).append(parameter)
-    square = _norm_of(experts).square()
+    # Without gradients a norm is on the CPU, where not every group works.
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    square = _norm_of(experts).to(device).square()
     dist.all_reduce(square, group=group)
-    device = square.device
     for parameters in (replicated, sharded):
         square = square + _norm_of(parameters).to(device).square()
     norm = square.sqrt()

@@ -256,3 +256,12 @@ def check_compiled_logits(context: RankContext) -> None:
 
 def test_logits_of_a_compiled_layer() -> None:
     get_world(2).run(check_compiled_logits, timeout=180.0)
+
+
+def test_a_bias_that_chooses_experts_without_a_score() -> None:
+    gate = TopKGate(HIDDEN, 4, 2, has_bias=True)
+    assert gate.bias is not None
+    gate.bias.copy_(torch.tensor([0.0, 0.0, 5.0, 5.0]))
+    topk_idx, weights = gate.choose(torch.tensor([[200.0, 0.0, 0.0, 0.0]]))
+    assert sorted(topk_idx[0].tolist()) == [2, 3]
+    assert weights.tolist() == [[0.0, 0.0]]

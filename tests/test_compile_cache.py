@@ -181,6 +181,7 @@ def test_the_newest_keys_and_those_in_use_stay(base: Path) -> None:
     os.utime(used.path, (0, 0))
     folder = open_folder(KEY)
     (folder.path / "name.abc.tmp").touch()
+    os.utime(folder.path / "name.abc.tmp", (0, 0))
     folder.prune()
     left = {path.name for path in base.iterdir()}
     newest = {f"{age:032x}" for age in range(compile_cache.NUM_KEPT - 1)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 
@@ -79,4 +80,25 @@ def test_an_error_is_raised_when_all_parts_are_done(where: int) -> None:
     with pytest.raises(ValueError, match="boom"):
         team.run(work, NUM_THREADS)
     assert sorted(done) == [part for part in range(NUM_THREADS) if part != where]
+    team.close()
+
+
+def test_ctrl_c_is_raised_when_the_helpers_are_done() -> None:
+    team = Team(2)
+    has_begun, is_over = threading.Event(), threading.Event()
+
+    def work(first: int, end: int) -> None:
+        if first == 0:
+            assert has_begun.wait(20)
+        else:
+            has_begun.set()
+            # By then the caller has done its own part, and waits for this one.
+            time.sleep(0.2)
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.2)
+            is_over.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        team.run(work, 2)
+    assert is_over.is_set()
     team.close()

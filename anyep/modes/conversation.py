@@ -349,7 +349,7 @@ class Conversation(ending.Part):
         for rank in self.wire.ranks:
             num_bytes = LETTER_HEADER_BYTES + num_count_bytes
             if refusal:
-                text = np.frombuffer(refusal.encode()[:TEXT_BYTES], np.uint8)
+                text = np.frombuffer(refusal.encode(errors="replace")[:TEXT_BYTES], np.uint8)
                 self.wire.outbox(rank, start + LETTER_HEADER_BYTES, TEXT_BYTES)[:] = 0
                 self.wire.outbox(rank, start + LETTER_HEADER_BYTES, len(text))[:] = text
                 num_bytes += TEXT_BYTES

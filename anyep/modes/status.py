@@ -204,7 +204,7 @@ class StatusBlock:
         )
 
     def _write_text(self, offset: int, length_word: int, text: str) -> None:
-        encoded = text.encode()[:TEXT_BYTES]
+        encoded = text.encode(errors="replace")[:TEXT_BYTES]
         self._bytes[offset : offset + len(encoded)] = np.frombuffer(encoded, np.uint8)
         self._words[length_word] = len(encoded)
 

@@ -163,16 +163,20 @@ class _Keeper:
         with self.folder.locked(_say_who_is_waited_for):
             # Whoever had the lock before has compiled them; loading them needs no lock.
             absent = [kernel for kernel in missing if not self._is_kept(kernel)]
-            num_compiled = self._compile_here(absent, show)
+            num_compiled = self._compile_here(absent, show, for_others=True)
             if absent and self.folder is not None:
                 self.folder.prune()
-        damaged = [kernel for kernel in missing if not kernel.is_compiled and not self.load(kernel)]
-        return num_compiled + self._compile_here(damaged, show)
+        # Those that are damaged, and all if nothing can be kept after all (a full disk).
+        others = [kernel for kernel in missing if not kernel.is_compiled and not self.load(kernel)]
+        return num_compiled + self._compile_here(others, show)
 
-    def _compile_here(self, kernels: Sequence[Kernel], show: ShowProgress) -> int:
+    def _compile_here(self, kernels: Sequence[Kernel], show: ShowProgress, for_others: bool = False) -> int:
+        """Compile these; how many. For others who wait, only as long as what is compiled can be kept."""
         if self.folder is None and kernels:
             self.warn()
         for num_done, kernel in enumerate(kernels):
+            if for_others and self.folder is None:
+                return num_done
             show(num_done, len(kernels))
             keep = self.folder is not None and _can_be_kept(kernel)
             _compile(kernel, _CachedKernel(self, kernel, self.folder) if keep and self.folder else None)
@@ -236,7 +240,7 @@ class _CachedKernel:
                 return _CompileResult._rebuild(target_context, *pickle.loads(content))
             except Exception:
                 log.debug("AnyEP: %s cannot be loaded", self.file_name, exc_info=True)
-        self._folder.remove(self.file_name)
+                self._folder.remove(self.file_name)
         if self._load_only:
             raise _NotKeptError
         return None

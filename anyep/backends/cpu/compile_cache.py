@@ -44,6 +44,8 @@ NUM_KEPT: Final = 4
 POLL_S: Final = 0.05
 LONG_WAIT_S: Final = 10.0
 """After this a process says what it waits for."""
+OLD_S: Final = 3600.0
+"""A file that is being written for longer was left by a process that was killed."""
 GIVE_UP_S: Final = 300.0
 """After this it no longer waits: whoever holds the lock may be stopped."""
 _OTHERS_CAN_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
@@ -97,7 +99,7 @@ def source_key() -> str:
 def base_folder() -> Path:
     """Where this user's compiled kernels are: ANYEP_CACHE_DIR, else anyep in the user's cache folder."""
     if named := CACHE_DIR.choose().value:
-        return Path(named).absolute()
+        return Path(named).expanduser().absolute()
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if cache.is_absolute():  # others are to be ignored, its specification says
         return cache / "anyep"
@@ -215,7 +217,9 @@ class Folder:
         """Remove what nobody needs any more: old keys, and what a killed process left. Call it locked."""
         for leftover in self.path.glob("*.tmp"):
             with contextlib.suppress(OSError):
-                leftover.unlink()
+                # A younger one may be that of a process that writes without the lock.
+                if time.time() - leftover.stat().st_mtime > OLD_S:
+                    leftover.unlink()
         by_age: list[tuple[float, Path]] = []
         for path in self.path.parent.iterdir():
             with contextlib.suppress(OSError):

@@ -38,6 +38,11 @@ class Stream(ending.Part):
 
     def submit(self, work: Callable[[], None]) -> EventHandle:
         """Do it in the worker; the event comes when it is done, and carries its error."""
+        if ending.has_begun() and (self._worker is None or not self._worker.is_alive()):
+            # A handler that runs after the threads were ended: nobody else would do it.
+            event = EventHandle.pending()
+            self._do(work, event)
+            return event
         if self._worker is None:
             self._worker = threading.Thread(target=self._serve, name="anyep-stream", daemon=True)
             self._worker.start()
@@ -86,14 +91,19 @@ class Stream(ending.Part):
     def _serve(self) -> None:
         while (item := self._work.get()) is not None:
             work, event = item
-            error: BaseException | None = None
-            try:
-                with self._one_at_a_time:
-                    work()
-            except BaseException as caught:  # it is raised where the event is waited for
-                error = caught
-            if error is not None:
-                self._unheard = event
-            event.finish(error)
-            # An error holds what its call held: keep nothing of it while waiting for more work.
-            del work, item, event, error
+            self._do(work, event)
+            # They hold what the call holds: keep nothing of it while waiting for more work.
+            del work, item, event
+
+    def _do(self, work: Callable[[], None], event: EventHandle) -> None:
+        error: BaseException | None = None
+        try:
+            with self._one_at_a_time:
+                work()
+        except BaseException as caught:  # it is raised where the event is waited for
+            error = caught
+        if error is not None:
+            self._unheard = event
+        event.finish(error)
+        # Its traceback holds this frame.
+        del error

@@ -49,18 +49,16 @@ class Team(ending.Part):
         parts = [_Part(work, *part) for part in others]
         self._start_helpers()
         self._waiting.extend(parts)
-        for _ in parts:
-            self._bell.put(True)
         try:
+            for _ in parts:
+                self._bell.put(True)
             if first[1]:
                 work(*first)
         finally:
             # What no helper has taken yet is done here: all of it, if they have been ended.
             while _run_next(self._waiting):
                 pass
-            # Also after Ctrl-C: what the helpers read and write must live until they are done.
-            for part in parts:
-                part.done.acquire()
+            _wait_for(parts)
         error = next((part.error for part in parts if part.error is not None), None)
         del parts
         try:
@@ -100,6 +98,7 @@ class _Part:
     """A part of a range that is still to be done."""
 
     def __init__(self, work: Work, first: int, end: int) -> None:
+        self.is_done = False
         self.done = threading.Lock()
         """Held until it is."""
         self.done.acquire()
@@ -113,7 +112,21 @@ class _Part:
         except BaseException as error:  # it is raised where the parts are waited for
             self.error = error
         finally:
+            self.is_done = True
             self.done.release()
+
+
+def _wait_for(parts: list[_Part]) -> None:
+    """Return when all are done. Ctrl-C is raised only then: what helpers read and write must live so long."""
+    interruption: BaseException | None = None
+    for part in parts:
+        while not part.is_done:
+            try:
+                part.done.acquire()
+            except BaseException as error:
+                interruption = interruption or error
+    if interruption is not None:
+        raise interruption
 
 
 def _run_next(waiting: deque[_Part]) -> bool:
