@@ -94,7 +94,7 @@ def test_ctrl_c_is_raised_when_the_helpers_are_done() -> None:
             has_begun.set()
             # By then the caller has done its own part, and waits for this one.
             time.sleep(0.2)
-            signal.raise_signal(signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             time.sleep(0.2)
             is_over.set()
 
