@@ -274,3 +274,9 @@ def test_layout_refuses(call, sentence: str) -> None:
     with pytest.raises(InvalidCall) as caught:
         call()
     assert str(caught.value) == sentence
+
+
+def test_sms_that_a_call_can_use() -> None:
+    assert [layout.check_num_sms("num_sms", count) for count in (2, 256)] == [2, 256]
+    with pytest.raises(InvalidCall, match="--sms is 3: it must be even"):
+        layout.check_num_sms("--sms", 3)

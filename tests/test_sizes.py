@@ -288,3 +288,30 @@ def test_align(num_bytes: int, alignment: int) -> None:
     aligned = align(num_bytes, alignment)
     assert aligned % alignment == 0
     assert num_bytes <= aligned < num_bytes + alignment
+
+
+def test_what_a_call_takes() -> None:
+    assert sizes.check_num_experts(256, num_ranks=8) == 256
+    assert [sizes.check_num_topk("topk_idx has", count) for count in (1, 128)] == [1, 128]
+    sizes.check_fp8_hidden(128)
+    sizes.check_fp8_hidden(512, use_ue8m0=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: sizes.check_num_experts(256, 3), "256 experts do not divide over 3 ranks"),
+        (lambda: sizes.check_num_experts(3 * 1025, 3), "1025 experts per rank: at most 1024 are possible"),
+        (lambda: sizes.check_num_topk("x has", 0), "x has 0 experts per token: it must be 1 to 128"),
+        (lambda: sizes.check_num_topk("x has", 129), "x has 129 experts per token: it must be 1 to 128"),
+        (lambda: sizes.check_fp8_hidden(64), "hidden is 64: with use_fp8 it must be a multiple of 128"),
+        (
+            lambda: sizes.check_fp8_hidden(384, True, "--hidden"),
+            "--hidden is 384: with use_ue8m0 it must be a multiple of 512",
+        ),
+    ],
+)
+def test_what_no_call_takes(call, sentence: str) -> None:
+    with pytest.raises(InvalidCall) as caught:
+        call()
+    assert str(caught.value).startswith(sentence)
