@@ -118,7 +118,8 @@ def test_an_early_interrupt(tmp_path: Path, command: str, delay_s: float) -> Non
     finally:
         os.close(reading)
         process.kill()
-    if process.returncode == 0:
+    # At the very end of its shutdown Python gives the signal back its default: a silent end.
+    if process.returncode in (0, -signal.SIGINT) and not errors:
         assert command in ("plan", "doctor")
         pytest.skip("it was done before the signal came")
     assert process.returncode == 130
