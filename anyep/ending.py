@@ -82,7 +82,7 @@ def describe(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())
     except Exception:
-        text = "(its text cannot be had)"
+        text = "(its text is not available)"
     name = type(error).__name__
     return f"{name}: {text}"[:MAX_REASON_CHARACTERS] if text else name
 

@@ -145,7 +145,7 @@ class GroupRendezvous:
             self._roll.know(_known.get(self._group, {}).values())
             self._roll.arrive()
             for key in ("who", "at"):
-                # Whoever still needs those of the meeting before has got them from its collectives.
+                # All ranks have received the keys of the previous meeting through its collectives.
                 Board(self._store if number > 1 else None, f"anyep/{number - 1}").remove(f"{key}/{self.rank}")
         return self._roll
 

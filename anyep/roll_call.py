@@ -220,7 +220,7 @@ class RollCall:
         return self._settle(Verdict(Fate.ABSENT if absent else Fate.NONE, absent, words[:MOST_WORDS]))
 
     def call_late(self, step: int, words: str) -> Verdict:
-        """Find out for whom the group has waited in vain, after its own deadline."""
+        """Find out which ranks the group did not reach before its own deadline."""
         at = {rank: self._board.read(f"at/{rank}") for rank in self._others()}
         late = tuple(rank for rank, reached in at.items() if reached is None or reached < step)
         return self._settle(Verdict(Fate.LATE, late, words[:MOST_WORDS]))

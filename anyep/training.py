@@ -119,7 +119,7 @@ class TrainingState(Stateful):
         dcp.load({"training": TrainingState(model, optimizer)}, checkpoint_id=path)
 
     An expert's tensors are named by its number in the whole layer, so each rank writes those that it has, and
-    reads those that it needs, whoever wrote them. The rest is written once, or by shards where FSDP2 sharded
+    reads those that it needs, also of other ranks. The rest is written once, or by shards where FSDP2 sharded
     it. Names are those of the bare model: what DDP wrote FSDP2 can read, and one process, too.
     """
 

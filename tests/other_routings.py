@@ -1,6 +1,6 @@
 """Two routings with the same counts, and ranks that pass handles of either: for every device and topology.
 
-Two tokens of one channel of one rank change places: how much goes to whom, by rank, channel and node, stays;
+Two tokens of one channel of one rank change places: the counts by rank, channel and node stay the same;
 which tokens go there does not.
 """
 

@@ -33,7 +33,7 @@ ERRORS: dict[str, tuple[Callable[[], BaseException], str]] = {
     "no text": (KeyboardInterrupt, "KeyboardInterrupt"),
     "exit": (partial(SystemExit, 7), "SystemExit: 7"),
     "lines": (partial(RuntimeError, "first line\n  second line"), "RuntimeError: first line second line"),
-    "strange": (Strange, r"Strange: \(its text cannot be had\)"),
+    "strange": (Strange, r"Strange: \(its text is not available\)"),
     "surrogates": (partial(OSError, "no \udcff"), r"OSError: no \?"),
     "long": (partial(ValueError, "x" * 10_000), "ValueError: x{380,400}"),
 }

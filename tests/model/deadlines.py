@@ -7,7 +7,7 @@ wants: all wait, and the deadlines of all have passed. The third rank is silent,
 it. It must not mask them: they came in time, and are late only because of it. `Rules` switches single rules
 off, to see that each is needed.
 
-Every rank says in its status whom it waits for. What callers (the first ranks) and the last rank do:
+A rank's status names the rank that it waits for. What callers (the first ranks) and the last rank do:
 
     give up   look, and unless this rank is masked itself: mask the last rank, and tell everyone
     look      take over the masks that are told, and tell everyone
@@ -52,7 +52,7 @@ class Rank(NamedTuple):
     untold: frozenset[tuple[int, int]] = frozenset()
     """(subject, peer): masks to tell."""
     late: frozenset[int] = frozenset()
-    """Whom this rank has found late."""
+    """The ranks that this rank has found late."""
 
 
 State: TypeAlias = tuple[Rank, ...]

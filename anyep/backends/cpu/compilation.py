@@ -161,7 +161,7 @@ class _Keeper:
         if self.folder is None or not missing:
             return self._compile_here(missing, show if _speaks() else _silent)
         with self.folder.locked(_say_who_is_waited_for):
-            # Whoever had the lock before has compiled them; loading them needs no lock.
+            # The previous holder of the lock may have compiled them; loading them needs no lock.
             absent = [kernel for kernel in missing if not self._is_kept(kernel)]
             num_compiled = self._compile_here(absent, show, for_others=True)
             if absent and self.folder is not None:

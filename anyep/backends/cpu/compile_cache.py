@@ -47,7 +47,7 @@ LONG_WAIT_S: Final = 10.0
 OLD_S: Final = 3600.0
 """A file that is being written for longer was left by a process that was killed."""
 GIVE_UP_S: Final = 300.0
-"""After this it no longer waits: whoever holds the lock may be stopped."""
+"""After this it no longer waits: the process that holds the lock may be suspended."""
 _OTHERS_CAN_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _CHECKSUM_BYTES: Final = hashlib.sha256().digest_size
 _PACKAGE: Final = Path(__file__).parents[2]

@@ -80,7 +80,7 @@ REPORTED_VALUE: Final = 7
 REPORTED_EXPERTS: Final = 8
 REPORTED_HEADERS: Final = 10
 
-# What the host is told of a layout: the numbers of reports and of those read, as above, and an id that is no
+# The report of a layout: the number of reports and of those the host has read, as above, and an id that is no
 # expert: token, column, value, and how many experts there are.
 LAYOUT_TOKEN: Final = 2
 LAYOUT_COLUMN: Final = 3

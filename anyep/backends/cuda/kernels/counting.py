@@ -99,7 +99,7 @@ def count_layout(
     With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks: tokens_per_rank [1, 1],
     tokens_per_expert [1, 1, 0, 1], in_rank [[1, 0], [0, 1]].
 
-    An id that is neither an expert nor -1 goes nowhere, and the host is told of the first such: with topk_idx
+    An id that is neither an expert nor -1 goes nowhere; the first is reported to the host: with topk_idx
     [[0, 1], [3, 9]] the words at `told`, in its memory, are [n + 1, n, 1, 1, 9, 4] if both first ones were n.
 
     One program per rank and `EXPERT_BLOCK` of its experts looks at all tokens: so nothing has to be cleared

@@ -16,7 +16,7 @@ or pushes rows, takes what there is, and never waits for one peer alone: so nobo
 may not hold more tokens than a ring has slots.
 
 A wait ends when nothing has moved in its channel for `patience_ns`, or when the alarm is raised; the outcome
-then says whom it was for. Addresses and sizes of rows and slots are multiples of 16 bytes.
+then names the rank that was waited for. Addresses and sizes of rows and slots are multiples of 16 bytes.
 """
 
 from __future__ import annotations
