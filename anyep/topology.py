@@ -23,8 +23,7 @@ def check_nodes(num_ranks: int, ranks_per_node: int, name: str = "ranks_per_node
     whole_number(name, ranks_per_node, minimum=1)
     if num_ranks % ranks_per_node:
         raise InvalidCall(
-            f"{num_ranks} ranks do not fill nodes of {ranks_per_node} evenly:"
-            f" choose a {name} that divides {num_ranks}"
+            f"{num_ranks} ranks do not fill nodes of {ranks_per_node} evenly: {name} must divide {num_ranks}"
         )
     if num_ranks > ranks_per_node > MAX_RANKS_PER_NODE_OF_SEVERAL:
         raise InvalidCall(

@@ -136,7 +136,7 @@ def test_nodes_that_do_not_fit() -> None:
     """The sentence of the argument, about the variable."""
     by_argument = get_world(2).run(make, [{}] * 2, {"ranks_per_node": 3, "device": "cpu"})
     by_variable = get_world(2).run(make, [{"ANYEP_RANKS_PER_NODE": "3"}] * 2, {"device": "cpu"})
-    assert "choose a ranks_per_node that divides 2" in by_argument[0]
+    assert "ranks_per_node must divide 2" in by_argument[0]
     assert by_variable == [by_argument[0].replace("ranks_per_node", "ANYEP_RANKS_PER_NODE")] * 2
 
 
