@@ -33,7 +33,7 @@ soak: $(READY)
 ARITHMETIC := sizes topology layout
 coverage: $(READY)
 	$(BIN)/coverage run --include='$(subst $() ,$(comma),$(ARITHMETIC:%=anyep/%.py))' -m pytest \
-		$(ARITHMETIC:%=tests/test_%.py) $(ARITHMETIC:%=anyep/%.py)
+		$(ARITHMETIC:%=tests/unit/test_%.py) $(ARITHMETIC:%=anyep/%.py)
 	$(BIN)/coverage report --show-missing --fail-under=100
 comma := ,
 

@@ -12,7 +12,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     In a test it would count against the time that ranks have to answer.
     """
-    needs_kernels = "anyep.backends.cpu" in sys.modules or "tests.world" in sys.modules
+    needs_kernels = "anyep.backends.cpu" in sys.modules or "tests.support.world" in sys.modules
     if needs_kernels and session.items and not session.config.option.collectonly:
         from anyep.backends.cpu import compile_kernels
 

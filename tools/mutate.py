@@ -1,6 +1,6 @@
 """Changes one constant or operator of a module at a time and checks that its tests notice.
 
-`python tools/mutate.py anyep/sizes.py ...`: for each module the tests are tests/test_<name>.py. Prints the
+`python tools/mutate.py anyep/sizes.py ...`: for each module the tests are tests/unit/test_<name>.py. Prints the
 changes that no test noticed, and exits 1 if there are any. The module is restored, also after Ctrl-C.
 """
 
@@ -49,7 +49,7 @@ def mutations(source: str) -> Iterator[tuple[str, str]]:
 
 def survivors(module: Path) -> list[str]:
     original = module.read_text()
-    tests = f"tests/test_{module.stem}.py"
+    tests = f"tests/unit/test_{module.stem}.py"
     command = [
         sys.executable,
         "-m",

@@ -1,0 +1,266 @@
+"""The commands that start ranks, as a user meets them: demo and bench."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import anyep
+from tests.support.world import hear_interrupts
+
+SMALL_DEMO = (
+    "demo",
+    "--ranks",
+    "3",
+    "--tokens",
+    "24",
+    "--hidden",
+    "32",
+    "--experts",
+    "6",
+    "--topk",
+    "2",
+    "--steps",
+    "2",
+)
+
+
+@pytest.mark.parametrize("path", ["auto", "window", "ring"])
+def test_demo(path: str) -> None:
+    finished = anyep(*SMALL_DEMO, "--path", path, "--json")
+    assert finished.returncode == 0, finished.stderr
+    record = json.loads(finished.stdout)
+    assert record["ok"]
+    assert record["largest_difference"] < 1e-5
+    assert record["losses"][1] < record["losses"][0]
+    assert [sum(column) for column in zip(*record["sent"], strict=True)] == record["received"]
+    assert set(record["phases"]) == {
+        "layout",
+        "dispatch",
+        "experts",
+        "combine",
+        "backward of combine",
+        "backward of dispatch",
+    }
+
+
+def test_demo_for_people() -> None:
+    printed = anyep(*SMALL_DEMO).stdout
+    assert "tokens from rank (row) to rank (column)" in printed
+    assert "matches the single-process reference" in printed
+
+
+def test_demo_with_another_seed_does_something_else() -> None:
+    losses = [
+        json.loads(anyep(*SMALL_DEMO, "--json", "--seed", str(seed)).stdout)["losses"] for seed in (0, 0, 1)
+    ]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_demo_fails_when_the_check_does(tmp_path: Path) -> None:
+    """A combine that is off by a little: the demo must notice it and say so by its exit code."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('SPOIL'):\n"
+        "    import anyep.buffer as b\n"
+        "    right = b.Buffer.combine\n"
+        "    def spoiled(self, *a, **k):\n"
+        "        x, *rest = right(self, *a, **k)\n"
+        "        return x * 1.01, *rest\n"
+        "    b.Buffer.combine = spoiled\n"
+    )
+    repository = Path(__file__).parents[2]
+    finished = anyep(*SMALL_DEMO, env={"PYTHONPATH": f"{tmp_path}:{repository}", "SPOIL": "1"})
+    assert finished.returncode == 1
+    assert "differs from the single-process reference" in finished.stdout
+
+
+def test_bench(tmp_path: Path) -> None:
+    file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    sizes = (
+        "--ranks",
+        "2",
+        "--tokens",
+        "16",
+        "--hidden",
+        "64",
+        "--experts",
+        "4",
+        "--topk",
+        "2",
+        "--repeats",
+        "2",
+    )
+    finished = anyep("bench", *sizes, "--json", str(file), "--plot", str(plot))
+    assert finished.returncode == 0, finished.stderr
+    records = json.loads(file.read_text())
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    keys = {"case", "path", "ranks", "tokens", "hidden", "bytes", "median_s", "gbps", "of_copy", "vs"}
+    assert all(set(record) == keys for record in records)
+    assert {record["case"] for record in records} == {
+        "layout",
+        "notify",
+        "dispatch",
+        "cached_dispatch",
+        "combine",
+        "pair",
+    }
+    found = {(record["case"], record["path"], record["tokens"]) for record in records}
+    for tokens in (16, 1):
+        for case, paths in {
+            "dispatch": ("window", "ring"),
+            "cached_dispatch": ("window", "ring"),
+            "combine": ("window", "staged", "ring"),
+            "pair": ("window", "ring"),
+        }.items():
+            assert {(case, path, tokens) for path in paths} <= found
+    for record in records:
+        assert record["median_s"] > 0
+        if record["case"] in ("dispatch", "cached_dispatch", "combine", "pair"):
+            assert record["of_copy"] > 0
+            assert record["vs"]["gloo"] > 0
+    assert "vs Gloo" in finished.stdout
+
+
+def test_bench_of_low_latency(tmp_path: Path) -> None:
+    file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    sizes = ("--ranks", "2", "--tokens", "4", "--hidden", "256", "--experts", "4", "--topk", "2")
+    options = ("--repeats", "2", "--json", str(file), "--plot", str(plot))
+    finished = anyep("bench", "--mode", "low-latency", *sizes, *options)
+    assert finished.returncode == 0, finished.stderr
+    records = json.loads(file.read_text())
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    keys = {"case", "path", "ranks", "tokens", "hidden", "bytes", "median_s", "gbps", "of_copy", "vs"}
+    assert all(set(record) == keys for record in records)
+    found = {(record["case"], record["path"], record["tokens"]): record for record in records}
+    for tokens in (4, 1):
+        for key in (("dispatch", "bf16"), ("dispatch", "fp8"), ("combine", "bf16"), ("pair", "bf16")):
+            record = found[(*key, tokens)]
+            assert record["median_s"] > 0
+            assert record["of_copy"] > 0
+            assert record["vs"]["gloo"] > 0
+        assert (
+            found["dispatch", "fp8", tokens]["bytes"] * 512
+            == found["dispatch", "bf16", tokens]["bytes"] * 264
+        )
+    assert "low-latency mode, 2 ranks" in finished.stdout
+
+
+def test_bench_prints_json() -> None:
+    sizes = (
+        "--ranks",
+        "1",
+        "--tokens",
+        "4",
+        "--hidden",
+        "16",
+        "--experts",
+        "4",
+        "--topk",
+        "2",
+        "--repeats",
+        "1",
+    )
+    assert json.loads(anyep("bench", *sizes, "--json", "-").stdout)[0]["case"] == "layout"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("demo", "--ranks", "0"), "--ranks is 0"),
+        (
+            ("demo", "--ranks", "3", "--experts", "16"),
+            "16 experts do not divide over 3 ranks",
+        ),
+        (("demo", "--topk", "17"), "--topk is 17, but there are only 16 experts"),
+        (("demo", "--hidden", "3"), "a row of 12 bytes is no multiple of 16 bytes"),
+        (("demo", "--path", "road"), "--path is 'road': choose one of auto, window, ring"),
+        (("demo", "--tokens", "-1"), "tokens is -1"),
+        (("bench", "--mode", "fast"), "--mode is 'fast': choose normal or low-latency"),
+        (
+            ("bench", "--mode", "low-latency", "--hidden", "64"),
+            "--hidden is 64: with use_fp8 it must be a multiple of 128",
+        ),
+        (("bench", "--ranks", "3"), "64 experts do not divide over 3 ranks"),
+        (("bench", "--repeats", "0"), "repeats is 0"),
+        (("bench", "--hidden", "4"), "a row of 8 bytes is no multiple of 16 bytes"),
+        (("demo", "--experts", "0"), "--experts is 0: it must be at least 1"),
+        (
+            ("demo", "--topk", "200", "--experts", "256"),
+            "--topk asks for 200 experts per token: it must be 1 to 128",
+        ),
+        (
+            ("bench", "--json", "/no/such/folder/x.json"),
+            "there is no folder '/no/such/folder' to write the records",
+        ),
+        (
+            ("bench", "--plot", "/no/such/folder/x.png"),
+            "there is no folder '/no/such/folder' to write the plot",
+        ),
+        (("bench", "--plot", "x.pdf"), "its name must end in .png or .svg"),
+        (("demo", "--device", "tpu"), "--device is 'tpu': choose cpu or cuda"),
+        (("bench", "--device", "tpu"), "--device is 'tpu': choose cpu or cuda"),
+        (("bench", "--sms", "8"), "sms are for --device cuda in normal mode"),
+        (("bench", "--sweep-sms"), "sms are for --device cuda in normal mode"),
+        (
+            ("bench", "--device", "cuda", "--mode", "low-latency", "--sms", "8"),
+            "sms are for --device cuda in normal mode",
+        ),
+        (("bench", "--device", "cuda", "--sms", "3"), "--sms is 3: it must be even"),
+        (("bench", "--device", "cuda", "--sms", "0"), "--sms is 0: it must be at least 1"),
+        (("bench", "--device", "cuda", "--sms", "258"), "--sms is 258: at most 256 are possible"),
+        (("bench", "--device", "cuda", "--ranks", "3"), "256 experts do not divide over 3 ranks"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
+    finished = anyep(*arguments)
+    assert finished.returncode == 2
+    assert words in finished.stderr
+    assert finished.stderr.count("\n") == 1
+
+
+def test_a_torch_that_is_broken(tmp_path: Path) -> None:
+    """Not by an ImportError, which ranks would meet again: the server that they are forked from ends."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('this torch is broken')")
+    repository = Path(__file__).parents[2]
+    finished = anyep(*SMALL_DEMO, env={"PYTHONPATH": f"{tmp_path}:{repository}"})
+    assert finished.returncode == 1
+    assert "this torch is broken" in finished.stderr
+    assert finished.stderr.splitlines()[-1].startswith(
+        "anyep: ranks cannot be started: the process that loads"
+    )
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [grandchild for child in children for grandchild in descendants(child)]
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_an_ended_demo_leaves_nothing_behind(ending: int) -> None:
+    hear_interrupts()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "anyep", "demo", "--ranks", "3", "--experts", "6", "--steps", "100000"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 30
+    while len(pids := descendants(process.pid)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    os.kill(process.pid, ending)
+    process.wait(10)
+    if ending == signal.SIGINT:
+        assert process.returncode == 130
+    deadline = time.monotonic() + 5
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.1)

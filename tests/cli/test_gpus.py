@@ -1,0 +1,295 @@
+"""How commands share a GPU between ranks, as far as that can be seen without one.
+
+NVIDIA's programs are stood in for by small scripts on the path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from anyep.backends.cuda.mps import FOLDER_PREFIX, MultiProcessService
+from anyep.cli.gpus import ON_THE_CPU, Placement, placed
+from anyep.cli.ranks import Rank
+from anyep.errors import NotSupported
+from tests.cli.test_cli import anyep
+
+REPOSITORY = Path(__file__).parents[2]
+SERVES = """#!/bin/sh
+here="$CUDA_MPS_PIPE_DIRECTORY"
+if [ "$1" = -f ]; then
+    touch "$here/control"
+    while [ -e "$here/control" ]; do sleep 0.05; done
+    exit 0
+fi
+read question
+[ -e "$here/control" ] || exit 1
+[ "$question" = quit ] && rm "$here/control"
+exit 0
+"""
+FAILS = """#!/bin/sh
+[ "$1" = -f ] && echo "no permission" > "$CUDA_MPS_LOG_DIRECTORY/control.log"
+exit 1
+"""
+DOES_NOT_QUIT = SERVES.replace('rm "$here/control"', "exit 0")
+LISTS_A_GPU = "#!/bin/sh\necho '0, NVIDIA Stand-in, 1024 MiB, 1.2.3'\n"
+
+
+def put_on_path(folder: Path, name: str, script: str) -> str:
+    program = folder / name
+    program.write_text(script)
+    program.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A program, whose text is the parameter; and nothing in the environment leads to another service."""
+    script = getattr(request, "param", SERVES)
+    monkeypatch.setenv("PATH", put_on_path(tmp_path, "nvidia-cuda-mps-control", script))
+    for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+
+
+def folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
+
+
+def users_of(folder: str) -> list[str]:
+    """The processes whose environment leads to this folder, other than this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if folder.encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.usefixtures("service")
+def test_the_service_runs_and_ends() -> None:
+    before = folders()
+    assert not MultiProcessService.is_running()
+    with MultiProcessService() as environment:
+        folder = environment["CUDA_MPS_PIPE_DIRECTORY"]
+        assert folders() - before == {Path(folder)}
+        assert Path(folder, "control").exists()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_MPS_PIPE_DIRECTORY", folder)
+            assert MultiProcessService.is_running()
+    assert folders() == before
+    assert not users_of(folder)
+
+
+@pytest.mark.parametrize("service", [SERVES, DOES_NOT_QUIT], indirect=True, ids=["quits", "does not quit"])
+@pytest.mark.usefixtures("service")
+def test_the_service_ends_with_a_killed_command() -> None:
+    code = (
+        "import time\n"
+        "from anyep.backends.cuda.mps import MultiProcessService\n"
+        "with MultiProcessService() as environment:\n"
+        "    print(environment['CUDA_MPS_PIPE_DIRECTORY'], flush=True)\n"
+        "    time.sleep(100)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    ) as parent:
+        assert parent.stdout is not None
+        folder = parent.stdout.readline().strip()
+        assert Path(folder, "control").exists()
+        parent.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while Path(folder).exists() or users_of(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("service", [FAILS], indirect=True, ids=["fails"])
+@pytest.mark.usefixtures("service")
+def test_a_service_that_does_not_start() -> None:
+    before = folders()
+    started = time.monotonic()
+    with (
+        pytest.raises(NotSupported, match="nvidia-cuda-mps-control did not start: no permission"),
+        MultiProcessService(),
+    ):
+        pass
+    assert time.monotonic() - started < 5
+    assert folders() == before
+
+
+def test_without_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert not MultiProcessService.is_running()
+    with pytest.raises(NotSupported, match="not on the path"), MultiProcessService():
+        pass
+
+
+# Where ranks run
+
+
+def test_on_the_cpu_nothing_is_started() -> None:
+    before = folders()
+    with placed("cpu", 8) as placement:
+        assert placement == ON_THE_CPU
+        assert folders() == before
+
+
+@pytest.mark.usefixtures("service")
+def test_a_rank_per_gpu_needs_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    before = folders()
+    with placed("cuda", 4) as placement:
+        assert placement == Placement(4)
+        assert folders() == before
+
+
+@pytest.mark.usefixtures("service")
+def test_more_ranks_than_gpus_get_the_service(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with placed("cuda", 3) as placement:
+        folder = placement.environment["CUDA_MPS_PIPE_DIRECTORY"]
+        assert placement.num_gpus == 2
+        assert Path(folder, "control").exists()
+        # One that runs already is used as it is.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_MPS_PIPE_DIRECTORY", folder)
+            with placed("cuda", 3) as second:
+                assert second == Placement(2)
+    assert not Path(folder).exists()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("service", [FAILS], indirect=True, ids=["fails"])
+@pytest.mark.usefixtures("service")
+def test_a_missing_service_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with placed("cuda", 3) as placement:
+        assert placement == Placement(1)
+    warning = capsys.readouterr().err
+    assert warning.startswith("anyep: 3 ranks share one GPU without NVIDIA's multi-process service")
+    assert "no permission" in warning
+    assert "a few milliseconds for each of them instead of microseconds" in warning
+
+
+def variable_of(rank: Rank, name: str) -> tuple[int, str | None]:
+    """What a rank runs in the next test."""
+    return rank.rank, os.environ.get(name)
+
+
+def test_the_environment_reaches_the_ranks() -> None:
+    """Also where the server that they are forked from has run for longer."""
+    code = (
+        "from anyep.cli.gpus import Placement\n"
+        "from anyep.cli.ranks import run_ranks\n"
+        "from tests.cli.test_gpus import variable_of\n"
+        "for value in ('first', 'second'):\n"
+        "    print(run_ranks(2, variable_of, 'HERE', placement=Placement(0, {'HERE': value})))\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=REPOSITORY,
+    )
+    assert finished.stdout == "[(0, 'first'), (1, 'first')]\n[(0, 'second'), (1, 'second')]\n"
+
+
+# Without a GPU
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize("command", [("demo",), ("demo", "--mode", "low-latency"), ("bench",)])
+def test_commands_say_that_there_is_no_gpu(command: tuple[str, ...]) -> None:
+    finished = anyep(*command, "--device", "cuda", env=NO_GPU)
+    assert (finished.returncode, finished.stdout) == (1, "")
+    assert finished.stderr.startswith("anyep: there is no GPU to use: ")
+    assert "leave --device out to run on the CPU" in finished.stderr
+    assert finished.stderr.count("\n") == 1
+
+
+def findings_of(**environment: str) -> dict[str, dict[str, str]]:
+    finished = anyep("doctor", "--json", env=environment)
+    assert finished.returncode == 0, finished.stderr
+    return {finding["name"]: finding for finding in json.loads(finished.stdout)}
+
+
+def test_doctor_without_a_gpu() -> None:
+    findings = findings_of(PATH="", **NO_GPU)
+    assert findings["gpu"]["detail"] == "none found"
+    assert "everything works on the CPU" in findings["gpu"]["next_step"]
+    assert findings["mps"]["detail"] == "there is no GPU that ranks could share"
+    assert "AnyEP can run on this machine" in anyep("doctor", env={"PATH": "", **NO_GPU}).stdout
+
+
+def test_doctor_on_a_gpu_without_the_service(tmp_path: Path) -> None:
+    put_on_path(tmp_path, "nvidia-smi", LISTS_A_GPU)
+    findings = findings_of(PATH=str(tmp_path))
+    assert findings["gpu"] == {
+        "name": "gpu",
+        "state": "ok",
+        "detail": "0, NVIDIA Stand-in, 1024 MiB, 1.2.3",
+        "next_step": "",
+    }
+    assert findings["mps"]["state"] == "note"
+    assert "not on the path" in findings["mps"]["detail"]
+    assert "a few milliseconds for each of them" in findings["mps"]["detail"]
+
+
+def test_doctor_on_a_gpu_with_the_service(tmp_path: Path) -> None:
+    put_on_path(tmp_path, "nvidia-smi", LISTS_A_GPU)
+    path = put_on_path(tmp_path, "nvidia-cuda-mps-control", SERVES)
+    environment = {"PATH": path, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    idle = findings_of(**environment)["mps"]
+    assert idle["state"] == "note"
+    assert f"not running, though CUDA_MPS_PIPE_DIRECTORY is {tmp_path}" in idle["detail"]
+    for words in ("anyep demo --device cuda", "nvidia-cuda-mps-control -d", "echo quit"):
+        assert words in idle["next_step"]
+    (tmp_path / "control").touch()
+    running = findings_of(**environment)["mps"]
+    assert running["state"] == "ok"
+    assert f"runs in {tmp_path} (CUDA_MPS_PIPE_DIRECTORY)" in running["detail"]
+
+
+def test_doctor_on_a_gpu_without_a_c_compiler(tmp_path: Path) -> None:
+    put_on_path(tmp_path, "nvidia-smi", LISTS_A_GPU)
+    triton = findings_of(PATH=str(tmp_path), CC="")["triton"]
+    assert triton["state"] == "missing"
+    assert triton["detail"].endswith("it builds a small module in C, but here is no C compiler")
+    assert "apt install gcc" in triton["next_step"]
+    assert "no C compiler" not in findings_of(PATH=str(tmp_path), CC="some-cc")["triton"]["detail"]
+    assert findings_of(PATH="", CC="", **NO_GPU)["triton"]["state"] == "ok"
+
+
+def test_doctor_without_triton(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as metadata\n"
+        "right = metadata.version\n"
+        "def version(name):\n"
+        "    if name == 'triton': raise metadata.PackageNotFoundError(name)\n"
+        "    return right(name)\n"
+        "metadata.version = version\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", **NO_GPU}
+    triton = findings_of(**environment, PATH="")["triton"]
+    assert (triton["state"], triton["next_step"]) == ("note", "pip install triton")
+    put_on_path(tmp_path, "nvidia-smi", LISTS_A_GPU)
+    triton = findings_of(**environment, PATH=str(tmp_path))["triton"]
+    assert (triton["state"], triton["next_step"]) == ("missing", "pip install triton")
