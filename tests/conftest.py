@@ -17,3 +17,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from anyep.backends.cpu import compile_kernels
 
         compile_kernels()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.property)

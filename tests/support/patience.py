@@ -1,14 +1,35 @@
-"""How long ranks are to be waited for in tests, on a machine that may be busy with other things."""
+"""How long things may take in tests, on a machine that may be busy with other things.
+
+`scaled(2)` is a bound for what takes less than 2 s on an idle machine; `patience_s` is a deadline to give to
+ranks. Better than either is to assert the cause: which event ended a wait.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 from tests.support.world import RankContext
+
+PROBE_S: Final = 0.02
+MARGIN: Final = 2.0
+
+
+def scaled(seconds: float) -> float:
+    """As many seconds as `seconds` of an idle machine may become on this one, now.
+
+    The factor is the wall time of a little work over its processor time, with a margin. Call it after what it
+    bounds, when the machine is as busy as it was then.
+    """
+    wall, busy = time.perf_counter(), time.thread_time()
+    while time.thread_time() - busy < PROBE_S:
+        sum(range(1000))
+    factor = (time.perf_counter() - wall) / (time.thread_time() - busy)
+    return seconds * MARGIN * max(1.0, factor)
 
 
 def patience_s(

@@ -33,7 +33,7 @@ import sys
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -100,9 +100,14 @@ class RankErrors(Exception):
 
 
 def get_world(num_ranks: int) -> World:
-    """The pool of this size that all tests share; the one not used for longest makes room for a new one."""
-    world = _shared.pop(num_ranks, None) or World(num_ranks)
-    _shared[num_ranks] = world
+    """The pool of this size, on the CPU, that all tests share."""
+    return shared_world(("cpu", num_ranks, False), lambda: World(num_ranks))
+
+
+def shared_world(key: Hashable, new_world: Callable[[], World]) -> World:
+    """The pool of this name that all tests share; the one not used for longest makes room for a new one."""
+    world = _shared.pop(key, None) or new_world()
+    _shared[key] = world
     while len(_shared) > MAX_SHARED_WORLDS:
         _, oldest = _shared.popitem(last=False)
         oldest.close()
@@ -204,7 +209,7 @@ class World:
             pool.kill()
 
 
-_shared: OrderedDict[int, World] = OrderedDict()
+_shared: OrderedDict[Hashable, World] = OrderedDict()
 _pools: set[_Pool] = set()
 _OWNER: Final = os.getpid()
 
