@@ -71,7 +71,7 @@ class Place:
         return pytest.param(self, *more, marks=needed, id=str(self))
 
     def world(self) -> World:
-        """The ranks of this place that all tests share: without hosts, virtual nodes use those of one node."""
+        """The ranks of this place that all tests share; virtual nodes use those of one node."""
         return shared_world((self.device, self.num_ranks, self.hosts), self.new_world)
 
     def new_world(self) -> World:

@@ -5,8 +5,8 @@
 
 `run_program` is `subprocess.run([sys.executable, ...], capture_output=True, text=True)`, and `Program` is
 `subprocess.Popen`, except that the process is forked from an interpreter that has torch and Numba loaded
-(AnyEP not). It runs its program as `__main__`, and ends as any interpreter does: atexit functions, threads and
-finalization included. Environment, folder, arguments, standard streams and signals are its own.
+(AnyEP not). It runs its program as `__main__`, and ends as any interpreter does: atexit functions, threads
+and finalization included. Environment, folder, arguments, standard streams and signals are its own.
 
 Where a new interpreter is the point (what is imported, which packages are found, options such as -X), use
 subprocess. What torch and Numba read from the environment when they are imported is that of the tests.
@@ -303,7 +303,7 @@ def _run(request: dict[str, Any], streams: list[int]) -> None:
         del sys.modules[name]
     main = sys.modules["__main__"]
     if arguments[0] == "-m":
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, str(Path.cwd()))
         sys.argv = [arguments[1], *arguments[2:]]
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
         return
