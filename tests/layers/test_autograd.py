@@ -20,84 +20,37 @@ from anyep import BufferBroken, InvalidCall
 from anyep.autograd import combine, dispatch, dispatch_again, key_of
 from anyep.buffer import Buffer
 from tests.support.cases import NVL_BYTES, buffer_for
+from tests.support.dense_gradients import (
+    HIDDEN,
+    LOCAL_EXPERTS,
+    TOPK,
+    check_against_dense,
+    on_ranks,
+    routing_of,
+    rows_of,
+    values_and_gradients,
+)
+from tests.support.places import Place
 from tests.support.world import RankContext, get_world
 
-LOCAL_EXPERTS, TOPK, HIDDEN = 2, 3, 8
-TOKENS = (5, 0, 7, 2)
 TIMEOUT_S = 180.0
-
-
-def routing_of(rank: int, num_ranks: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Experts, some of them none, and weights."""
-    generator = torch.Generator().manual_seed(100 * seed + rank)
-    num_experts = LOCAL_EXPERTS * num_ranks
-    ids = torch.randint(-1, num_experts, (TOKENS[rank], TOPK), generator=generator, device="cpu")
-    ids[:1] = -1  # a token that goes nowhere
-    return ids, torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def rows_of(rank: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(7000 + 100 * seed + rank)
-    return torch.randn(TOKENS[rank], HIDDEN, generator=generator, dtype=torch.float32, device="cpu")
-
-
-def matrix_of(rank: int) -> Tensor:
-    numbers = torch.arange(HIDDEN * HIDDEN, dtype=torch.float32, device="cpu")
-    return (numbers * (rank + 1.0)).sin().view(HIDDEN, HIDDEN) / 3
 
 
 # Against a dense computation
 
 
-def squares(combined: Tensor, combined_weights: Tensor) -> Tensor:
-    return combined.square().sum() + combined_weights.pow(3).sum()
-
-
-def on_ranks(buffer: Buffer, x: Tensor, ids: Tensor, weights: Tensor, num_worst: int = 0) -> Any:
-    """Something that is not linear in rows and weights, and different on every rank."""
-    num_experts = LOCAL_EXPERTS * buffer.group_size
-    received = dispatch(buffer, x, ids, weights, num_experts, num_worst)
-    # Rows past the received ones are undefined, and belong to no expert.
-    is_row = (received.topk_idx >= 0).any(dim=1, keepdim=True)
-    rows = torch.where(is_row, received.x, 0.0)
-    row_weights = torch.where(is_row, received.topk_weights, 0.0)
-    outputs = (rows @ matrix_of(buffer.rank).to(rows)).tanh() * row_weights.sum(1, keepdim=True)
-    return combine(buffer, outputs.to(x.dtype), received.handle, row_weights.square())
-
-
-def dense(x: Tensor, ids: Tensor, weights: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
-    combined, combined_weights = torch.zeros_like(x), torch.zeros_like(weights)
-    for rank in range(num_ranks):
-        there = torch.where((ids >= rank * LOCAL_EXPERTS) & (ids < (rank + 1) * LOCAL_EXPERTS), weights, 0.0)
-        combined = combined + (x @ matrix_of(rank).to(x)).tanh() * there.sum(1, keepdim=True)
-        combined_weights = combined_weights + there.square()
-    return combined, combined_weights
-
-
-def check_against_dense(context: RankContext, ranks_per_node: int | None, device: str = "cpu") -> None:
-    buffer = buffer_for(context, None, device=device, ranks_per_node=ranks_per_node)
-    ids, weights = (part.to(device) for part in routing_of(context.rank, context.num_ranks))
-    x = rows_of(context.rank).to(device).requires_grad_()
-    weights.requires_grad_()
-    results = on_ranks(buffer, x, ids, weights)
-    grads = torch.autograd.grad(squares(*results), (x, weights), create_graph=True)
-    second = torch.autograd.grad(grads[0].square().sum() + grads[1].square().sum(), (x, weights))
-
-    right_x, right_weights = x.detach().double().requires_grad_(), weights.detach().double().requires_grad_()
-    right = dense(right_x, ids, right_weights, context.num_ranks)
-    right_grads = torch.autograd.grad(squares(*right), (right_x, right_weights), create_graph=True)
-    right_second = torch.autograd.grad(
-        right_grads[0].square().sum() + right_grads[1].square().sum(), (right_x, right_weights)
-    )
-    for ours, reference in zip(
-        (*results, *grads, *second), (*right, *right_grads, *right_second), strict=True
-    ):
-        torch.testing.assert_close(ours.double(), reference, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
-def test_gradients_are_those_of_a_dense_computation(num_ranks: int, ranks_per_node: int | None) -> None:
-    get_world(num_ranks).run(check_against_dense, ranks_per_node)
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place("cpu", 1).param(),
+        Place("cpu", 4).param(),
+        Place("cpu", 4, num_nodes=2).param(),
+        Place("cuda", 2).param(),
+        Place("cuda", 4).param(),
+    ],
+)
+def test_gradients_are_those_of_a_dense_computation(place: Place) -> None:
+    place.world().run(check_against_dense, place.ranks_per_node, timeout=TIMEOUT_S)
 
 
 # Linear, and exact
@@ -132,9 +85,8 @@ def check_adjoint(context: RankContext) -> None:
     assert torch.equal(again, rows)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_each_is_the_others_transpose(num_ranks: int) -> None:
-    get_world(num_ranks).run(check_adjoint)
+def test_each_is_the_others_transpose() -> None:
+    get_world(4).run(check_adjoint)
 
 
 def check_finite_differences(context: RankContext) -> int:
@@ -181,17 +133,6 @@ def test_finite_differences_are_the_gradients() -> None:
 # Compiled
 
 
-def values_and_gradients(function: Any, buffer: Buffer, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    ids, weights = routing_of(buffer.rank, buffer.group_size, seed)
-    x = rows_of(buffer.rank, seed).to(dtype).requires_grad_()
-    weights.requires_grad_()
-    results = function(buffer, x, ids, weights)
-    squares(*results).backward()
-    assert x.grad is not None
-    assert weights.grad is not None
-    return [*(result.detach() for result in results), x.grad, weights.grad]
-
-
 def check_compiled(
     context: RankContext, backend: str, dtype: torch.dtype, num_worst: int, ranks_per_node: int | None
 ) -> int:
@@ -213,13 +154,15 @@ def check_compiled(
     return int(counter.frame_count)
 
 
-@pytest.mark.parametrize("num_worst", [0, 20])
 @pytest.mark.parametrize(
-    ("backend", "dtype", "ranks_per_node"),
+    ("backend", "dtype", "ranks_per_node", "num_worst"),
     [
-        ("aot_eager", torch.float32, None),
-        ("aot_eager", torch.bfloat16, 1),
-        ("eager", torch.bfloat16, None),
+        ("aot_eager", torch.float32, None, 20),
+        ("aot_eager", torch.bfloat16, 1, 0),
+        pytest.param("aot_eager", torch.float32, None, 0, marks=pytest.mark.slow),
+        pytest.param("aot_eager", torch.bfloat16, 1, 20, marks=pytest.mark.slow),
+        pytest.param("eager", torch.bfloat16, None, 0, marks=pytest.mark.slow),
+        pytest.param("eager", torch.bfloat16, None, 20, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_gives_the_same_bits(
@@ -277,8 +220,15 @@ def check_operators(context: RankContext, num_worst: int, ranks_per_node: int | 
     torch.library.opcheck(torch.ops.anyep.dispatch_again, (x, list(handle), key), test_utils=tests)
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, None), (4, 2)])
-@pytest.mark.parametrize("num_worst", [0, 60])
+@pytest.mark.parametrize(
+    ("num_worst", "num_ranks", "ranks_per_node"),
+    [
+        (0, 2, None),
+        pytest.param(60, 2, None, marks=pytest.mark.slow),
+        pytest.param(0, 4, 2, marks=pytest.mark.slow),
+        pytest.param(60, 4, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_operators_pass_the_checks_of_pytorch(
     num_worst: int, num_ranks: int, ranks_per_node: int | None
 ) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from anyep import Config, autograd, gradients
 from anyep.buffer import Buffer
-from tests.layers import test_nn
+from tests.support import moe
 from tests.support.low_latency_cases import NVL_BYTES, RDMA_BYTES
 from tests.support.world import RankContext, get_world
 
@@ -188,8 +188,8 @@ class Doubled(torch.autograd.Function):
 def train_properly(context: RankContext) -> None:
     calls = Calls(context)
     x, weights = trained(calls.x), trained(calls.weights)
-    layer = test_nn.make_layer(context)
-    rows = test_nn.rows_of(context.rank)
+    layer = moe.make_layer(context)
+    rows = moe.rows_of(context.rank)
     with heard() as messages:
         assert Doubled.apply(x, calls).requires_grad  # type: ignore[no-untyped-call]
         received = autograd.dispatch(calls.buffer, x, calls.ids, weights, EXPERTS)

@@ -13,19 +13,20 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from anyep import InvalidCall
 from anyep.nn import ExpertParallelMoE, expert_layers, make_buffer
-from tests.layers.test_nn import HIDDEN, NUM_EXPERTS, make_expert, make_gate, make_layer, rows_of
+from tests.support.moe import HIDDEN, NUM_EXPERTS, make_expert, make_gate, make_layer, rows_of
+from tests.support.places import Place, tensor_device
 from tests.support.world import RankContext, World, get_world
 
 
-def make_model(context: RankContext, device: str = "cpu") -> nn.Sequential:
+def make_model(context: RankContext) -> nn.Sequential:
     torch.manual_seed(3)
-    layers = [make_layer(context, device=device) for _ in range(2)]
-    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers).to(device)
+    layers = [make_layer(context) for _ in range(2)]
+    return nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers).to(tensor_device())
 
 
-def check_copies_in_training(context: RankContext, device: str = "cpu") -> None:
+def check_copies_in_training(context: RankContext) -> None:
     """A copy made between two steps keeps its parameters, and both go on in turns over one Buffer."""
-    model, x = make_model(context, device), rows_of(context.rank).to(device)
+    model, x = make_model(context), rows_of(context.rank).to(tensor_device())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x).square().sum().backward()
     before = model(x)
@@ -44,9 +45,11 @@ def check_copies_in_training(context: RankContext, device: str = "cpu") -> None:
     assert torch.equal(frozen(x), after)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_copies_share_their_buffer(num_ranks: int) -> None:
-    get_world(num_ranks).run(check_copies_in_training)
+@pytest.mark.parametrize(
+    "place", [Place("cpu", 1).param(), Place("cpu", 4).param(), Place("cuda", 2).param()]
+)
+def test_copies_share_their_buffer(place: Place) -> None:
+    place.world().run(check_copies_in_training, timeout=240.0)
 
 
 def check_average(context: RankContext) -> None:

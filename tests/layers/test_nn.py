@@ -2,84 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from anyep import Disagreement, InvalidCall
-from anyep.nn import ExpertParallelMoE, FeedForward, TopKGate, make_buffer
+from anyep.nn import ExpertParallelMoE, TopKGate, make_buffer
+from tests.support.depth import examples
+from tests.support.moe import (
+    HIDDEN,
+    NUM_EXPERTS,
+    TOKENS,
+    check_decode,
+    check_layer,
+    make_expert,
+    make_gate,
+    make_layer,
+    num_nodes,
+    rows_of,
+    run_layer,
+)
+from tests.support.places import Place
 from tests.support.world import RankContext, get_world
 
-HIDDEN, INNER, NUM_EXPERTS, TOPK = 16, 24, 8, 3
-MAX_DECODE_TOKENS = 6
-TOKENS = (4, 6, 0, 2)
 TIMEOUT_S = 180.0
 State = dict[str, Tensor]
-ON_CPU: Any = {"device": "cpu", "dtype": torch.float32}
-"""Stated, as some tests run with other defaults of torch."""
-
-
-def make_expert(index: int) -> FeedForward:
-    torch.manual_seed(1000 + index)
-    return FeedForward(HIDDEN, INNER, **ON_CPU)
-
-
-def make_gate(num_groups: int, topk_groups: int) -> TopKGate:
-    torch.manual_seed(7)
-    return TopKGate(HIDDEN, NUM_EXPERTS, TOPK, num_groups, topk_groups, **ON_CPU)
-
-
-def make_layer(
-    context: RankContext,
-    make_one: Callable[[int], torch.nn.Module] = make_expert,
-    num_groups: int = 4,
-    topk_groups: int = 2,
-    device: str = "cpu",
-    ranks_per_node: int | None = None,
-) -> ExpertParallelMoE:
-    """A layer with the Buffer that all layers of these tests share."""
-    key = ("nn buffer", device, ranks_per_node)
-    if key not in context.keep:
-        context.keep[key] = make_buffer(
-            context.group, HIDDEN, NUM_EXPERTS, MAX_DECODE_TOKENS, device, ranks_per_node
-        )
-    layer = ExpertParallelMoE(
-        make_gate(num_groups, topk_groups),
-        make_one,
-        context.group,
-        NUM_EXPERTS,
-        HIDDEN,
-        MAX_DECODE_TOKENS,
-        buffer=context.keep[key],
-    )
-    return layer.to(device)
-
-
-def rows_of(rank: int) -> Tensor:
-    return torch.randn(TOKENS[rank], HIDDEN, generator=torch.Generator().manual_seed(rank), **ON_CPU)
-
-
-def dense(x: Tensor, gate: TopKGate, experts: list[FeedForward]) -> Tensor:
-    """Every expert on every token; what was not chosen counts for nothing."""
-    topk_idx, weights = gate(x)
-    output = torch.zeros_like(x)
-    for index, expert in enumerate(experts):
-        share = torch.where(topk_idx == index, weights, 0.0).sum(dim=1, keepdim=True)
-        output = output + expert(x) * share
-    return output
+PLACES = [
+    Place("cpu", 1).param(),
+    Place("cpu", 4).param(),
+    Place("cpu", 4, num_nodes=2).param(),
+    Place("cpu", 4, num_nodes=2, hosts=True).param(marks=pytest.mark.slow),
+    Place("cuda", 2).param(),
+    Place("cuda", 4).param(),
+]
 
 
 # The gate
 
 
-@settings(deadline=None)
+@examples(20, deep=200)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([(1, 1), (4, 1), (4, 2), (4, 4), (8, 5), (2, 1)]),
@@ -122,63 +88,11 @@ def test_gates_that_cannot_be(topk: int, num_groups: int, topk_groups: int, sent
 # Normal mode
 
 
-def run_layer(layer: Any, x: Tensor) -> list[Tensor]:
-    """The output, and the gradients of the input, the gate and this rank's experts."""
-    layer.zero_grad()
-    x = x.clone().requires_grad_()
-    output = layer(x)
-    output.pow(3).sum().backward()
-    gradients = [parameter.grad for parameter in (x, layer.gate.weight, *layer.experts.parameters())]
-    return [
-        output.detach(),
-        *(torch.zeros((), **ON_CPU) if grad is None else grad.clone() for grad in gradients),
-    ]
-
-
-def check_layer(
-    context: RankContext,
-    num_groups: int,
-    topk_groups: int,
-    device: str = "cpu",
-    ranks_per_node: int | None = None,
-) -> None:
-    layer = make_layer(context, make_expert, num_groups, topk_groups, device, ranks_per_node)
-    x = rows_of(context.rank).to(device)
-    results = run_layer(layer, x.view(2, -1, HIDDEN))
-    output, grad_x, grad_gate, *grads = (result.cpu() for result in results)
-    dist.all_reduce(grad_gate, group=context.group)
-
-    gate, experts = make_gate(num_groups, topk_groups), [make_expert(index) for index in range(NUM_EXPERTS)]
-    all_x = torch.cat([rows_of(rank) for rank in range(context.num_ranks)]).requires_grad_()
-    right = dense(all_x, gate, experts)
-    right.pow(3).sum().backward()  # type: ignore[no-untyped-call]
-    first = sum(TOKENS[: context.rank])
-    mine = slice(first, first + TOKENS[context.rank])
-    num_local = NUM_EXPERTS // context.num_ranks
-    own = experts[context.rank * num_local : (context.rank + 1) * num_local]
-    assert all_x.grad is not None
-    expected = [right.detach()[mine], all_x.grad[mine], gate.weight.grad]
-    expected += [parameter.grad for expert in own for parameter in expert.parameters()]
-    ours = [output.view(-1, HIDDEN), grad_x.view(-1, HIDDEN), grad_gate, *grads]
-    for mine_, reference in zip(ours, expected, strict=True):
-        torch.testing.assert_close(mine_, reference, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("groups", [(1, 1), (4, 2)])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_layer_is_that_of_one_process(num_ranks: int, groups: tuple[int, int]) -> None:
-    get_world(num_ranks).run(check_layer, *groups)
-
-
-def num_nodes(context: RankContext, ranks_per_node: int | None = None) -> int:
-    buffer = make_layer(context, ranks_per_node=ranks_per_node).buffer
-    assert buffer is not None
-    return buffer.topology.num_nodes
-
-
-def test_layer_between_nodes() -> None:
-    get_world(4).run(check_layer, 2, 1, "cpu", 2)
-    assert get_world(4).run(num_nodes, 2) == [2] * 4
+@pytest.mark.parametrize("place", PLACES)
+def test_layer_is_that_of_one_process(place: Place) -> None:
+    for groups in ((1, 1), (4, 2)):
+        place.world().run(check_layer, *groups, place.ranks_per_node, timeout=TIMEOUT_S)
+    assert place.world().run(num_nodes, place.ranks_per_node) == [place.num_nodes] * place.num_ranks
 
 
 def disagree_about_nodes(context: RankContext) -> None:
@@ -289,40 +203,10 @@ def test_a_state_with_a_hole_is_refused() -> None:
 # Low-latency mode
 
 
-def make_exact_expert(index: int) -> torch.nn.Linear:
-    """On small whole numbers its products and sums are exact, in whatever order they are made."""
-    expert = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, **ON_CPU)
-    generator = torch.Generator().manual_seed(index)
-    expert.weight.data = torch.randint(-1, 2, expert.weight.shape, generator=generator, **ON_CPU)
-    return expert
-
-
-def check_decode(context: RankContext, device: str = "cpu", ranks_per_node: int | None = None) -> int:
-    """Bit for bit: the experts' outputs are summed in float32 in the order of the choice, rounded once."""
-    layer = make_layer(context, make_exact_expert, device=device, ranks_per_node=ranks_per_node).bfloat16()
-    layer.low_latency = True
-    generator = torch.Generator().manual_seed(context.rank)
-    x = torch.randint(-3, 4, (TOKENS[context.rank], HIDDEN), generator=generator, **ON_CPU)
-    x = x.bfloat16().to(device)
-    output = layer(x.unsqueeze(1)).squeeze(1)
-    assert not output.requires_grad
-    topk_idx, weights = layer.gate(x)
-    rows, shares_of, outputs = x.cpu(), weights.detach().cpu(), output.cpu()
-    for row, chosen, shares, ours in zip(rows, topk_idx.tolist(), shares_of, outputs, strict=True):
-        total = torch.zeros(HIDDEN, **ON_CPU)
-        for index, share in zip(chosen, shares, strict=True):
-            total = total + share * (make_exact_expert(index).weight.data @ row.float())
-        assert torch.equal(ours, total.bfloat16())
-    return len(output)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_decode(num_ranks: int) -> None:
-    assert get_world(num_ranks).run(check_decode) == list(TOKENS[:num_ranks])
-
-
-def test_decode_between_nodes() -> None:
-    assert get_world(4).run(check_decode, "cpu", 2) == list(TOKENS)
+@pytest.mark.parametrize("place", PLACES)
+def test_decode(place: Place) -> None:
+    outcomes = place.world().run(check_decode, place.ranks_per_node, timeout=TIMEOUT_S)
+    assert outcomes == list(TOKENS[: place.num_ranks])
 
 
 def decode_without_room(context: RankContext) -> None:
