@@ -45,9 +45,7 @@ def check_copies_in_training(context: RankContext) -> None:
     assert torch.equal(frozen(x), after)
 
 
-@pytest.mark.parametrize(
-    "place", [Place("cpu", 1).param(), Place("cpu", 4).param(), Place("cuda", 2).param()]
-)
+@pytest.mark.parametrize("place", [Place("cpu", 4).param(), Place("cuda", 2).param()])
 def test_copies_share_their_buffer(place: Place) -> None:
     place.world().run(check_copies_in_training, timeout=240.0)
 
@@ -122,13 +120,14 @@ def loaded(context: RankContext, pickled: list[bytes], how: str) -> Tensor:
     return output.detach()
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_a_pickled_model_is_given_a_new_buffer(how: str) -> None:
-    answers = get_world(2).run(saved, how)
+def test_a_pickled_model_is_given_a_new_buffer() -> None:
+    """In other processes than those that pickled it."""
     with World(2) as other:
-        outputs = other.run(loaded, [pickled for pickled, _ in answers], how)
-    for output, (_, right) in zip(outputs, answers, strict=True):
-        assert torch.equal(output, right)
+        for how in ("pickle", "torch.save"):
+            answers = get_world(2).run(saved, how)
+            outputs = other.run(loaded, [pickled for pickled, _ in answers], how)
+            for output, (_, right) in zip(outputs, answers, strict=True):
+                assert torch.equal(output, right)
 
 
 def give_wrong_buffers(context: RankContext, pickled: bytes) -> None:
