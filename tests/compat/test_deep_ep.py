@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import anyep
+from tests.support.programs import ROOT as REPOSITORY
+from tests.support.programs import run_program
 
-REPOSITORY = Path(anyep.__file__).parent.parent
 DISTRIBUTION = REPOSITORY / "compat" / "deep_ep"
 IMPORTS = """
 from deep_ep import Buffer, Config, EventOverlap, topk_idx_t
@@ -39,14 +40,8 @@ INSTALL = "import anyep; anyep.install_as_deep_ep()\n"
 def python(
     *arguments: str, path: tuple[Path, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*path, REPOSITORY)))} | environment,
-    )
+    folders = os.pathsep.join(map(str, (*path, REPOSITORY)))
+    return run_program(*arguments, env={"PYTHONPATH": folders, **environment})
 
 
 def succeeds(*arguments: str, path: tuple[Path, ...] = (), **environment: str) -> str:

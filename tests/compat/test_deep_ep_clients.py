@@ -20,6 +20,7 @@ import torch.distributed as dist
 import anyep
 from tests.support import oracle
 from tests.support.cases import Case, inputs_of
+from tests.support.places import Place, buffer_device, tensor_device
 from tests.support.world import RankContext, get_world
 
 CASE = Case(tokens=(30, 20, 10), hidden=64, dtype="float32", num_topk=3)
@@ -201,14 +202,15 @@ def functions_of(buffer: Any, num_experts: int) -> tuple[Callable[..., Any], Cal
     return Dispatch.apply, Combine.apply
 
 
-def train(context: RankContext, move_saved: bool, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+def train(context: RankContext, move_saved: bool) -> tuple[torch.Tensor, ...]:
     deep_ep = import_deep_ep()
     given = inputs_of(CASE)[context.rank]
     assert given.topk_weights is not None
     assert given.topk_idx is not None
+    device = tensor_device()
     ids = given.topk_idx.to(device)
     x, weights = (part.to(device).requires_grad_() for part in (given.x, given.topk_weights))
-    with deep_ep.Buffer(context.group, NVL_BYTES, device=device) as buffer:
+    with deep_ep.Buffer(context.group, NVL_BYTES, device=buffer_device()) as buffer:
         dispatch, combine = functions_of(buffer, CASE.num_experts)
 
         def step() -> torch.Tensor:
@@ -229,11 +231,9 @@ def train(context: RankContext, move_saved: bool, device: str = "cpu") -> tuple[
 
 
 @pytest.mark.parametrize("move_saved", [False, True])
-def test_handles_survive_autograd(move_saved: bool) -> None:
-    check_trained(get_world(3).run(train, move_saved))
-
-
-def check_trained(by_rank: list[Any]) -> None:
+@pytest.mark.parametrize("place", [Place("cpu", 3).param(), Place("cuda", 3).param()])
+def test_handles_survive_autograd(place: Place, move_saved: bool) -> None:
+    by_rank = place.world().run(train, move_saved, timeout=180.0)
     for rank, (combined, x_grad, weights_grad) in enumerate(by_rank):
         given = inputs_of(CASE)[rank]
         assert given.topk_weights is not None

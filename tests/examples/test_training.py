@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from anyep.nn import ExpertParallelMoE, TopKGate, expert_layers, load_balancing_loss, make_buffer
 from anyep.training import average_expert_gradients, clip_grad_norm, data_parallel, expert_parameters
+from tests.support.places import Place, buffer_device, tensor_device
 from tests.support.world import RankContext, get_world
 
 TIMEOUT_S = 240.0
@@ -46,12 +47,13 @@ def plan_of(optimizer: str = "sgd") -> Any:
     return recipe().Plan(sequences=16, length=8, num_micro_batches=2, optimizer=optimizer, max_norm=0.5)
 
 
-def make_model(context: RankContext, device: str = "cpu") -> nn.Module:
+def make_model(context: RankContext) -> nn.Module:
     example = recipe()
-    key = ("training buffer", device)
+    key = "training buffer"
     if key not in context.keep:
-        context.keep[key] = make_buffer(context.group, example.HIDDEN, example.NUM_EXPERTS, device=device)
-    model: nn.Module = example.Model(context.keep[key]).to(device)
+        sizes = (example.HIDDEN, example.NUM_EXPERTS)
+        context.keep[key] = make_buffer(context.group, *sizes, device=buffer_device())
+    model: nn.Module = example.Model(context.keep[key]).to(tensor_device())
     return model
 
 
@@ -78,11 +80,11 @@ def check_states(states: list[State], right: State, rtol: float = 1e-4, atol: fl
 # Several steps
 
 
-def train(context: RankContext, parallel: str, device: str = "cpu") -> tuple[list[float], State]:
+def train(context: RankContext, parallel: str) -> tuple[list[float], State]:
     example, plan = recipe(), plan_of()
-    model = example.spread(make_model(context, device), parallel, context.group)
+    model = example.spread(make_model(context), parallel, context.group)
     optimizer = example.make_optimizer(model, plan)
-    losses = example.train(model, optimizer, range(4), plan, context.group, device)
+    losses = example.train(model, optimizer, range(4), plan, context.group, tensor_device())
     return losses, state_of(model)
 
 
@@ -94,18 +96,25 @@ def trained_in_one_process() -> tuple[list[float], State]:
     return example.train(model, optimizer, range(4), plan, None), state_of(model)
 
 
-def check_trained(answers: list[tuple[list[float], State]], rtol: float = 1e-4, atol: float = 2e-6) -> None:
+@pytest.mark.parametrize(
+    ("place", "parallel"),
+    [
+        Place("cpu", 2).param("fsdp"),
+        Place("cpu", 4).param("ddp"),
+        Place("cpu", 2).param("ddp", marks=pytest.mark.slow),
+        Place("cpu", 4).param("fsdp", marks=pytest.mark.slow),
+        Place("cuda", 2).param("ddp"),
+        Place("cuda", 4).param("ddp"),
+    ],
+)
+def test_parameters_are_those_of_one_process(place: Place, parallel: str) -> None:
+    """After steps with micro-batches, clipping, and losses for an even load."""
+    answers = place.world().run(train, parallel, timeout=TIMEOUT_S)
     right_losses, right = trained_in_one_process()
+    rtol, atol = (1e-3, 1e-5) if place.device == "cuda" else (1e-4, 2e-6)
     for losses, _ in answers:
         assert losses == pytest.approx(right_losses, rel=rtol)
     check_states([state for _, state in answers], right, rtol, atol)
-
-
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_parameters_are_those_of_one_process(num_ranks: int, parallel: str) -> None:
-    """After steps with micro-batches, clipping, and losses for an even load."""
-    check_trained(get_world(num_ranks).run(train, parallel, timeout=TIMEOUT_S))
 
 
 # Gradients and their norm
@@ -176,6 +185,7 @@ def check_hugging_face_model(context: RankContext) -> float:
     return max(*differences, abs(float(norm / right_norm) - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="pip install 'anyep[examples]'")
 def test_a_hugging_face_model() -> None:
     assert max(get_world(2).run(check_hugging_face_model, timeout=TIMEOUT_S)) < 1e-5
@@ -244,7 +254,14 @@ def load_and_train(context: RankContext, parallel: str, path: Path) -> State:
     return state_of(model)
 
 
-@pytest.mark.parametrize(("before", "after"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("ddp", "fsdp")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("ddp", "fsdp"),
+        pytest.param("ddp", "ddp", marks=pytest.mark.slow),
+        pytest.param("fsdp", "fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_four_ranks_go_on_as_two_or_as_one(tmp_path: Path, before: str, after: str) -> None:
     example, plan = recipe(), plan_of("adamw")
     states = get_world(4).run(train_and_save, before, tmp_path, timeout=TIMEOUT_S)
