@@ -80,7 +80,8 @@ _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary
 _new_numbers = itertools.count(1)
 
 
-def _key_of(buffer: Buffer) -> int:
+def key_of(buffer: Buffer) -> int:
+    """The number by which operators find a Buffer."""
     if not isinstance(buffer, Buffer):
         raise InvalidCall(f"buffer is of type {type(buffer).__name__}: it must be an anyep.Buffer")
     key = _numbers.get(buffer)
@@ -90,8 +91,9 @@ def _key_of(buffer: Buffer) -> int:
     return key
 
 
-# A compiled function calls it once, when it is traced, and is traced again for another Buffer.
-key_of = torch.compiler.assume_constant_result(_key_of)  # type: ignore[no-untyped-call]
+# A compiled function calls it once, when it is traced, and is traced again for another Buffer. This is what
+# torch.compiler.assume_constant_result does, which would import torch._dynamo, and that takes seconds.
+key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _buffer_of(key: int) -> Buffer:

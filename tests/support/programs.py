@@ -216,6 +216,7 @@ def _serve(descriptor: int, parent: int) -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    _load_what_numba_loads_late()
     requests = socket.socket(fileno=descriptor)
     woken, wake = os.pipe()
     for end in (woken, wake):
@@ -261,6 +262,13 @@ def _serve(descriptor: int, parent: int) -> None:
             child.close()
         _run(request, descriptors[:3])
         return
+
+
+def _load_what_numba_loads_late() -> None:
+    """Its registries, which the first function that is compiled or read from a cache fills."""
+    import numba
+
+    numba.njit("int64()")(lambda: 0)
 
 
 def _receive(requests: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
