@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
-PRELOADED: Final = ("torch.distributed", "numba", "rich.console", "typer")
+PRELOADED: Final = ("torch.distributed", "torch._dynamo", "numba", "rich.console", "typer")
 START_TIMEOUT_S: Final = 120.0
 _LENGTH_BYTES: Final = 8
 _PR_SET_PDEATHSIG: Final = 1

@@ -47,6 +47,7 @@ import torch.distributed as dist
 # What ranks need not import themselves; a name that is not there is passed over.
 PRELOADED: Final = (
     "torch.distributed",
+    "torch._dynamo",  # with a layer or autograd, torch imports it late
     "numba",
     "pytest",
     "hypothesis",
