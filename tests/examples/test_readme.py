@@ -28,7 +28,10 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_programs_run(script: Path, num_ranks: int) -> None:
     check_program(run_script(script, num_ranks=num_ranks), num_ranks)
 
