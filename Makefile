@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | soak | coverage | mutate | clean: each sets up .venv itself when needed.
+# make demo | test | test-all | lint | bench | soak | coverage | mutate | clean: each sets up .venv itself when needed.
 # The demo needs the packages of AnyEP alone; the others add what they need to the same environment.
 PYTHON ?= python3
 VENV := .venv
@@ -6,13 +6,22 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo test lint bench soak coverage mutate clean
+.PHONY: demo test test-all lint bench soak coverage mutate clean
 
 demo: $(READY_FOR_DEMO)
 	$(BIN)/anyep demo --ranks 8
 
+# What a change may break, in minutes; WORKERS processes run it side by side.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+# The rest: soaks, rare sizes, every example, more draws of each property; then coverage and mutations.
+test-all: $(READY)
+	DEEP_TESTS=1 $(PYTEST) -m "slow or property"
+	$(MAKE) coverage
+	$(MAKE) mutate
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -37,9 +46,9 @@ coverage: $(READY)
 	$(BIN)/coverage report --show-missing --fail-under=100
 comma := ,
 
-# Change one constant or operator at a time and see a test fail. Minutes.
+# Change the code in one place at a time and check that a test fails. Minutes.
 mutate: $(READY)
-	$(BIN)/python tools/mutate.py $(ARITHMETIC:%=anyep/%.py)
+	$(BIN)/python tools/mutate.py --jobs $(WORKERS)
 
 $(READY): pyproject.toml constraints.txt tools/make_venv.py
 	$(PYTHON) tools/make_venv.py $(VENV) dev,plot,cuda,network,examples
