@@ -118,6 +118,11 @@ class TwoHosts(World):
             os.close(self._namespaces.pop())
 
 
+def cut_own_link() -> None:
+    """On a rank: take the link of its host down."""
+    subprocess.run([_path_of_ip() or "ip", "link", "set", INTERFACE, "down"], check=True)
+
+
 @dataclass(frozen=True)
 class _Move:
     """What moves a rank's process to its host."""

@@ -56,8 +56,8 @@ class Place:
         """The argument of a Buffer."""
         return "nixl" if self.hosts else None
 
-    def param(self, *more: Any, marks: Any = ()) -> Any:
-        """For `parametrize`: with the marks that the place needs."""
+    def param(self, *more: Any, marks: Any = (), value: Any = None, name: str = "") -> Any:
+        """For `parametrize`, with the marks that the place needs: the place, or another value."""
         needed = [*marks] if isinstance(marks, (list, tuple)) else [marks]
         if self.device == "cuda":
             needed += [
@@ -68,7 +68,7 @@ class Place:
             ]
         if self.device != "cpu":
             needed.append(pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"))
-        return pytest.param(self, *more, marks=needed, id=str(self))
+        return pytest.param(self if value is None else value, *more, marks=needed, id=name or str(self))
 
     def world(self) -> World:
         """The ranks of this place that all tests share; virtual nodes use those of one node."""

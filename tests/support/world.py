@@ -24,6 +24,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -77,6 +78,12 @@ def hear_interrupts() -> None:
     """Let processes that are started from here hear Ctrl-C, also where a shell runs the tests in the
     background, and lets them ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs. It takes seconds, once."""
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    forkserver.ensure_running()
 
 
 def set_environment(variables: dict[str, str], rank: int) -> None:
@@ -164,6 +171,16 @@ class World:
         self._drop_pool(politely=False)
         self._living_pool()
 
+    def revive(self) -> None:
+        """Start dead ranks again. The others lose what they kept, and meet them anew."""
+        if self._pool is None or not self._pool.dead:
+            return
+        try:
+            self._pool.revive()
+        except BaseException:
+            self._drop_pool(politely=False)
+            raise
+
     def close(self) -> None:
         """End the processes."""
         self._drop_pool(politely=True)
@@ -234,21 +251,44 @@ class _Pool:
 
     def start(self) -> None:
         _pools.add(self)
-        multiprocessing.set_forkserver_preload(list(PRELOADED))
+        for rank in range(len(self._stacks)):
+            ours, process = self._new_process(rank)
+            self._connections.append(ours)
+            self.processes.append(process)
+        self._wait_until_they_met()
+
+    def revive(self) -> None:
+        os.close(self._store)
+        self._store = os.memfd_create("anyep-test-store")
+        request = _pickled((_meet_again, (_path_of(self._store),)))
+        for rank, process in enumerate(self.processes):
+            if rank not in self.dead:
+                self._connections[rank].send_bytes(request)
+                continue
+            process.join()
+            process.close()
+            self._connections[rank].close()
+            self._connections[rank], self.processes[rank] = self._new_process(rank)
+        self.dead.clear()
+        self._wait_until_they_met()
+
+    def _new_process(self, rank: int) -> tuple[Connection, ForkServerProcess]:
+        start_server()
         context = multiprocessing.get_context("forkserver")
         num_ranks = len(self._stacks)
-        for rank, stack in enumerate(self._stacks):
-            ours, theirs = context.Pipe()
-            self._connections.append(ours)
-            process = context.Process(
-                target=_live_as_rank,
-                args=(theirs, rank, num_ranks, _path_of(self._store), _path_of(stack), self._prepare),
-                name=f"rank {rank} of {num_ranks}",
-            )
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-        answers = self._collect(set(range(num_ranks)), START_TIMEOUT_S, survive=False)
+        ours, theirs = context.Pipe()
+        places = (_path_of(self._store), _path_of(self._stacks[rank]))
+        process = context.Process(
+            target=_live_as_rank,
+            args=(theirs, rank, num_ranks, *places, self._prepare),
+            name=f"rank {rank} of {num_ranks}",
+        )
+        process.start()
+        theirs.close()
+        return ours, process
+
+    def _wait_until_they_met(self) -> None:
+        answers = self._collect(set(range(len(self._stacks))), START_TIMEOUT_S, survive=False)
         errors = {rank: answer.error for rank, answer in answers.items() if answer.error is not None}
         if errors:
             raise RankErrors(errors)
@@ -396,13 +436,10 @@ def _live_as_rank(
         if prepare is not None:
             prepare(rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        meeting = dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks)
+        context = RankContext(rank, num_ranks, _meet(store, rank, num_ranks))
     except Exception as error:
         connection.send_bytes(_pickled_error(error))
         return
-    assert dist.group.WORLD is not None
-    context = RankContext(rank, num_ranks, dist.group.WORLD)
     connection.send_bytes(_pickled(_Answer()))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while request := connection.recv_bytes():
@@ -415,6 +452,22 @@ def _live_as_rank(
     dist.destroy_process_group()
     # Last of all: the processes that functions have started here, and this one.
     os.killpg(0, signal.SIGKILL)
+
+
+def _meet(store: str, rank: int, num_ranks: int) -> dist.ProcessGroup:
+    """The group of all ranks."""
+    meeting = dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _meet_again(context: RankContext, store: str) -> None:
+    """On a rank that survived others: what it kept was made with them."""
+    context.keep.clear()
+    gc.collect()
+    dist.destroy_process_group()
+    object.__setattr__(context, "group", _meet(store, context.rank, context.num_ranks))
 
 
 def _answer(context: RankContext, request: bytes) -> bytes:
