@@ -40,7 +40,7 @@ from tests.support import cases, low_latency_cases
 from tests.support.namespaces import TwoHosts, cut_own_link
 from tests.support.patience import patience_s
 from tests.support.places import Place, buffer_device, tensor_device
-from tests.support.world import RankContext, RankDied, World
+from tests.support.world import RankContext, RankDied, World, close_shared_worlds
 
 Mode = Literal["normal", "low latency"]
 What = Literal["kill", "raise", "sleep", "stop", "cut", "destroy", "interrupt"]
@@ -78,7 +78,7 @@ class Fault:
 
     def param(self, *more: Any, marks: Sequence[Any] = ()) -> Any:
         """For `parametrize`, with the marks that the place needs; those of a place run in one process."""
-        group = pytest.mark.xdist_group(f"faults of {self.place}")
+        group = pytest.mark.xdist_group("hosts" if self.place.hosts else f"faults of {self.place}")
         return self.place.param(*more, marks=[group, *marks], value=self, name=str(self))
 
 
@@ -123,7 +123,11 @@ class Struck:
 
 def strike(*faults: Fault, world: World | None = None) -> Struck:
     """Let ranks make calls until the faults, of one place, have struck."""
-    world = faults[0].place.world() if world is None else world
+    if world is None:
+        if any(fault.what == "kill" for fault in faults) and faults[0].place.device == "cuda":
+            # A process that dies may take others with it that share the multi-process service.
+            close_shared_worlds()
+        world = faults[0].place.world()
     is_timed = any(fault.what in TIMED for fault in faults)
     pids = world.pids
     try:
@@ -197,7 +201,26 @@ def round_of_calls(
     """
     if mode == "low latency":
         case = low_latency_cases.Case(tokens=(4,) * place.num_ranks, hidden=64)
-        return [(2, lambda: low_latency_cases.check_case(context.rank, case, buffer, device=tensor_device()))]
+        if place.device == "cpu":
+            return [(2, lambda: low_latency_cases.check_case(context.rank, case, buffer))]
+        mine = low_latency_cases.on(tensor_device(), low_latency_cases.inputs_of(case)[context.rank])
+        sent: list[Any] = []
+        return [
+            (
+                1,
+                lambda: sent.append(
+                    buffer.low_latency_dispatch(
+                        mine.x, mine.topk_idx, case.max_tokens, case.num_experts, use_fp8=False
+                    )
+                ),
+            ),
+            (
+                1,
+                lambda: buffer.low_latency_combine(
+                    sent[-1][0], mine.topk_idx, mine.topk_weights, sent[-1][2]
+                ),
+            ),
+        ]
     if place.device == "cpu":
         return [(3, lambda: cases.check_case(context, case_for(place, path), buffer))]
     from tests.support.gpu_scenarios import FEW_SMS, good_arguments
@@ -227,8 +250,13 @@ def patient_s(
         return patience_s(context, go_round, least_s)
 
 
-def arm(buffer: Buffer, faults: Sequence[Fault], nap_s: float) -> list[float]:
-    """Let the faults of this rank happen. When its last step began, and when a fault struck here."""
+def arm(
+    buffer: Buffer, faults: Sequence[Fault], nap_s: float = 0.0, nap: Callable[[], object] | None = None
+) -> list[float]:
+    """Let the faults of this rank happen. When its last step began, and when a fault struck here.
+
+    Whoever sleeps does so for some seconds, or until `nap` returns.
+    """
     mine = {(fault.call, fault.phase): fault.what for fault in faults if fault.rank == buffer.rank}
     times = [time.monotonic(), 0.0]
 
@@ -245,7 +273,7 @@ def arm(buffer: Buffer, faults: Sequence[Fault], nap_s: float) -> list[float]:
         elif what == "raise":
             raise ValueError(REASON)
         elif what == "sleep":
-            time.sleep(nap_s)
+            time.sleep(nap_s) if nap is None else nap()
         elif what == "stop":
             subprocess.Popen(["/bin/sh", "-c", f"sleep {nap_s}; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
