@@ -220,11 +220,16 @@ class _Round:
         return True
 
     def _follow_newer_offers(self) -> bool:
-        """A rank that is masked, and has missed rounds, joins the newest one that names it."""
+        """A rank that is masked, and has missed rounds, joins the newest one that names it.
+
+        An offer by which this rank is not masked any more says that this rank's round took it back: the offers
+        that were missing a moment ago have come since, and this rank must not skip that round.
+        """
         newest = self._number
         for turn in range(NUM_SLOT_SETS):
             self._read(turn)
-            rounds = self._words[self._names(self._rank), SEQUENCE] // 2
+            is_masked_there = self._words[:, NUM_HEADER_WORDS + self._rank] >> 1 & 1 == 1
+            rounds = self._words[self._names(self._rank) & is_masked_there, SEQUENCE] // 2
             newest = max([newest, *rounds.tolist()])
         if newest == self._number:
             return False

@@ -118,6 +118,8 @@ class Rules:
     """The offer of a masked rank counts if it is for the same ranks; else it may be one that was given up."""
     named_round: bool = True
     """A masked rank joins a round that names it; else any."""
+    stay_where_taken_back: bool = True
+    """A masked rank leaves a round for a newer one only if it is masked there: else the round took it back."""
     align: Literal["round", "highest", "nobody"] = "round"
     """After a round all go on from a number of the round's; or from the highest that one of them had."""
     forget_acks: bool = True
@@ -596,7 +598,13 @@ class LowLatency:
         ranks, heaps = state
         rank, mine, rules = ranks[me], heaps[me], self.rules
         is_masked = rank.generations[me] % 2 == 1
-        newer = [offer.round for offer in mine.offers if offer is not None and me in offer.ranks]
+        newer = [
+            offer.round
+            for offer in mine.offers
+            if offer is not None
+            and me in offer.ranks
+            and (offer.generations[me] % 2 or not rules.stay_where_taken_back)
+        ]
         offers, view = self._offers(me, rank, mine), self._view(me, rank, mine)
         taking_part = self._taking_part(me, rank, view)
         all_given_up = all(view[subject] > 2 * rank.offered for subject in rank.returning)
@@ -605,11 +613,17 @@ class LowLatency:
             after = rank._replace(phase=OFFER, todo=self._peers[me], returning=max(others))
             yield Step(me, "follow", rank.offered), (put(ranks, me, after), heaps)
             return
-        if all(peer in offers for peer in taking_part) and (taking_part or not is_masked):
-            offers = {peer: offers[peer] for peer in taking_part}
-        elif is_masked and max(newer, default=0) > rank.offered:
+        has_newer = is_masked and max(newer, default=0) > rank.offered
+        if has_newer:
+            # Also when all offers are there: one may have been missing when this rank looked for it, and have
+            # come before this rank looked for newer ones.
+            if any(offer and offer.generations[me] == 2 * rank.offered for offer in mine.offers):
+                raise Violation("verdict", f"{Step(me, 'find round', max(newer))}: it skips a round")
             after = rank._replace(phase=OFFER, todo=self._peers[me], offered=max(newer))
             yield Step(me, "find round", max(newer)), (put(ranks, me, after), heaps)
+        if all(peer in offers for peer in taking_part) and (taking_part or not is_masked):
+            offers = {peer: offers[peer] for peer in taking_part}
+        elif has_newer:
             return
         elif rules.whole_round or not all_given_up:
             return
