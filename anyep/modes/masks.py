@@ -222,8 +222,8 @@ class _Round:
     def _follow_newer_offers(self) -> bool:
         """A rank that is masked, and has missed rounds, joins the newest one that names it.
 
-        An offer by which this rank is not masked any more says that this rank's round took it back: the offers
-        that were missing a moment ago have come since, and this rank must not skip that round.
+        An offer by which this rank is not masked any more says that this rank's round took it back: the
+        offers that were missing a moment ago have come since, and this rank must not skip that round.
         """
         newest = self._number
         for turn in range(NUM_SLOT_SETS):

@@ -15,8 +15,8 @@ NUM_RANKS = 3
 
 
 def take_back_twice(context: RankContext) -> None:
-    """The last rank is masked. It looks for offers when one is still missing; before it looks for newer rounds,
-    the others have ended this round and begun the next."""
+    """The last rank is masked. It looks for offers when one is still missing; before it looks for newer
+    rounds, the others have ended this round and begun the next."""
     rank, last = context.rank, context.num_ranks - 1
     case = Case(tokens=(3,) * context.num_ranks, hidden=64)
     with Buffer(

@@ -119,7 +119,7 @@ class Rules:
     named_round: bool = True
     """A masked rank joins a round that names it; else any."""
     stay_where_taken_back: bool = True
-    """A masked rank leaves a round for a newer one only if it is masked there: else the round took it back."""
+    """A masked rank leaves a round for a newer one only if it is masked there: else it was taken back."""
     align: Literal["round", "highest", "nobody"] = "round"
     """After a round all go on from a number of the round's; or from the highest that one of them had."""
     forget_acks: bool = True
@@ -623,9 +623,7 @@ class LowLatency:
             yield Step(me, "find round", max(newer)), (put(ranks, me, after), heaps)
         if all(peer in offers for peer in taking_part) and (taking_part or not is_masked):
             offers = {peer: offers[peer] for peer in taking_part}
-        elif has_newer:
-            return
-        elif rules.whole_round or not all_given_up:
+        elif has_newer or rules.whole_round or not all_given_up:
             return
         if any(offer.ranks != rank.returning for offer in offers.values()):
             raise Violation("verdict", f"{Step(me, 'join', rank.offered)}: disagrees about whom to unmask")
