@@ -1,43 +1,47 @@
 """Runs checks of Triton kernels in Triton's interpreter, which needs no GPU.
 
+    run_interpreted(check_sums, "cpu")
+
 A function that was decorated under `TRITON_INTERPRET=1` cannot be compiled any more, so the interpreter has a
-process of its own. A module of checks has a tuple CHECKS of functions that take a device ("cpu" here) and
-raise if something is wrong; `outcomes_of(module)` runs them all and says what each raised.
+process of its own. It is forked from the server that ranks come from, with the first check, and lives as long
+as they do. A check is a function of a module that can be imported; it raises if something is wrong.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-import json
+import math
 import os
-import subprocess
 import sys
 import time
-import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-MARKER = "outcomes: "
+from tests.support.world import RankContext, World, shared_world
 
 
-def outcomes_of(module: str) -> dict[str, str]:
-    """The traceback of each check of a module, by its name; nothing if it passed."""
-    finished = subprocess.run(
-        [sys.executable, "-m", __name__, module],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    lines = [line for line in finished.stdout.splitlines() if line.startswith(MARKER)]
-    if finished.returncode or not lines:
-        raise RuntimeError(f"the interpreter's process ended with {finished.returncode}:\n{finished.stderr}")
-    outcomes: dict[str, str] = json.loads(lines[-1].removeprefix(MARKER))
-    return outcomes
+def run_interpreted(check: Callable[..., Any], *arguments: Any) -> Any:
+    """What `check(*arguments)` returns in the interpreter's process."""
+    world = shared_world("Triton's interpreter", lambda: World(1, become_interpreter))
+    return world.run(_call, check, arguments, timeout=240.0)[0]
+
+
+def _call(_: RankContext, check: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return check(*arguments)
+
+
+def become_interpreter(_: int) -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    prepare()
+    from anyep.backends.cpu import compile_kernels
+
+    # Checks compare with them.
+    compile_kernels()
 
 
 def let_tensors_be_bounds_of_ranges() -> None:
@@ -61,6 +65,8 @@ def understand_assembly() -> None:
     def run_assembly(_: Any, assembly: str, __: str, values: list[Any], *___: Any) -> Any:
         result = np.array([0], np.int32), tl.int32
         if "%globaltimer" in assembly:
+            # Kernels look at the clock while they wait for another rank, which needs the core.
+            time.sleep(0.001)
             result = np.array([time.monotonic_ns()], np.int64), tl.int64
         else:
             assert assembly.startswith("st.release.sys.global.u64 [$1], $2;")
@@ -72,26 +78,93 @@ def understand_assembly() -> None:
     interpreter.InterpreterBuilder.create_inline_asm = run_assembly
 
 
+def forget_compiled_triton() -> None:
+    """Let Triton be imported again: torch has done so, and Triton's own functions were decorated then."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        if not name.startswith("triton._C"):
+            del sys.modules[name]
+
+
+def change_the_language_once() -> None:
+    """Let Triton's language stay what the interpreter makes of it.
+
+    The interpreter changes hundreds of functions with every call of a kernel, and of every function that a
+    kernel calls. In a process that only interprets, once is enough.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    change = interpreter._patch_lang
+    changed_for: set[int] = set()
+    stays = SimpleNamespace(restore=lambda: None)
+
+    def change_once(function: Any) -> Any:
+        # Functions of one module see the same parts of the language; modules live as long as the process.
+        if (module := id(function.__globals__)) not in changed_for:
+            change(function)
+            changed_for.add(module)
+        return stays
+
+    interpreter._patch_lang = change_once
+
+
+def remember_types() -> None:
+    """The interpreter makes a table of all types whenever it wants to know one of them."""
+    import triton.language as tl
+
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    look_up = interpreter._get_np_dtype
+    known: dict[Any, Any] = {}
+
+    def remember(dtype: Any) -> Any:
+        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        if isinstance(element, tl.pointer_type):
+            return look_up(dtype)
+        if element not in known:
+            known[element] = look_up(element)
+        return known[element]
+
+    interpreter._get_np_dtype = remember
+
+
+def remember_shapes() -> None:
+    """Every result of every operation has a type and a shape, made of many small objects; few are different."""
+    import triton.language.core as core
+
+    shapes: dict[Any, Any] = {}
+    blocks: dict[Any, Any] = {}
+    make_block = core.block_type.__init__
+
+    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+        lengths = tuple(kind.shape) if kind.is_block() else ()
+        if lengths not in shapes:
+            count = core.constexpr(math.prod(lengths))
+            shapes[lengths] = count, core.tuple([core.constexpr(length) for length in lengths])
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = shapes[lengths]
+
+    def init_block(self: Any, element: Any, shape: Any) -> None:
+        key = element.name, tuple(getattr(length, "value", length) for length in shape)
+        if key in blocks:
+            self.__dict__.update(blocks[key], element_ty=element)
+        else:
+            make_block(self, element, shape)
+            blocks[key] = dict(self.__dict__)
+
+    core.tensor.__init__ = init_tensor
+    core.block_type.__init__ = init_block
+
+
+def look_for_no_overflow() -> None:
+    """Every sum of integers is computed once more with 64 bits, to find an overflow; let it not be."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    interpreter.interpreter_builder.options = replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False
+    )
+
+
 def prepare() -> None:
+    forget_compiled_triton()
     let_tensors_be_bounds_of_ranges()
     understand_assembly()
-
-
-def main() -> None:
-    prepare()
-    from anyep.backends.cpu import compile_kernels
-
-    # Checks compare with them.
-    compile_kernels()
-    outcomes = {}
-    for check in importlib.import_module(sys.argv[1]).CHECKS:
-        try:
-            check("cpu")
-            outcomes[check.__name__] = ""
-        except Exception:
-            outcomes[check.__name__] = traceback.format_exc()
-    print(MARKER + json.dumps(outcomes))
-
-
-if __name__ == "__main__":
-    main()
+    change_the_language_once()
+    remember_types()
+    remember_shapes()
