@@ -1,105 +1,45 @@
-"""Low-latency mode between ranks that share a GPU, against the dense reference, bit for bit.
+"""Low-latency mode on a real GPU: many calls that nobody waits for, CUDA graphs, streams.
 
 Memory that nobody has written holds NaN here, so that a result which is not filled does not look right.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import time
 import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 from anyep.backends.cuda import postponed
 from anyep.buffer import Buffer
 from tests.support import low_latency_oracle, oracle
 from tests.support.cases import ROUTINGS
-from tests.support.gpu import NEEDS_GPU, gpu_world, let_die_in_a_capture, new_gpu_world, prepare_rank
+from tests.support.gpu import NEEDS_GPU, let_die_in_a_capture
 from tests.support.low_latency_cases import (
     FORMATS,
     Case,
     buffer_for,
     check_case,
     check_received,
+    dispatch_by_hook,
     inputs_of,
     on,
-    run_case,
 )
-from tests.support.strategies import low_latency_cases
-from tests.support.world import RankContext, RankDied
+from tests.support.places import Place
+from tests.support.world import RankContext
 
 pytestmark = NEEDS_GPU
-NUM_EXAMPLES = {2: 60, 4: 40, 8: 25}
 TIMEOUT_S = 240
 
 
-def prepare(context: RankContext) -> None:
-    prepare_rank()
-    context.keep["device"] = context.keep["tensors"] = "cuda"
-
-
-def new_buffer(context: RankContext, case: Case, enable_shrink: bool = False, timeout_s: int = 100) -> Buffer:
+def new_buffer(context: RankContext, case: Case) -> Buffer:
     """A Buffer with room for just this case."""
-    prepare(context)
-    os.environ["ANYEP_TIMEOUT_S"] = str(timeout_s)
-    hint = Buffer.get_low_latency_rdma_size_hint(
-        case.max_tokens, case.hidden, case.num_ranks, case.num_experts
-    )
-    return Buffer(context.group, 0, hint, low_latency_mode=True, enable_shrink=enable_shrink, device="cuda")
-
-
-def run_gpu_case(context: RankContext, case: Case) -> None:
-    prepare(context)
-    run_case(context, case)
-
-
-@pytest.mark.parametrize("num_ranks", NUM_EXAMPLES)
-def test_any_case(num_ranks: int) -> None:
-    @settings(
-        max_examples=NUM_EXAMPLES[num_ranks],
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
-    @given(low_latency_cases(num_ranks))
-    def check(case: Case) -> None:
-        gpu_world(num_ranks).run(run_gpu_case, case, timeout=TIMEOUT_S)
-
-    check()
-
-
-def run_on_a_buffer_of_the_hint(context: RankContext, case: Case) -> None:
-    with new_buffer(context, case) as buffer:
-        for seed in range(3):
-            check_case(context.rank, replace(case, seed=seed), buffer, device="cuda")
-
-
-@pytest.mark.parametrize("travel", FORMATS)
-@pytest.mark.parametrize("combine", ["plain", "logfmt", "zero copy"])
-def test_rows_of_a_real_size(travel: str, combine: str) -> None:
-    case = Case(
-        tokens=(128, 60, 128, 1),
-        max_tokens=128,
-        hidden=7168,
-        num_topk=8,
-        local_experts=8,
-        travel=travel,
-        use_logfmt=combine == "logfmt",
-        zero_copy=combine == "zero copy",
-    )
-    gpu_world(4).run(run_on_a_buffer_of_the_hint, case, timeout=TIMEOUT_S)
-
-
-def test_the_sizes_of_a_real_model() -> None:
-    case = Case((128,) * 8, max_tokens=128, hidden=7168, num_topk=8, local_experts=32, travel="fp8")
-    gpu_world(8).run(run_on_a_buffer_of_the_hint, case, timeout=TIMEOUT_S)
+    sizes = (case.max_tokens, case.hidden, case.num_ranks, case.num_experts)
+    hint = Buffer.get_low_latency_rdma_size_hint(*sizes)
+    return Buffer(context.group, 0, hint, low_latency_mode=True, device="cuda")
 
 
 # Many calls
@@ -125,29 +65,21 @@ def soak(context: RankContext, seed: int, num_steps: int) -> None:
             )
             if chance.random() < 0.3:
                 send_two(context.rank, case, buffer)
-            check_case(context.rank, case, buffer, device="cuda")
+            check_case(context.rank, case, buffer)
 
 
 def send_two(rank: int, case: Case, buffer: Buffer) -> None:
     """Two dispatches in flight; the second one is received first."""
     batches = [replace(case, travel="bf16", seed=case.seed + 5000 + index) for index in range(2)]
-    sent = []
-    for batch in batches:
-        mine = on("cuda", inputs_of(batch)[rank])
-        sent.append(
-            buffer.low_latency_dispatch(
-                mine.x, mine.topk_idx, case.max_tokens, case.num_experts, use_fp8=False, return_recv_hook=True
-            )
-        )
-    for batch, (received, counts, handle, _, hook) in reversed(list(zip(batches, sent, strict=True))):
-        assert hook is not None
+    sent = [dispatch_by_hook(buffer, batch, rank) for batch in batches]
+    for batch, (received, counts, handle, hook) in reversed(list(zip(batches, sent, strict=True))):
         hook()
-        check_received(rank, batch, inputs_of(batch), received, counts, handle, frozenset())
+        check_received(rank, batch, inputs_of(batch), received, counts, handle)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_soak(num_ranks: int) -> None:
-    gpu_world(num_ranks).run(soak, num_ranks, 30, timeout=TIMEOUT_S)
+    Place("cuda", num_ranks).world().run(soak, num_ranks, 30, timeout=TIMEOUT_S)
 
 
 def repeat_without_looking(context: RankContext, num_pairs: int) -> None:
@@ -181,7 +113,7 @@ def echoed(inputs: list[Any], rank: int, case: Case) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_many_calls_that_nobody_waits_for(num_ranks: int) -> None:
-    gpu_world(num_ranks).run(repeat_without_looking, 300, timeout=TIMEOUT_S)
+    Place("cuda", num_ranks).world().run(repeat_without_looking, 300, timeout=TIMEOUT_S)
 
 
 # Graphs and streams
@@ -233,11 +165,11 @@ def replay(context: RankContext, how: str, num_combines: int) -> None:
                 part.fill_(-7)
             graph.replay()
             handle = (source, ranges, 24, 1024, case.num_experts)
-            check_received(rank, batch, inputs, received, counts, handle, frozenset())
+            check_received(rank, batch, inputs, received, counts, handle)
             for result in results:
                 assert oracle.same_bits(result.cpu(), echoed(inputs, rank, case))
             if seed % 7 == 3:
-                check_case(rank, replace(case, how=how, seed=seed), buffer, device="cuda")
+                check_case(rank, replace(case, how=how, seed=seed), buffer)
         for _ in range(100):
             graph.replay()
         torch.cuda.synchronize()
@@ -249,11 +181,10 @@ def replay(context: RankContext, how: str, num_combines: int) -> None:
 @pytest.mark.parametrize("num_combines", [1, 2])
 def test_replays_of_a_graph(num_ranks: int, how: str, num_combines: int) -> None:
     """With two combines each replay makes three calls: the sets of slots alternate from one to the next."""
-    gpu_world(num_ranks).run(replay, how, num_combines, timeout=TIMEOUT_S)
+    Place("cuda", num_ranks).world().run(replay, how, num_combines, timeout=TIMEOUT_S)
 
 
 def use_several_streams(context: RankContext) -> None:
-    prepare(context)
     buffer = buffer_for(context)
     case = Case((6,) * context.num_ranks, hidden=256)
     buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
@@ -261,29 +192,20 @@ def use_several_streams(context: RankContext) -> None:
     for seed in range(30):
         batch = replace(case, seed=seed)
         inputs = inputs_of(batch)
-        mine = on("cuda", inputs[context.rank])
         sender, receiver = streams[seed % 3], streams[(seed // 3) % 3]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(sender):
-            received, counts, handle, _, hook = buffer.low_latency_dispatch(
-                mine.x,
-                mine.topk_idx,
-                case.max_tokens,
-                case.num_experts,
-                use_fp8=False,
-                return_recv_hook=True,
-            )
-        assert hook is not None
+            received, counts, handle, hook = dispatch_by_hook(buffer, batch, context.rank)
         with torch.cuda.stream(receiver):
             hook()
-            check_received(context.rank, batch, inputs, received, counts, handle, frozenset())
-        check_case(context.rank, batch, buffer, device="cuda")
+            check_received(context.rank, batch, inputs, received, counts, handle)
+        check_case(context.rank, batch, buffer)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_halves_on_other_streams(num_ranks: int) -> None:
-    gpu_world(num_ranks).run(use_several_streams, timeout=TIMEOUT_S)
+    Place("cuda", num_ranks).world().run(use_several_streams, timeout=TIMEOUT_S)
 
 
 # The end of a Buffer
@@ -293,7 +215,7 @@ def end_around_a_graph(context: RankContext, what: str) -> None:
     """A Buffer ends before a graph is captured, or while it is; what callers still hold dies there, too."""
     case = Case((6,) * context.num_ranks, hidden=256)
     buffer = new_buffer(context, case)
-    check_case(context.rank, case, buffer, device="cuda")
+    check_case(context.rank, case, buffer)
     mine = on("cuda", inputs_of(case)[context.rank])
     dispatch = (mine.x, mine.topk_idx, case.max_tokens, case.num_experts)
     received, _, handle, _, _ = buffer.low_latency_dispatch(*dispatch, use_fp8=False)
@@ -315,80 +237,11 @@ def end_around_a_graph(context: RankContext, what: str) -> None:
     with new_buffer(context, case) as other:
         assert heap() is None
         assert not postponed._waiting
-        check_case(context.rank, case, other, device="cuda")
+        check_case(context.rank, case, other)
         torch.distributed.barrier(context.group)
 
 
 @pytest.mark.parametrize("what", ["destroyed", "dropped in a graph", "dropped in a call"])
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_the_end_around_a_graph(num_ranks: int, what: str) -> None:
-    gpu_world(num_ranks).run(end_around_a_graph, what, timeout=TIMEOUT_S)
-
-
-# Masks
-
-
-def come_back(context: RankContext) -> list[list[int]]:
-    """Rank 2 is masked by hand, the others go on, then all take it back. Twice."""
-    case = Case(tokens=(5, 0, 7, 3), hidden=128, travel="fp8")
-    buffer = new_buffer(context, case, enable_shrink=True)
-    masks = []
-
-    def read_mask() -> None:
-        mask = torch.full((4,), 7, dtype=torch.int32, device="cuda")
-        buffer.low_latency_query_mask_buffer(mask)
-        masks.append(mask.tolist())
-
-    for _ in range(2):
-        check_case(context.rank, case, buffer, device="cuda")
-        torch.distributed.barrier(context.group)
-        if context.rank == 0:
-            buffer.low_latency_update_mask_buffer(2, mask=True)
-        torch.distributed.barrier(context.group)
-        if context.rank == 2:
-            mine = on("cuda", inputs_of(case)[2])
-            dispatch = (mine.x, mine.topk_idx, case.max_tokens, case.num_experts)
-            buffer.low_latency_dispatch(*dispatch)
-            torch.cuda.synchronize()
-            with pytest.raises(Exception, match="go on without rank 2"):
-                buffer.low_latency_dispatch(*dispatch)
-        else:
-            for seed in range(3):
-                check_case(context.rank, replace(case, seed=seed), buffer, frozenset([2]), device="cuda")
-        read_mask()
-        torch.distributed.barrier(context.group)
-        buffer.low_latency_clean_mask_buffer()
-        read_mask()
-        for seed in range(5):
-            check_case(context.rank, replace(case, seed=seed), buffer, device="cuda")
-        torch.distributed.barrier(context.group)
-    buffer.destroy()
-    return masks
-
-
-def test_a_rank_comes_back() -> None:
-    for masks in gpu_world(4).run(come_back, timeout=TIMEOUT_S):
-        assert masks == [[0, 0, 1, 0], [0, 0, 0, 0]] * 2
-
-
-def lose_a_rank(context: RankContext) -> list[int]:
-    case = Case(tokens=(5,) * context.num_ranks, hidden=128, travel="fp8")
-    buffer = new_buffer(context, case, enable_shrink=True, timeout_s=20)
-    check_case(context.rank, case, buffer, device="cuda")
-    torch.cuda.synchronize()
-    torch.distributed.barrier(context.group)
-    if context.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1)
-    for seed in range(3):
-        check_case(context.rank, replace(case, seed=seed), buffer, frozenset([1]), device="cuda")
-    mask = torch.full((context.num_ranks,), 7, dtype=torch.int32, device="cuda")
-    buffer.low_latency_query_mask_buffer(mask)
-    return mask.tolist()
-
-
-def test_the_others_go_on_without_a_killed_rank() -> None:
-    with new_gpu_world(3) as world:
-        outcomes = world.gather(lose_a_rank, timeout=TIMEOUT_S)
-    assert isinstance(outcomes[1], RankDied)
-    assert outcomes[0] == outcomes[2] == [0, 1, 0]
+    Place("cuda", num_ranks).world().run(end_around_a_graph, what, timeout=TIMEOUT_S)

@@ -12,6 +12,7 @@ import torch
 from anyep.backends.cpu.kernels import casts
 from anyep.buffer import Buffer
 from tests.support import cases, low_latency_oracle, oracle
+from tests.support.places import Place, buffer_device, tensor_device
 from tests.support.world import RankContext
 
 NVL_BYTES = 1 << 20
@@ -54,6 +55,10 @@ class Case:
     def hidden_multiple(self) -> int:
         return 512 if self.travel == "fp8 ue8m0" else 128 if self.travel != "bf16" or self.use_logfmt else 8
 
+    def at(self, place: Place) -> Case:
+        """The same on the nodes of a place."""
+        return replace(self, ranks_per_node=place.ranks_per_node, network=place.network)
+
 
 def inputs_of(case: Case) -> list[low_latency_oracle.RankInput]:
     normal = cases.Case(
@@ -87,7 +92,7 @@ def buffer_for(
             RDMA_BYTES,
             low_latency_mode=True,
             enable_shrink=enable_shrink,
-            device=context.keep.get("device", "cpu"),
+            device=buffer_device(),
             ranks_per_node=ranks_per_node,
             network=network,
         )
@@ -105,7 +110,7 @@ def run_case(context: RankContext, case: Case, clean: bool = True) -> None:
     if case.delay_seed is not None:
         conversation.between_steps = cases.delays(case.delay_seed, context.rank)
     try:
-        check_case(context.rank, case, buffer, device=context.keep.get("tensors", "cpu"))
+        check_case(context.rank, case, buffer)
     finally:
         conversation.between_steps = None
 
@@ -120,6 +125,16 @@ def finish(event: Any, hook: Any) -> None:
         hook()
 
 
+def dispatch_by_hook(buffer: Buffer, case: Case, rank: int) -> tuple[Any, Any, Any, Any]:
+    """A dispatch that is sent: its rows, counts and handle, and the hook that receives them."""
+    given = on(tensor_device(), inputs_of(case)[rank])
+    received, counts, handle, event, hook = buffer.low_latency_dispatch(
+        given.x, given.topk_idx, case.max_tokens, case.num_experts, use_fp8=False, return_recv_hook=True
+    )
+    assert event.event is None
+    return received, counts, handle, hook
+
+
 def on(device: str, given: low_latency_oracle.RankInput) -> low_latency_oracle.RankInput:
     return low_latency_oracle.RankInput(
         given.x.to(device), given.topk_idx.to(device), given.topk_weights.to(device)
@@ -127,8 +142,10 @@ def on(device: str, given: low_latency_oracle.RankInput) -> low_latency_oracle.R
 
 
 def check_case(
-    rank: int, case: Case, buffer: Buffer, absent: frozenset[int] = frozenset(), device: str = "cpu"
+    rank: int, case: Case, buffer: Buffer, absent: frozenset[int] = frozenset(), device: str | None = None
 ) -> None:
+    """Dispatch and combine, with tensors on the device of the rank unless told otherwise."""
+    device = tensor_device() if device is None else device
     inputs = inputs_of(case)
     given = on(device, inputs[rank])
     expert_stats = wait_stats = None
@@ -164,7 +181,7 @@ def check_received(
     received: Any,
     counts: torch.Tensor,
     handle: Any,
-    absent: frozenset[int],
+    absent: frozenset[int] = frozenset(),
 ) -> None:
     src_info, layout_range, *sizes = handle
     src_info, layout_range, counts = src_info.cpu(), layout_range.cpu(), counts.cpu()
@@ -225,9 +242,10 @@ def check_combine(
     inputs: list[low_latency_oracle.RankInput],
     buffer: Buffer,
     handle: Any,
-    absent: frozenset[int],
-    device: str = "cpu",
+    absent: frozenset[int] = frozenset(),
+    device: str | None = None,
 ) -> None:
+    device = tensor_device() if device is None else device
     given = on(device, inputs[rank])
     sources = [
         low_latency_oracle.rows_of_expert(inputs, expert, absent) for expert in range(case.num_experts)
