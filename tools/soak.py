@@ -23,9 +23,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from anyep import Config
-from tests.nodes.test_soak import soak as soak_between_nodes
 from tests.support import low_latency_cases
 from tests.support.cases import ROUTINGS, ROW_DTYPES, Case, buffer_for, check_case, delays, inputs_of
+from tests.support.node_soak import soak_between_nodes
 from tests.support.world import RankContext, get_world
 
 CASES_PER_ROUND = 20

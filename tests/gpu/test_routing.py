@@ -1,4 +1,4 @@
-"""Wrong ids and mixed handles on a GPU: kernels find them, and all ranks raise; also after CUDA graphs."""
+"""Wrong ids and mixed handles in CUDA graphs: kernels find them, and all ranks raise."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
-from tests.support import low_latency_cases
 from tests.support.cases import buffer_for
-from tests.support.gpu import NEEDS_GPU, gpu_world, prepare_rank
+from tests.support.gpu import NEEDS_GPU
 from tests.support.gpu_scenarios import attempt
-from tests.support.other_routings import Mix, call, check_answers, first_dispatch, mix_handles, mixes
+from tests.support.other_routings import Mix, call, first_dispatch
+from tests.support.places import Place
 from tests.support.world import RankContext, World
-from tests.support.wrong_ids import (
-    VALUES,
-    Calls,
-    check_on_a_gpu,
-    refuse_in_low_latency_mode,
-    refuse_in_normal_mode,
-    sentence,
-)
+from tests.support.wrong_ids import Calls, sentence
 
 pytestmark = [*NEEDS_GPU, pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 TIMEOUT_S = 200.0
@@ -30,37 +22,21 @@ TIMEOUT_S = 200.0
 
 @pytest.fixture(scope="module", params=[2, 3, 8])
 def world(request: pytest.FixtureRequest) -> World:
-    return gpu_world(request.param)
-
-
-def mix_on_a_gpu(context: RankContext, mix: Mix, num_window_bytes: int | None) -> tuple[str, bool]:
-    prepare_rank()
-    return mix_handles(context, buffer_for(context, num_window_bytes, device="cuda"), mix, "cuda")
-
-
-@pytest.mark.parametrize("num_window_bytes", [None, 0])
-def test_mixed_handles(world: World, num_window_bytes: int | None) -> None:
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-    @given(mixes(world.num_ranks))
-    def check(mix: Mix) -> None:
-        check_answers(mix, world.run(mix_on_a_gpu, mix, num_window_bytes, timeout=TIMEOUT_S))
-
-    check()
+    return Place("cuda", request.param).world()
 
 
 def replay_with_other_handles(context: RankContext, mix: Mix) -> list[str]:
     """A graph along a handle reads what the handle holds when it is replayed; once rank 0's is another."""
-    prepare_rank()
-    buffer, rank = buffer_for(context, None, device="cuda"), context.rank
-    first = first_dispatch(buffer, mix, rank, False, "cuda")
-    second = first_dispatch(buffer, mix, rank, True, "cuda")
+    buffer, rank = buffer_for(context, None), context.rank
+    first = first_dispatch(buffer, mix, rank, False)
+    second = first_dispatch(buffer, mix, rank, True)
     rows = first[0].clone()
     handle = tuple(part.clone() for part in first[1])
-    call(buffer, mix, rank, rows, handle, "cuda")
+    call(buffer, mix, rank, rows, handle)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call(buffer, mix, rank, rows, handle, "cuda")
+        call(buffer, mix, rank, rows, handle)
     answers = []
     for others in (first, second if rank == 0 else first, second, first):
         for part, other in zip(handle, others[1], strict=True):
@@ -68,7 +44,7 @@ def replay_with_other_handles(context: RankContext, mix: Mix) -> list[str]:
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
-        answers.append(attempt(first_dispatch, buffer, mix, rank, False, "cuda"))
+        answers.append(attempt(first_dispatch, buffer, mix, rank, False))
     return answers
 
 
@@ -82,31 +58,9 @@ def test_a_graph_finds_mixed_handles(world: World, is_combine: bool) -> None:
         assert rest == ["fine", "fine"]
 
 
-def refuse_ids(context: RankContext, value: int) -> dict[str, list[str]]:
-    prepare_rank()
-    return refuse_in_normal_mode(context, value, buffer_for, {"device": "cuda"}, "cuda")
-
-
-@pytest.mark.parametrize("value", [value for value in VALUES if value != 6])
-def test_wrong_ids(world: World, value: int) -> None:
-    check_on_a_gpu(world.run(refuse_ids, value, timeout=TIMEOUT_S), value)
-
-
-def refuse_low_latency_ids(context: RankContext, value: int) -> dict[str, list[str]]:
-    prepare_rank()
-    context.keep["device"] = "cuda"
-    return refuse_in_low_latency_mode(context, value, low_latency_cases.buffer_for, {}, "cuda")
-
-
-@pytest.mark.parametrize("value", [value for value in VALUES if value != 6])
-def test_wrong_ids_in_low_latency_mode(world: World, value: int) -> None:
-    check_on_a_gpu(world.run(refuse_low_latency_ids, value, timeout=TIMEOUT_S), value)
-
-
 def replay_a_layout(context: RankContext, value: int) -> list[str]:
     """A captured layout: a wrong id is heard of after the replay that finds it."""
-    prepare_rank()
-    calls = Calls(context, buffer_for(context, None, device="cuda"), "cuda")
+    calls = Calls(context, buffer_for(context, None))
     calls.good()
     ids = torch.zeros(4, 2, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()

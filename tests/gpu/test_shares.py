@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
 
 from anyep import Config
 from anyep.buffer import Buffer
-from tests.support.cases import Case, buffer_for
-from tests.support.gpu import NEEDS_GPU, gpu_world, prepare_rank, run_gpu_case
+from tests.support.cases import Case, buffer_for, run_case
+from tests.support.gpu import NEEDS_GPU
 from tests.support.gpu_oracle import Shape, Tally, Truth, experts
 from tests.support.gpu_pairs import layout_of
 from tests.support.gpu_scenarios import device_of, new_buffer
+from tests.support.places import Place
 from tests.support.share_checks import (
     check_handles_and_configs,
     check_like_an_intranode_test,
     check_mixed_configs,
     check_what_is_said,
 )
-from tests.support.strategies import cases
 from tests.support.world import RankContext
 
 pytestmark = [*NEEDS_GPU, pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")]
 
 NUM_RANKS = 8
+PLACE = Place("cuda", NUM_RANKS)
 WINDOW_BYTES: tuple[int | None, ...] = (None, 0, 1 << 16)
 CONFIGS = {"24 SMs": Config(24, 6, 64), "tiny rings": Config(24, 1, 2), "128 channels": Config(256, 2, 4)}
 TIMEOUT_S = 200.0
@@ -52,27 +52,11 @@ CASES = {
 )
 def test_case(name: str, config: str, num_window_bytes: int | None) -> None:
     case = replace(CASES[name], config=CONFIGS[config], num_window_bytes=num_window_bytes)
-    gpu_world(NUM_RANKS).run(run_gpu_case, case, timeout=TIMEOUT_S)
-
-
-def test_any_case() -> None:
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-    @given(cases(NUM_RANKS, max_tokens=60))
-    def check(case: Case) -> None:
-        chunk = case.config.num_max_nvl_chunked_send_tokens
-        config = replace(
-            case.config, num_sms=18 + 2 * (case.seed % 30), num_max_nvl_chunked_send_tokens=chunk
-        )
-        window_bytes = WINDOW_BYTES[case.seed % len(WINDOW_BYTES)]
-        changed = replace(case, config=config, num_window_bytes=window_bytes)
-        gpu_world(NUM_RANKS).run(run_gpu_case, changed, timeout=TIMEOUT_S)
-
-    check()
+    PLACE.world().run(run_case, case, timeout=TIMEOUT_S)
 
 
 def mix(context: RankContext, num_window_bytes: int | None) -> None:
-    prepare_rank()
-    buffer = buffer_for(context, num_window_bytes, device="cuda")
+    buffer = buffer_for(context, num_window_bytes)
     check_handles_and_configs(context, buffer, Config(24))
     configs = [Config(24), Config(4, 2, 4), Config(16, 6, 64), Config(60, 1, 2), Config(18, 3, 9), Config(24)]
     case = Case((70, 20, 0, 90, 33, 41, 5, 64), num_topk=4, combine_weights=True)
@@ -81,11 +65,10 @@ def mix(context: RankContext, num_window_bytes: int | None) -> None:
 
 @pytest.mark.parametrize("num_window_bytes", WINDOW_BYTES)
 def test_mixed_configs(num_window_bytes: int | None) -> None:
-    gpu_world(NUM_RANKS).run(mix, num_window_bytes, timeout=TIMEOUT_S)
+    PLACE.world().run(mix, num_window_bytes, timeout=TIMEOUT_S)
 
 
 def try_all_ways(context: RankContext, num_window_bytes: int | None) -> None:
-    prepare_rank()
     tuned = [Config(24, chunk, 256) for chunk in range(4, 33, 4)]
     with Buffer(context.group, 1 << 29, device="cuda", num_window_bytes=num_window_bytes) as buffer:
         check_like_an_intranode_test(context, buffer, Config(24, 8, 256), 4096, 7168, 8, 256, tuned)
@@ -94,11 +77,10 @@ def try_all_ways(context: RankContext, num_window_bytes: int | None) -> None:
 @pytest.mark.parametrize("num_window_bytes", [None, 0])
 def test_like_an_intranode_test(num_window_bytes: int | None) -> None:
     """4096 tokens per rank of 7168 values, 8 of 256 experts each, 24 SMs: as DeepEP's own test."""
-    gpu_world(NUM_RANKS).run(try_all_ways, num_window_bytes, timeout=TIMEOUT_S)
+    PLACE.world().run(try_all_ways, num_window_bytes, timeout=TIMEOUT_S)
 
 
 def say_once(context: RankContext) -> None:
-    prepare_rank()
     with new_buffer(context) as buffer:
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
         check_what_is_said(buffer, num_sms // context.num_ranks // 2 * 2)
@@ -106,13 +88,12 @@ def say_once(context: RankContext) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, NUM_RANKS])
 def test_it_is_said_once(num_ranks: int) -> None:
-    gpu_world(num_ranks).run(say_once, timeout=TIMEOUT_S)
+    Place("cuda", num_ranks).world().run(say_once, timeout=TIMEOUT_S)
 
 
 def replay(context: RankContext, num_window_bytes: int | None) -> None:
     """A graph of a cached dispatch and a combine with 12 channels: the rows change from replay to replay."""
-    prepare_rank()
-    buffer = buffer_for(context, num_window_bytes, device="cuda")
+    buffer = buffer_for(context, num_window_bytes)
     device, shape, config = device_of(buffer), Shape(context.num_ranks, 64), Config(24, 2, 4)
     truths = [Truth(shape, 7, context.rank, device, rows_seed=index) for index in range(10)]
     x = truths[0].x.clone()
@@ -146,4 +127,4 @@ def replay(context: RankContext, num_window_bytes: int | None) -> None:
 
 @pytest.mark.parametrize("num_window_bytes", [None, 0])
 def test_a_graph(num_window_bytes: int | None) -> None:
-    gpu_world(NUM_RANKS).run(replay, num_window_bytes, timeout=TIMEOUT_S)
+    PLACE.world().run(replay, num_window_bytes, timeout=TIMEOUT_S)

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -22,6 +21,8 @@ from anyep.errors import InvalidCall, PeerLost
 from anyep.network import NixlEngine
 from anyep.nixl_packages import NAMES, find_nixl
 from tests.support.namespaces import TwoHosts
+from tests.support.places import Place
+from tests.support.programs import run_program
 from tests.support.world import RankContext, RankDied, World
 
 pytestmark = pytest.mark.skipif(
@@ -291,12 +292,20 @@ def notice_silence(context: RankContext, seconds: float) -> list[float]:
     return [time.monotonic() - side.engine.last_heard(peer) for peer in side.peers]
 
 
-@pytest.fixture(scope="module", params=["loopback", "two hosts"])
+LOOPBACK = Place("cpu", 2)
+HOSTS = Place("cpu", 4, num_nodes=2, hosts=True)
+BOTH = [
+    LOOPBACK.param(marks=pytest.mark.xdist_group("hosts"), name="loopback"),
+    HOSTS.param(name="two hosts"),
+]
+
+
+@pytest.fixture(scope="module", params=BOTH)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(2) if request.param == "loopback" else TwoHosts(ranks_per_host=2) as world:
-        world.run(connect)
-        yield world
-        world.run(disconnect)
+    world = request.param.world()
+    world.run(connect)
+    yield world
+    world.run(disconnect)
 
 
 def test_pieces_and_signals_arrive(world: World) -> None:
@@ -321,26 +330,29 @@ def test_order_holds_under_load(world: World) -> None:
     print(f"{num_bytes / 1e6:.0f} MB in {time.monotonic() - started:.1f} s, all checked")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_killed_peer_is_lost(num_ranks: int) -> None:
-    victim = num_ranks - 1
-    with World(2) if num_ranks == 2 else TwoHosts(ranks_per_host=2) as world:
-        world.run(connect)
-        answers = world.gather(lose_a_peer, victim)
-        assert isinstance(answers[victim], RankDied)
-        assert "RemoteDisconnect" in answers[0][victim]
-        assert [list(lost) for lost in answers[:victim]] == [[victim], [victim], []][: num_ranks - 1]
+@pytest.mark.parametrize("place", BOTH)
+def test_a_killed_peer_is_lost(place: Place) -> None:
+    world, victim = place.world(), place.num_ranks - 1
+    world.run(connect)
+    answers = world.gather(lose_a_peer, victim)
+    world.revive()
+    assert isinstance(answers[victim], RankDied)
+    assert "RemoteDisconnect" in answers[0][victim]
+    assert [list(lost) for lost in answers[:victim]] == [[victim], [victim], []][:victim]
 
 
-def test_a_cut_link_is_silence() -> None:
-    with TwoHosts(ranks_per_host=2) as hosts:
-        hosts.run(connect)
-        hosts.run(check_puts)
-        hosts.cut()
-        for ages in hosts.run(notice_silence, 1.5):
-            assert min(ages) > 1.4
-        hosts.run(disconnect)
-        hosts.mend()
+@pytest.mark.parametrize("place", [HOSTS.param()])
+def test_a_cut_link_is_silence(place: Place) -> None:
+    hosts = place.world()
+    assert isinstance(hosts, TwoHosts)
+    hosts.run(connect)
+    hosts.run(check_puts)
+    hosts.cut()
+    for ages in hosts.run(notice_silence, 1.0):
+        assert min(ages) > 0.9
+    hosts.run(disconnect)
+    hosts.mend()
+    hosts.restart()
 
 
 def test_words_are_raised_in_order() -> None:
@@ -353,9 +365,7 @@ def test_words_are_raised_in_order() -> None:
 
 def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
     setup = "from anyep.backends.cpu.heap import OwnBlock; from anyep.network import NixlEngine\n"
-    return subprocess.run(
-        [sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=60, check=False
-    )
+    return run_program("-c", setup + code, finalizes=True)
 
 
 def test_an_engine_is_silent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,11 +12,12 @@ from anyep import Config
 from anyep.layout import COUNTER_BYTES, DIGEST_BYTES, LETTER_HEADER_BYTES
 from anyep.sizes import token_layout
 from tests.support.cases import buffer_for
-from tests.support.namespaces import TwoHosts
+from tests.support.places import Place
 from tests.support.world import RankContext, get_world
 
 RANKS, TOKENS, HIDDEN, EXPERTS_PER_RANK = 4, 10, 48, 2
 CONFIG = Config(8, 1, 2, 1, 2)
+HOSTS = Place("cpu", RANKS, num_nodes=2, hosts=True)
 TOKEN = token_layout(2 * HIDDEN, 0, 0)
 
 
@@ -149,18 +149,13 @@ def check(measured: list[tuple[Sent, Sent, Sent]], routing: str, per_node: int) 
             assert sent.bytes_within == routed.rows_passed_on() * 2 * HIDDEN
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    with TwoHosts(ranks_per_host=2) as hosts:
-        yield hosts
-
-
+@pytest.mark.xdist_group("hosts")
 @pytest.mark.parametrize("num_window_bytes", [None, 0])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_bytes_on_the_wire(hosts: TwoHosts, routing: str, num_window_bytes: int | None) -> None:
+def test_bytes_on_the_wire(routing: str, num_window_bytes: int | None) -> None:
     """What the engine has put are the rows, a letter to every rank, and to the relays counts by channel."""
     per_node, nodes, channels = 2, 2, CONFIG.num_channels
-    measured = hosts.run(measure, routing, per_node, num_window_bytes, "nixl")
+    measured = HOSTS.world().run(measure, routing, per_node, num_window_bytes, "nixl")
     check(measured, routing, per_node)
     header = LETTER_HEADER_BYTES - COUNTER_BYTES
     letter = header + 4 * (RANKS + nodes + channels + EXPERTS_PER_RANK)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
 from anyep.buffer import Buffer
-from tests.support.world import RankContext, World
+from tests.support.world import RankContext, World, get_world
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2) as started:
-        yield started
+@pytest.fixture
+def world() -> World:
+    return get_world(2)
 
 
 def through_its_life(context: RankContext) -> list[str]:

@@ -1,9 +1,9 @@
 """Everything works whatever torch's default device and default dtype are, and gives the same bits.
 
-Programs set them for their own tensors (`torch.set_default_device("cuda")`). Here they are "meta", on which a
-tensor has no values, and bfloat16: a tensor that was made without a device or a dtype of its own is found out
-by the checks against the reference. `tests/unit/test_explicit_devices.py` checks the source for the same;
-`tests/normal/test_simulated_default_device.py` and `tests/gpu/test_default_device.py` are about GPUs.
+Programs set them for their own tensors (`torch.set_default_device("cuda")`). On a GPU they are "cuda" and
+bfloat16 here; elsewhere "meta", on which a tensor has no values: a tensor that was made without a device or
+dtype of its own is found out by the checks against the reference. `tests/unit/test_explicit_devices.py` looks
+for the same in the source.
 """
 
 from __future__ import annotations
@@ -18,40 +18,79 @@ import torch
 import anyep
 from anyep.buffer import Buffer
 from anyep.nn import ExpertParallelMoE, FeedForward, TopKGate
-from tests.faults import test_low_latency as test_low_latency_failure
-from tests.layers import test_autograd, test_nn
-from tests.support import cases, low_latency_cases
-from tests.support.default_device_cases import NORMAL, set_other_defaults
+from tests.support import cases, dense_gradients, gpu_pairs, low_latency_cases, moe
 from tests.support.low_latency_cases import FORMATS
-from tests.support.world import RankContext, World
+from tests.support.places import Place, buffer_device, tensor_device
+from tests.support.world import RankContext
+
+CPU = Place("cpu", 4, other_defaults=True)
+SIMULATED = Place("simulated", 2, other_defaults=True)
+GPU = Place("cuda", 2, other_defaults=True)
+TIMEOUT_S = 200.0
+TOKENS = (5, 0, 7, 3)
+NORMAL = {
+    "plain": cases.Case(TOKENS),
+    "float32, biases and weights": cases.Case(
+        TOKENS, dtype="float32", num_biases=2, combine_weights=True, num_topk=3
+    ),
+    "fp8 with scales": cases.Case(TOKENS, dtype="float8_e4m3fn", num_scales=5, strided_scales=True),
+    "the worst case, asynchronous": cases.Case(TOKENS, worst=True, run_async=True, combine_weights=True),
+    "some choices missing": cases.Case(TOKENS, routing="some missing", num_topk=4, alignment=4),
+    "without choices of experts": cases.Case(TOKENS, send_topk=False),
+}
+COMBINES: tuple[dict[str, Any], ...] = (
+    {"how": "in line", "in_place": True},
+    {"how": "hook", "use_logfmt": True},
+    {"how": "async", "zero_copy": True},
+)
+IN_ONE_PROCESS = pytest.mark.xdist_group("other defaults")
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(4, set_other_defaults) as fresh:
-        yield fresh
+def param(place: Place, *more: Any, slow: bool = False) -> Any:
+    marks = [IN_ONE_PROCESS, *([pytest.mark.slow] if slow else [])]
+    return place.param(*more, marks=marks, name="-".join(map(str, (place, *more))))
+
+
+EVERYWHERE = [param(place) for place in (CPU, SIMULATED, GPU)]
+WITH_A_LAYER = [param(place) for place in (CPU, GPU)]
+ON_THE_CPU = [param(CPU)]
 
 
 def are_other_defaults(context: RankContext) -> bool:
     made = torch.zeros(1)
-    return made.is_meta and made.dtype == torch.bfloat16
+    return made.device.type == ("cuda" if tensor_device() == "cuda" else "meta") and (
+        made.dtype == torch.bfloat16
+    )
 
 
-def test_the_defaults_are_others(world: World) -> None:
-    assert all(world.run(are_other_defaults))
+@pytest.mark.parametrize("place", EVERYWHERE)
+def test_the_defaults_are_others(place: Place) -> None:
+    assert all(place.world().run(are_other_defaults))
 
 
 # Normal mode
 
 
-@pytest.mark.parametrize("num_window_bytes", [None, 0])
-@pytest.mark.parametrize("ranks_per_node", [None, 2, 1])
-@pytest.mark.parametrize("name", NORMAL)
-def test_normal_mode(
-    world: World, name: str, ranks_per_node: int | None, num_window_bytes: int | None
-) -> None:
-    case = replace(NORMAL[name], ranks_per_node=ranks_per_node, num_window_bytes=num_window_bytes)
-    world.run(cases.run_case, case)
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        param(place, name, slow=place == SIMULATED and index > 2)
+        for place in (CPU, SIMULATED, GPU)
+        for index, name in enumerate(NORMAL)
+    ],
+)
+def test_normal_mode(place: Place, name: str) -> None:
+    nodes = (None, 2, 1) if place == CPU else (None,)
+    for ranks_per_node in nodes:
+        for num_window_bytes in (None,) if place == SIMULATED else (None, 0):
+            case = replace(NORMAL[name], tokens=TOKENS if place == CPU else (5, 7))
+            case = replace(case, ranks_per_node=ranks_per_node, num_window_bytes=num_window_bytes)
+            place.world().run(cases.run_case, case, timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(("place", "num_pairs"), [param(SIMULATED, 4), param(GPU, 200)])
+def test_pairs_of_all_kinds(place: Place, num_pairs: int) -> None:
+    place.world().run(gpu_pairs.soak, num_pairs, 1 << 20, 5, timeout=TIMEOUT_S)
 
 
 def device_by_default(context: RankContext) -> str:
@@ -61,49 +100,74 @@ def device_by_default(context: RankContext) -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a Buffer works on the GPU that is here")
-def test_the_device_of_a_buffer_is_not_the_default_of_torch(world: World) -> None:
-    assert world.run(device_by_default) == ["cpu"] * 4
+@pytest.mark.parametrize("place", ON_THE_CPU)
+def test_the_device_of_a_buffer_is_not_the_default_of_torch(place: Place) -> None:
+    assert place.world().run(device_by_default) == ["cpu"] * 4
 
 
 # Low-latency mode
 
 
-@pytest.mark.parametrize("ranks_per_node", [None, 2])
-@pytest.mark.parametrize("how", ["in line", "async", "hook"])
-@pytest.mark.parametrize("travel", FORMATS)
-def test_low_latency_mode(world: World, travel: str, how: str, ranks_per_node: int | None) -> None:
-    case = low_latency_cases.Case((5, 0, 7, 3), hidden=512, travel=travel, how=how, combines=2)
-    case = replace(case, ranks_per_node=ranks_per_node)
-    for more in ({}, {"use_logfmt": True}, {"zero_copy": True}, {"in_place": True}):
-        world.run(low_latency_cases.run_case, replace(case, **more))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("place", "travel"),
+    [
+        param(place, travel, slow=place == SIMULATED and travel in FORMATS[1:3])
+        for place in (CPU, SIMULATED, GPU)
+        for travel in FORMATS
+    ],
+)
+def test_low_latency_mode(place: Place, travel: str) -> None:
+    case = low_latency_cases.Case(TOKENS if place == CPU else (4, 3), hidden=512, travel=travel, combines=2)
+    for ranks_per_node in (None, 2) if place == CPU else (None,):
+        for more in COMBINES:
+            changed = replace(case, ranks_per_node=ranks_per_node, **more)
+            place.world().run(low_latency_cases.run_case, changed, timeout=TIMEOUT_S)
 
 
-def test_masks(world: World) -> None:
-    *outcomes, masked = world.run(test_low_latency_failure.mask_by_hand)
-    assert outcomes == ["", "", ""]
-    assert "go on without rank 3" in masked
-
-
-def devices_of_results(context: RankContext) -> set[str]:
-    """Those of every tensor that a dispatch of either mode returns."""
-    case = low_latency_cases.Case((5, 0, 7, 3))
-    given = low_latency_cases.inputs_of(case)[context.rank]
-    buffer = low_latency_cases.buffer_for(context)
+def mask_by_hand(context: RankContext) -> None:
+    case = low_latency_cases.Case(TOKENS, hidden=64)
+    last = context.num_ranks - 1
+    buffer = low_latency_cases.buffer_for(context, enable_shrink=True)
     buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
-    rows, counts, handle, *_ = buffer.low_latency_dispatch(
-        given.x, given.topk_idx, case.max_tokens, case.num_experts
-    )
-    layout = buffer.get_dispatch_layout(given.topk_idx, case.num_experts)
-    per_rank, _, per_expert, in_rank, _ = layout
-    normal = buffer.dispatch(
-        given.x,
-        num_tokens_per_rank=per_rank,
-        is_token_in_rank=in_rank,
-        num_tokens_per_expert=per_expert,
-        topk_idx=given.topk_idx,
-        topk_weights=given.topk_weights,
-    )
-    return {str(part.device) for part in _tensors((rows, counts, handle, layout, normal))}
+    torch.distributed.barrier(context.group)
+    if context.rank == 0:
+        buffer.low_latency_update_mask_buffer(last, mask=True)
+    torch.distributed.barrier(context.group)
+    mask = torch.zeros(context.num_ranks, dtype=torch.int32, device="cpu")
+    buffer.low_latency_query_mask_buffer(mask)
+    assert mask.tolist() == [0] * last + [1]
+    if context.rank != last:
+        low_latency_cases.check_case(context.rank, case, buffer, frozenset([last]))
+    torch.distributed.barrier(context.group)
+    buffer.low_latency_clean_mask_buffer()
+    low_latency_cases.check_case(context.rank, case, buffer)
+
+
+@pytest.mark.parametrize("place", ON_THE_CPU)
+def test_masks(place: Place) -> None:
+    place.world().run(mask_by_hand)
+
+
+def devices_of_results(context: RankContext, device: str) -> set[str]:
+    """Those of every tensor that a dispatch of either mode returns."""
+    case = low_latency_cases.Case(TOKENS[: context.num_ranks])
+    given = low_latency_cases.on(device, low_latency_cases.inputs_of(case)[context.rank])
+    num_bytes = low_latency_cases.NVL_BYTES, low_latency_cases.RDMA_BYTES
+    with Buffer(context.group, *num_bytes, low_latency_mode=True, device=device) as buffer:
+        rows, counts, handle, *_ = buffer.low_latency_dispatch(
+            given.x, given.topk_idx, case.max_tokens, case.num_experts
+        )
+        layout = buffer.get_dispatch_layout(given.topk_idx, case.num_experts)
+        per_rank, _, per_expert, in_rank, _ = layout
+        normal = buffer.dispatch(
+            given.x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=given.topk_idx,
+            topk_weights=given.topk_weights,
+        )
+        return {part.device.type for part in _tensors((rows, counts, handle, layout, normal))}
 
 
 def _tensors(thing: Any) -> Iterator[torch.Tensor]:
@@ -114,8 +178,26 @@ def _tensors(thing: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def test_results_are_on_the_device_of_the_buffer(world: World) -> None:
-    assert world.run(devices_of_results) == [{"cpu"}] * 4
+@pytest.mark.parametrize(("place", "device"), [param(CPU, "cpu"), param(GPU, "cpu"), param(GPU, "cuda")])
+def test_results_are_on_the_device_of_the_buffer(place: Place, device: str) -> None:
+    assert place.world().run(devices_of_results, device) == [{device}] * place.num_ranks
+
+
+def use_the_cpu(context: RankContext) -> None:
+    """On a rank that has a GPU."""
+    with Buffer(context.group, cases.NVL_BYTES, device="cpu") as buffer:
+        cases.check_case(context, replace(NORMAL["plain"], tokens=(5, 7)), buffer, "cpu")
+    num_bytes = low_latency_cases.NVL_BYTES, low_latency_cases.RDMA_BYTES
+    for travel in FORMATS:
+        for more in COMBINES:
+            case = low_latency_cases.Case((5, 7), hidden=512, travel=travel, **more)
+            with Buffer(context.group, *num_bytes, low_latency_mode=True, device="cpu") as buffer:
+                low_latency_cases.check_case(context.rank, case, buffer, device="cpu")
+
+
+@pytest.mark.parametrize("place", [param(GPU)])
+def test_a_buffer_on_the_cpu_beside_a_gpu(place: Place) -> None:
+    place.world().run(use_the_cpu, timeout=TIMEOUT_S)
 
 
 def words_of_the_host(context: RankContext) -> list[int]:
@@ -124,40 +206,47 @@ def words_of_the_host(context: RankContext) -> list[int]:
     return list(pinned_words(3))
 
 
-def test_words_of_the_host(world: World) -> None:
-    assert world.run(words_of_the_host) == [[0, 0, 0]] * 4
+@pytest.mark.parametrize("place", ON_THE_CPU)
+def test_words_of_the_host(place: Place) -> None:
+    assert place.world().run(words_of_the_host) == [[0, 0, 0]] * 4
 
 
 # What stands on a Buffer
 
 
-@pytest.mark.parametrize("ranks_per_node", [None, 2])
-def test_gradients(world: World, ranks_per_node: int | None) -> None:
-    world.run(test_autograd.check_against_dense, ranks_per_node)
+@pytest.mark.parametrize("place", WITH_A_LAYER)
+def test_gradients(place: Place) -> None:
+    for ranks_per_node in (None, 2) if place == CPU else (None,):
+        place.world().run(dense_gradients.check_against_dense, ranks_per_node, timeout=TIMEOUT_S)
 
 
 def gradients_under_both_defaults(context: RankContext) -> None:
     """The same bits."""
     buffer = cases.buffer_for(context, None)
-    ours = test_autograd.values_and_gradients(test_autograd.on_ranks, buffer, torch.float32, 1)
+    on_ranks, values_of = dense_gradients.on_ranks, dense_gradients.values_and_gradients
+    ours = values_of(on_ranks, buffer, torch.float32, 1)
     torch.set_default_device(None)
     torch.set_default_dtype(torch.float32)
     try:
-        usual = test_autograd.values_and_gradients(test_autograd.on_ranks, buffer, torch.float32, 1)
+        usual = values_of(on_ranks, buffer, torch.float32, 1)
     finally:
-        set_other_defaults(context.rank)
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.bfloat16)
     for left, right in zip(ours, usual, strict=True):
         assert cases.oracle.same_bits(left, right)
 
 
-def test_gradients_have_the_bits_of_the_usual_defaults(world: World) -> None:
-    world.run(gradients_under_both_defaults)
+@pytest.mark.parametrize("place", ON_THE_CPU)
+def test_gradients_have_the_bits_of_the_usual_defaults(place: Place) -> None:
+    place.world().run(gradients_under_both_defaults)
 
 
-@pytest.mark.parametrize("ranks_per_node", [None, 2])
-def test_layer(world: World, ranks_per_node: int | None) -> None:
-    world.run(test_nn.check_layer, 4, 2, "cpu", ranks_per_node)
-    assert world.run(test_nn.check_decode, "cpu", ranks_per_node) == list(test_nn.TOKENS)
+@pytest.mark.parametrize("place", WITH_A_LAYER)
+def test_layer(place: Place) -> None:
+    for ranks_per_node in (None, 2) if place == CPU else (None,):
+        place.world().run(moe.check_layer, 4, 2, ranks_per_node, timeout=TIMEOUT_S)
+        decoded = place.world().run(moe.check_decode, ranks_per_node, timeout=TIMEOUT_S)
+        assert decoded == list(moe.TOKENS[: place.num_ranks])
 
 
 def parts_of_a_layer(context: RankContext) -> None:
@@ -171,8 +260,9 @@ def parts_of_a_layer(context: RankContext) -> None:
                 assert (parameter.device.type, parameter.dtype) == right
 
 
-def test_parameters_follow_torch(world: World) -> None:
-    world.run(parts_of_a_layer)
+@pytest.mark.parametrize("place", ON_THE_CPU)
+def test_parameters_follow_torch(place: Place) -> None:
+    place.world().run(parts_of_a_layer)
 
 
 def run_as_deep_ep(context: RankContext) -> None:
@@ -180,18 +270,18 @@ def run_as_deep_ep(context: RankContext) -> None:
     import deep_ep  # type: ignore[import-not-found]
 
     assert deep_ep.topk_idx_t is torch.int64
-    with deep_ep.Buffer(context.group, cases.NVL_BYTES, device="cpu") as buffer:
+    device = buffer_device()
+    with deep_ep.Buffer(context.group, cases.NVL_BYTES, device=device) as buffer:
         cases.check_case(context, NORMAL["plain"], buffer)
-    with deep_ep.Buffer(
-        context.group, 0, low_latency_cases.RDMA_BYTES, low_latency_mode=True, device="cpu"
-    ) as buffer:
-        low_latency_cases.check_case(
-            context.rank, low_latency_cases.Case((5, 0, 7, 3), travel="fp8", how="hook"), buffer
-        )
+    num_bytes = low_latency_cases.RDMA_BYTES
+    with deep_ep.Buffer(context.group, 0, num_bytes, low_latency_mode=True, device=device) as buffer:
+        case = low_latency_cases.Case(TOKENS, travel="fp8", how="hook")
+        low_latency_cases.check_case(context.rank, case, buffer)
 
 
-def test_deep_ep(world: World) -> None:
-    world.run(run_as_deep_ep)
+@pytest.mark.parametrize("place", ON_THE_CPU)
+def test_deep_ep(place: Place) -> None:
+    place.world().run(run_as_deep_ep)
 
 
 # Under autocast
@@ -199,8 +289,8 @@ def test_deep_ep(world: World) -> None:
 
 def run_under_autocast(context: RankContext) -> None:
     """The gate chooses and weighs in float32, as its docstring says, and the layer takes part as usual."""
-    layer = test_nn.make_layer(context)
-    x = test_nn.rows_of(context.rank)
+    layer = moe.make_layer(context)
+    x = moe.rows_of(context.rank)
     right_ids, right_weights = layer.gate(x)
     with torch.autocast("cpu", torch.bfloat16):
         ids, weights = layer.gate(x)
@@ -214,5 +304,6 @@ def run_under_autocast(context: RankContext) -> None:
     assert x.grad.isfinite().all()
 
 
-def test_layer_under_autocast(world: World) -> None:
-    world.run(run_under_autocast)
+@pytest.mark.parametrize("place", ON_THE_CPU)
+def test_layer_under_autocast(place: Place) -> None:
+    place.world().run(run_under_autocast)

@@ -2,69 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib.util import find_spec
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.normal.test_simulated_gpu import simulate
 from tests.support.cases import buffer_for
+from tests.support.depth import examples
 from tests.support.other_routings import Mix, check_answers, is_mixed, mix_handles, mixes
-from tests.support.world import RankContext, World, get_world
+from tests.support.places import Place
+from tests.support.world import RankContext
 
-ONE_PASSES_ANOTHER = Mix(3, 8, 2, (0, 0, 1), frozenset({0}), False, False, 1)
-ALL_BUT_ONE_DO = Mix(3, 8, 2, (0, 0, 1), frozenset({1, 2}), True, False, 1)
-COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-
-
-def mix_on_one_node(context: RankContext, mix: Mix, num_window_bytes: int | None) -> tuple[str, bool]:
-    return mix_handles(context, buffer_for(context, num_window_bytes), mix)
+TIMEOUT_S = 200.0
 
 
-def test_the_examples_are_mixed() -> None:
-    assert is_mixed(ONE_PASSES_ANOTHER)
-    assert is_mixed(ALL_BUT_ONE_DO)
+def one_passes_another(num_ranks: int) -> Mix:
+    return Mix(num_ranks, 8, 2, (0, 0, 1), frozenset({0}), False, False, 1)
 
 
-@settings(max_examples=25, **COMMON)  # type: ignore[arg-type]
-@given(mixes(3), st.sampled_from([None, 0]))
-@example(ONE_PASSES_ANOTHER, None)
-@example(ALL_BUT_ONE_DO, 0)
-def test_on_one_node(mix: Mix, num_window_bytes: int | None) -> None:
-    check_answers(mix, get_world(3).run(mix_on_one_node, mix, num_window_bytes))
+def all_but_one_do(num_ranks: int) -> Mix:
+    return Mix(num_ranks, 8, 2, (0, 0, 1), frozenset(range(1, num_ranks)), True, False, 1)
 
 
-def mix_between_nodes(context: RankContext, mix: Mix, num_window_bytes: int | None) -> tuple[str, bool]:
-    return mix_handles(context, buffer_for(context, num_window_bytes, ranks_per_node=2), mix)
+def drawn(place: Place, quick: int, deep: int) -> Any:
+    return place.param(
+        quick, deep, marks=pytest.mark.xdist_group(f"oracle of {place.device}-{place.num_ranks}")
+    )
 
 
-@settings(max_examples=25, **COMMON)  # type: ignore[arg-type]
-@given(mixes(4), st.sampled_from([None, 0]))
-def test_between_nodes(mix: Mix, num_window_bytes: int | None) -> None:
-    check_answers(mix, get_world(4).run(mix_between_nodes, mix, num_window_bytes), ranks_per_node=2)
+def mix_here(
+    context: RankContext, mix: Mix, num_window_bytes: int | None, ranks_per_node: int | None
+) -> tuple[str, bool]:
+    return mix_handles(context, buffer_for(context, num_window_bytes, ranks_per_node=ranks_per_node), mix)
 
 
-@pytest.fixture(scope="module")
-def simulated() -> Iterator[World]:
-    if find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install 'anyep[cuda]'")
-    with World(2) as world:
-        world.run(simulate)
-        yield world
+@pytest.mark.property
+@pytest.mark.parametrize(
+    ("place", "quick", "deep"),
+    [
+        drawn(Place("cpu", 3), 8, 50),
+        drawn(Place("cpu", 4, num_nodes=2), 8, 50),
+        drawn(Place("simulated", 2), 1, 8),
+        drawn(Place("cuda", 2), 15, 30),
+        drawn(Place("cuda", 3), 15, 30),
+        drawn(Place("cuda", 8), 15, 30),
+    ],
+)
+def test_mixed_handles(place: Place, quick: int, deep: int) -> None:
+    first, second = one_passes_another(place.num_ranks), all_but_one_do(place.num_ranks)
+    assert is_mixed(first, place.ranks_per_node)
+    assert is_mixed(second, place.ranks_per_node)
+    paths = (None,) if place.device == "simulated" else (None, 0)
 
-
-def mix_on_a_simulated_gpu(context: RankContext, mix: Mix) -> tuple[str, bool]:
-    return mix_handles(context, buffer_for(context, None, device="cuda"), mix)
-
-
-def test_on_a_simulated_gpu(simulated: World) -> None:
-    @settings(max_examples=6, **COMMON)  # type: ignore[arg-type]
-    @given(mixes(2))
-    @example(Mix(2, 8, 2, (0, 0, 1), frozenset({0}), False, False, 0))
-    @example(Mix(2, 8, 2, (1, 0, 1), frozenset({0}), True, False, 0))
-    def check(mix: Mix) -> None:
-        check_answers(mix, simulated.run(mix_on_a_simulated_gpu, mix))
+    @examples(quick, deep=deep)
+    @given(mixes(place.num_ranks), st.sampled_from(paths))
+    @example(first, None)
+    @example(second, paths[-1])
+    def check(mix: Mix, num_window_bytes: int | None) -> None:
+        answers = place.world().run(mix_here, mix, num_window_bytes, place.ranks_per_node, timeout=TIMEOUT_S)
+        check_answers(mix, answers, place.ranks_per_node)
 
     check()

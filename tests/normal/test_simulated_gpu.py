@@ -1,21 +1,17 @@
-"""Normal mode on GPUs, without a GPU: real processes whose kernels run in Triton's interpreter.
+"""Normal mode on GPUs, without a GPU: windows, the end of a Buffer, wrong calls, what ranks see of others.
 
-Rings are no part of it: the interpreter runs the programs of a kernel one after the other, so one that waits
-for another would wait for ever.
+Kernels run in Triton's interpreter, in real processes. Results are compared in `tests/normal/test_oracle.py`,
+faults are in `tests/faults/test_normal.py`.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import re
-import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,133 +20,35 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
 
-from anyep import Config
-from anyep.backends.cuda import facts
 from anyep.buffer import Buffer
 from anyep.errors import AnyEPError
-from anyep.modes.letters import Kind, signature
-from anyep.modes.status import Phase
-from anyep.outcomes import OUT, code_of
-from tests.support.cases import Case, buffer_for, check_case, delays
+from tests.support.cases import NVL_BYTES, Case, check_case, poison_windows
 from tests.support.gpu_pairs import soak
 from tests.support.gpu_scenarios import (
-    FEW_SMS,
     GOOD,
-    NUM_RANKS,
-    NVL_BYTES,
     SCENARIOS,
     attempt,
-    check_a_killed_rank,
-    check_a_rank_that_destroys_its_buffer,
-    check_a_rank_that_raises,
-    check_a_slow_rank,
-    check_who_destroyed_his_buffer_is_named,
     closing_threads,
-    fail_from_now_on,
     good_arguments,
     good_dispatch,
     hold_results,
     new_buffer,
-    poison_windows,
-    rows_of,
-    wait_until_gone,
     warnings_heard,
 )
-from tests.support.strategies import cases
-from tests.support.world import RankContext, RankDied, World
+from tests.support.places import Place
+from tests.support.world import RankContext, World
 
-# Not loaded here: ranks load this module, too, before they choose to interpret kernels.
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed: pip install 'anyep[cuda]'"
-)
-
-WINDOW_BYTES: tuple[int | None, ...] = (None,)
-NUM_EXAMPLES = {1: 3, 2: 8, 3: 5}
-
-
-def simulate(context: RankContext, timeout_s: str = "20") -> None:
-    """From here on device "cuda" is the simulated GPU, with CPU tensors."""
-    # Only in a rank: whoever loads kernels afterwards can do nothing but interpret them.
-    from tests.support.simulated_gpu import use_simulated_gpu
-
-    os.environ["ANYEP_TIMEOUT_S"] = timeout_s
-    use_simulated_gpu()
-    # Memory that nobody has written yet holds NaN and the like: who reads it is found out. Only now, since
-    # it loads Triton.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, World]]:
-    with ExitStack() as stack:
-        opened = {num_ranks: stack.enter_context(World(num_ranks)) for num_ranks in NUM_EXAMPLES}
-        for world in opened.values():
-            world.run(simulate)
-        yield opened
-
-
-def run_simulated_case(context: RankContext, case: Case) -> None:
-    buffer = buffer_for(context, case.num_window_bytes, device="cuda")
-    poison_windows(buffer)
-    conversation = buffer.runtime.conversation
-    conversation.between_steps = None if case.delay_seed is None else delays(case.delay_seed, context.rank)
-    try:
-        check_case(context, case, buffer)
-    finally:
-        conversation.between_steps = None
-
-
-CASES = {
-    "as simple as can be": Case((3, 4)),
-    "float16, two biases, weights": Case(
-        (17, 9), dtype="float16", num_biases=2, combine_weights=True, num_topk=3, hidden=1040
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("triton") is None, reason="triton is not installed: pip install 'anyep[cuda]'"
     ),
-    "float32, one bias": Case((5, 12, 7), dtype="float32", num_biases=1, hidden=272),
-    "bytes": Case((4, 6), dtype="uint8", hidden=48),
-    "fp8 with strided scales": Case(
-        (9, 3, 14), dtype="float8_e4m3fn", num_scales=5, strided_scales=True, combine_from_window=False
-    ),
-    "the worst case": Case((8, 3), worst=True, combine_weights=True),
-    "the worst case of bytes with scales": Case((2, 0, 5), dtype="uint8", num_scales=3, worst=True),
-    "asynchronous": Case((5, 6), run_async=True, num_biases=1),
-    "asynchronous worst case": Case((5, 6, 1), run_async=True, worst=True),
-    "without choices of experts": Case((7, 2), send_topk=False),
-    "alignment": Case((9, 9), alignment=4, num_topk=4),
-    "a rank without tokens": Case((0, 7, 3), combine_weights=True),
-    "no tokens at all": Case((0, 0)),
-    "tokens that go nowhere": Case((6, 5), routing="none", num_biases=2),
-    "some choices missing": Case((12, 11, 9), routing="some missing", num_topk=4, num_biases=1),
-    "all to one rank": Case((30, 20, 10), routing="one rank"),
-    "each to itself": Case((6, 6), routing="own rank", combine_from_window=False),
-    "more slots than experts": Case((6, 5), num_topk=7, local_experts=1),
-    "many tokens": Case((200, 150), num_topk=4, local_experts=4, config=Config(8, 2, 9)),
-    "one rank alone": Case((11,), num_biases=1, combine_weights=True),
-}
+    pytest.mark.xdist_group("oracle of simulated-3"),
+]
 
 
-@pytest.mark.parametrize("num_window_bytes", WINDOW_BYTES)
-@pytest.mark.parametrize("name", CASES)
-def test_case(worlds: dict[int, World], name: str, num_window_bytes: int | None) -> None:
-    case = replace(CASES[name], num_window_bytes=num_window_bytes)
-    worlds[case.num_ranks].run(run_simulated_case, case)
-
-
-@pytest.mark.parametrize("num_ranks", NUM_EXAMPLES)
-def test_any_case(worlds: dict[int, World], num_ranks: int) -> None:
-    @settings(
-        max_examples=NUM_EXAMPLES[num_ranks],
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=True,
-    )
-    @given(cases(num_ranks, max_tokens=12))
-    def check(case: Case) -> None:
-        window_bytes = case.num_window_bytes if case.num_window_bytes in WINDOW_BYTES else None
-        worlds[num_ranks].run(run_simulated_case, replace(case, num_window_bytes=window_bytes))
-
-    check()
+def world(num_ranks: int) -> World:
+    return Place("simulated", num_ranks).world()
 
 
 def run_pairs(context: RankContext, num_pairs: int) -> None:
@@ -158,8 +56,8 @@ def run_pairs(context: RankContext, num_pairs: int) -> None:
     soak(context, num_pairs, 1 << 20, 3)
 
 
-def test_pairs_of_all_kinds(worlds: dict[int, World]) -> None:
-    worlds[2].run(run_pairs, 8)
+def test_pairs_of_all_kinds() -> None:
+    world(2).run(run_pairs, 8)
 
 
 # Windows
@@ -194,41 +92,9 @@ def grow(context: RankContext, first_bytes: int) -> list[int]:
     return num_blocks
 
 
-def fail_to_grow(context: RankContext, step: int) -> str:
-    """Rank 1 has all letters of a dispatch that needs windows, and fails in a step before it adds any: before
-    it has told the others that it will, or after that. Rank 2 is late."""
-    buffer = new_buffer(context)
-    runtime, steps = buffer.runtime, []
-    assert runtime.windows.allocate(runtime.windows.num_bytes) is not None
-
-    def strike(call: Any, phase: Phase) -> None:
-        if phase is Phase.NOTIFY:
-            steps.append(phase)
-            if context.rank == 1 and len(steps) == step:
-                raise ValueError("the experts are on fire")
-            if context.rank == 2:
-                time.sleep(0.5)
-
-    arguments = good_arguments(buffer)
-    runtime.conversation.between_steps = strike
-    outcome = attempt(buffer.dispatch, **arguments)
-    assert runtime.windows.num_blocks == 1
-    return outcome
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_rank_that_fails_before_windows_grow(world: World, step: int) -> None:
-    world.run(simulate)
-    for rank, outcome in enumerate(world.run(fail_to_grow, step)):
-        assert outcome.startswith("ValueError" if rank == 1 else "PeerLost"), outcome
-        assert "the experts are on fire" in outcome
-        if rank != 1:
-            assert f"rank {rank} waited for its word that it adds windows in dispatch (call 1)" in outcome
-
-
 @pytest.mark.parametrize("first_bytes", [0, 8192])
-def test_windows_grow(worlds: dict[int, World], first_bytes: int) -> None:
-    first, *others = worlds[2].run(grow, first_bytes)
+def test_windows_grow(first_bytes: int) -> None:
+    first, *others = world(2).run(grow, first_bytes)
     assert others == [first]
     assert first == sorted(first)
     assert first[0] == 1
@@ -238,8 +104,8 @@ def test_windows_grow(worlds: dict[int, World], first_bytes: int) -> None:
     assert first[3] == first[4]
 
 
-def test_windows_are_held_by_results(worlds: dict[int, World]) -> None:
-    worlds[3].run(hold_results)
+def test_windows_are_held_by_results() -> None:
+    world(3).run(hold_results)
 
 
 # The end of a Buffer
@@ -279,9 +145,9 @@ def end_without_garbage_collection(context: RankContext) -> None:
         dist.barrier(group=context.group)
 
 
-def test_memory_is_freed_with_the_buffer(worlds: dict[int, World]) -> None:
+def test_memory_is_freed_with_the_buffer() -> None:
     """And not when garbage is collected."""
-    worlds[2].run(end_without_garbage_collection)
+    world(2).run(end_without_garbage_collection)
 
 
 def fail_to_make_a_buffer(context: RankContext, step: str, ranks: list[int]) -> tuple[list[str], list[int]]:
@@ -330,15 +196,15 @@ def fail_to_make_a_buffer(context: RankContext, step: str, ranks: list[int]) -> 
     return messages, [num_left, *(after - was for after, was in zip(count(), before, strict=True))]
 
 
-def test_nothing_is_left_of_a_buffer_that_has_no_windows(worlds: dict[int, World]) -> None:
-    for outcome in worlds[3].run(fail_to_make_a_buffer, "windows", [0, 1, 2]):
+def test_nothing_is_left_of_a_buffer_that_has_no_windows() -> None:
+    for outcome in world(3).run(fail_to_make_a_buffer, "windows", [0, 1, 2]):
         assert outcome == (["RuntimeError: no windows"] * 3, [0, 0, 0])
 
 
 @pytest.mark.parametrize("step", ["gpu", "talk", "bases", "normal mode", "low latency"])
-def test_nothing_is_left_of_a_buffer_that_one_rank_cannot_make(worlds: dict[int, World], step: str) -> None:
+def test_nothing_is_left_of_a_buffer_that_one_rank_cannot_make(step: str) -> None:
     reason = f"RuntimeError: no {step}"
-    for rank, outcome in enumerate(worlds[3].run(fail_to_make_a_buffer, step, [1])):
+    for rank, outcome in enumerate(world(3).run(fail_to_make_a_buffer, step, [1])):
         message = reason if rank == 1 else f"rank 1 could not make its Buffer: {reason}"
         assert outcome == ([f"NotSupported: {message}"] * 3, [0, 0, 0])
 
@@ -372,8 +238,8 @@ def end_while_a_graph_is_captured(context: RankContext) -> list[str]:
     return seen
 
 
-def test_a_buffer_that_ends_while_a_graph_is_captured(worlds: dict[int, World]) -> None:
-    (refused,), (_, while_captured, afterwards), _ = worlds[3].run(end_while_a_graph_is_captured)
+def test_a_buffer_that_ends_while_a_graph_is_captured() -> None:
+    (refused,), (_, while_captured, afterwards), _ = world(3).run(end_while_a_graph_is_captured)
     assert refused == (
         "InvalidCall: a Buffer cannot be destroyed while a CUDA graph is captured: do it before or afterwards"
     )
@@ -404,8 +270,8 @@ def drop_in_another_thread(context: RankContext) -> str:
     return seen
 
 
-def test_a_buffer_dropped_in_another_thread(worlds: dict[int, World]) -> None:
-    assert re.search("is idle.*, then .*destroyed", worlds[2].run(drop_in_another_thread)[1])
+def test_a_buffer_dropped_in_another_thread() -> None:
+    assert re.search("is idle.*, then .*destroyed", world(2).run(drop_in_another_thread)[1])
 
 
 def drop_while_calls_are_under_way(context: RankContext) -> str:
@@ -440,8 +306,8 @@ def drop_while_calls_are_under_way(context: RankContext) -> str:
     return seen
 
 
-def test_a_buffer_dropped_while_calls_are_under_way(worlds: dict[int, World]) -> None:
-    seen = worlds[3].run(drop_while_calls_are_under_way)[1]
+def test_a_buffer_dropped_while_calls_are_under_way() -> None:
+    seen = world(3).run(drop_while_calls_are_under_way)[1]
     assert re.search("is idle.*, then .*destroyed", seen)
 
 
@@ -449,8 +315,8 @@ def test_a_buffer_dropped_while_calls_are_under_way(worlds: dict[int, World]) ->
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_wrong_calls(worlds: dict[int, World], name: str) -> None:
-    SCENARIOS[name].check(worlds[NUM_RANKS])
+def test_wrong_calls(name: str) -> None:
+    SCENARIOS[name].check(world(3))
 
 
 def catch_errors(context: RankContext) -> list[str]:
@@ -485,8 +351,8 @@ def catch_errors(context: RankContext) -> list[str]:
         buffer.destroy()
 
 
-def test_errors_hold_nothing(worlds: dict[int, World]) -> None:
-    for made, counted, worst, after in worlds[NUM_RANKS].run(catch_errors):
+def test_errors_hold_nothing() -> None:
+    for made, counted, worst, after in world(3).run(catch_errors):
         assert re.match("num_window_bytes is -1.*; freed$", made)
         assert re.match("num_tokens_per_rank.*; freed$", counted)
         assert worst == "nothing was raised; freed"
@@ -504,145 +370,9 @@ def call_with_many_sms(context: RankContext) -> int:
         Buffer.set_num_sms(20)
 
 
-def test_the_default_config_takes_no_more_than_its_share(worlds: dict[int, World]) -> None:
-    assert worlds[3].run(call_with_many_sms) == [132 // 3 // 2] * 3
-    assert worlds[1].run(call_with_many_sms) == [50]
-
-
-# Failures
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    """Three ranks of its own: what happens to them is nobody else's business."""
-    with World(NUM_RANKS) as fresh:
-        yield fresh
-
-
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_killed_rank(world: World, call: int) -> None:
-    world.run(simulate)
-    check_a_killed_rank(world, call)
-
-
-@pytest.mark.parametrize("call", [1, 3])
-def test_a_rank_that_raises(world: World, call: int) -> None:
-    world.run(simulate)
-    check_a_rank_that_raises(world, call)
-
-
-def take_part_after_a_failure(context: RankContext) -> tuple[str, int]:
-    """Rank 1 fails before anything of its second call is launched; then it launches what a graph would."""
-    buffer = new_buffer(context)
-    rows, *_, handle, _ = good_dispatch(buffer)
-    runtime, routing = buffer.runtime, handle[0]
-    if context.rank == 1:
-        fail_from_now_on(buffer)
-    outcome = attempt(buffer.dispatch, rows_of(buffer, 1), handle=handle, config=FEW_SMS)
-    if context.rank == 1:
-        digests = torch.zeros(2 * context.num_ranks, dtype=torch.int64)
-        runtime.talk.exchange(signature(), Kind.CACHED_DISPATCH, routing, digests, is_combine=False)
-        runtime.talk.meet(facts.ARRIVED_AT)
-    else:
-        outcome = attempt(buffer.combine, rows, handle, config=FEW_SMS)
-    dist.barrier(group=context.group)
-    return outcome, int(runtime.talk.state[facts.OUTCOME])
-
-
-def test_no_kernel_takes_part_after_a_failure(world: World) -> None:
-    world.run(simulate)
-    for rank, (outcome, code) in enumerate(world.run(take_part_after_a_failure)):
-        assert outcome.startswith("ValueError" if rank == 1 else "PeerLost: rank 1 "), outcome
-        assert "the experts are on fire" in outcome
-        assert code_of(code) == OUT
-
-
-def refuse_alone(context: RankContext) -> list[str]:
-    """Rank 0 refuses its call, in which rank 2 does not take part."""
-    buffer = new_buffer(context)
-    arguments = good_arguments(buffer)
-    dist.barrier(group=context.group)
-    outcomes = []
-    if context.rank == 0:
-        outcomes.append(attempt(buffer.dispatch, **(arguments | {"topk_idx": None})))
-    if context.rank != 2:
-        outcomes += [attempt(buffer.dispatch, **arguments) for _ in range(1 + context.rank)]
-    dist.barrier(group=context.group)
-    return outcomes
-
-
-def test_who_did_not_come_to_a_refused_call_is_named(world: World) -> None:
-    world.run(simulate, "1")
-    (refused, heard), (late, broken), _ = world.run(refuse_alone)
-    assert refused.startswith("InvalidCall: ")
-    assert re.match(r"WaitTimeout: rank 0 waited 1 s for the letter of rank 2 in dispatch \(call 1\)", heard)
-    assert re.match(r"(WaitTimeout|PeerLost): .* rank 2('s letter)? in dispatch \(call 1\)", late), late
-    assert broken.startswith("BufferBroken: ")
-
-
-@pytest.mark.parametrize(("call", "function"), [(1, "dispatch"), (2, "cached dispatch"), (6, "combine")])
-def test_a_slow_rank(world: World, call: int, function: str) -> None:
-    world.run(simulate, "1")
-    check_a_slow_rank(world, call, function)
-
-
-@pytest.mark.parametrize("call", [1, 3])
-def test_a_rank_that_destroys_its_buffer_while_others_wait(world: World, call: int) -> None:
-    world.run(simulate)
-    check_a_rank_that_destroys_its_buffer(world, call)
-
-
-def test_who_destroyed_his_buffer_is_named(world: World) -> None:
-    world.run(simulate)
-    check_who_destroyed_his_buffer_is_named(world)
-
-
-def die_in_a_call(context: RankContext) -> str:
-    """Rank 0 dies in a combine, when its letter is there. Rank 1 stops waiting for the letter of rank 2,
-    which comes later, and has failed when rank 1 looks for the reason."""
-    buffer = new_buffer(context)
-    arguments = good_arguments(buffer)
-    rows, *_, handle, _ = buffer.dispatch(**arguments)
-    dist.barrier(group=context.group)
-    if context.rank == 0:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    time.sleep(2.0 if context.rank == 2 else 0.0)
-    assert attempt(buffer.combine, rows, handle, config=FEW_SMS) == "fine"
-    if context.rank == 1:
-        wait_until_gone(buffer, 2)
-    return attempt(buffer.dispatch, **arguments)
-
-
-def test_who_died_in_a_call_is_named(world: World) -> None:
-    world.run(simulate)
-    died, *outcomes = world.gather(die_in_a_call)
-    assert isinstance(died, RankDied)
-    waits = ((1, "rank 2's letter"), (2, "its acknowledgement"))
-    for outcome, (rank, whose) in zip(outcomes, waits, strict=True):
-        pattern = rf"PeerLost: rank 0 \(pid \d+\) died while rank {rank} waited for {whose} in combine"
-        assert re.match(pattern, outcome), outcomes
-
-
-def finish_and_exit(context: RankContext) -> str:
-    """Rank 0 leaves for good as soon as its own last call is done; the others are slower."""
-    buffer = context.keep["buffer"] = new_buffer(context)
-    if context.rank:
-        buffer.runtime.conversation.between_steps = lambda call, phase: time.sleep(0.02)
-    for seed in range(3):
-        check_case(context, replace(GOOD, seed=seed), buffer)
-    if context.rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
-    return "\n".join(map(str, buffer.status()))
-
-
-def test_a_rank_that_is_done_may_die(world: World) -> None:
-    world.run(simulate)
-    outcomes = world.gather(finish_and_exit)
-    assert isinstance(outcomes[0], RankDied)
-    for status in outcomes[1:]:
-        assert status.count("is dead") == 1
-        assert status.count("its last call was combine (call 9)") == 2
+def test_the_default_config_takes_no_more_than_its_share() -> None:
+    assert world(3).run(call_with_many_sms) == [132 // 3 // 2] * 3
+    assert world(1).run(call_with_many_sms) == [50]
 
 
 def call_where_kernels_do_not_see_the_host(context: RankContext) -> list[str]:
@@ -660,8 +390,8 @@ def call_where_kernels_do_not_see_the_host(context: RankContext) -> list[str]:
     return heard
 
 
-def test_kernels_that_do_not_see_the_host(worlds: dict[int, World]) -> None:
-    for rank, messages in enumerate(worlds[3].run(call_where_kernels_do_not_see_the_host)):
+def test_kernels_that_do_not_see_the_host() -> None:
+    for rank, messages in enumerate(world(3).run(call_where_kernels_do_not_see_the_host)):
         said = [message for message in messages if "cannot read the host's memory" in message]
         assert len(said) == 1
         assert said[0].startswith(f"the kernels of rank {rank} cannot")
@@ -683,8 +413,8 @@ def look_at_each_other(context: RankContext) -> list[str]:
     return seen
 
 
-def test_status(worlds: dict[int, World]) -> None:
-    before, while_it_waits, after = worlds[2].run(look_at_each_other)[1]
+def test_status() -> None:
+    before, while_it_waits, after = world(2).run(look_at_each_other)[1]
     assert re.match(r"rank 0 \(pid \d+\) is (idle for .* s; it has not called yet|in dispatch)", before)
     assert re.match(r"rank 0 \(pid \d+\) is in dispatch \(call 1\), phase send, for 0\.\d s$", while_it_waits)
     assert re.match(r"rank 0 \(pid \d+\) is idle for 0\.\d s; its last call was dispatch \(call 1\)$", after)

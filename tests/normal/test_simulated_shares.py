@@ -7,7 +7,7 @@ through rings that hold all rows of a channel, and each rank has as many program
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -16,9 +16,9 @@ import pytest
 
 from anyep import Config
 from anyep.buffer import Buffer
-from tests.normal.test_simulated_gpu import simulate
-from tests.support.cases import NVL_BYTES, Case, check_case
-from tests.support.gpu_scenarios import good_arguments, poison_windows
+from tests.support.cases import NVL_BYTES, Case, check_case, poison_windows
+from tests.support.gpu_scenarios import good_arguments
+from tests.support.places import Place
 from tests.support.share_checks import (
     check_handles_and_configs,
     check_like_an_intranode_test,
@@ -28,22 +28,20 @@ from tests.support.share_checks import (
 from tests.support.world import RankContext, World
 
 # Not loaded here: ranks load this module, too, before they choose to interpret kernels.
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed: pip install 'anyep[cuda]'"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("triton") is None, reason="triton is not installed: pip install 'anyep[cuda]'"
+    ),
+    pytest.mark.xdist_group("oracle of simulated-2"),
+]
 
 MANY_SMS = Config(24, 6, 64)
 """12 channels, and rings that hold all rows of any of them."""
 TIMEOUT_S = 240.0
 
 
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[dict[int, World]]:
-    with ExitStack() as stack:
-        opened = {num_ranks: stack.enter_context(World(num_ranks)) for num_ranks in (2, 3)}
-        for world in opened.values():
-            world.run(simulate)
-        yield opened
+def world(num_ranks: int) -> World:
+    return Place("simulated", num_ranks).world()
 
 
 @contextmanager
@@ -105,14 +103,14 @@ CASES = {
 """With the SMs of the GPU that the ranks share."""
 
 
-@pytest.mark.parametrize("num_window_bytes", [None, 0])
+@pytest.mark.parametrize("num_window_bytes", [None, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
-def test_case(worlds: dict[int, World], name: str, num_window_bytes: int | None) -> None:
+def test_case(name: str, num_window_bytes: int | None) -> None:
     """Results and handles are those of 12 channels, whatever number of programs serves them."""
     num_sms, case = CASES[name]
     case = replace(case, config=MANY_SMS, num_window_bytes=num_window_bytes)
     share = max(2, num_sms // case.num_ranks // 2 * 2)
-    worlds[case.num_ranks].run(run_case, case, num_sms, share, timeout=TIMEOUT_S)
+    world(case.num_ranks).run(run_case, case, num_sms, share, timeout=TIMEOUT_S)
 
 
 def say_once(context: RankContext) -> None:
@@ -122,8 +120,8 @@ def say_once(context: RankContext) -> None:
             check_what_is_said(buffer, 2)
 
 
-def test_it_is_said_once(worlds: dict[int, World]) -> None:
-    worlds[2].run(say_once, timeout=TIMEOUT_S)
+def test_it_is_said_once() -> None:
+    world(2).run(say_once, timeout=TIMEOUT_S)
 
 
 def mix(context: RankContext, num_window_bytes: int | None) -> None:
@@ -134,8 +132,8 @@ def mix(context: RankContext, num_window_bytes: int | None) -> None:
 
 
 @pytest.mark.parametrize("num_window_bytes", [None, 0])
-def test_mixed_configs(worlds: dict[int, World], num_window_bytes: int | None) -> None:
-    worlds[2].run(mix, num_window_bytes, timeout=TIMEOUT_S)
+def test_mixed_configs(num_window_bytes: int | None) -> None:
+    world(2).run(mix, num_window_bytes, timeout=TIMEOUT_S)
 
 
 def share_unevenly(context: RankContext, num_window_bytes: int | None) -> list[int]:
@@ -151,9 +149,9 @@ def share_unevenly(context: RankContext, num_window_bytes: int | None) -> list[i
 
 
 @pytest.mark.parametrize("num_window_bytes", [None, 0])
-def test_ranks_with_different_shares(worlds: dict[int, World], num_window_bytes: int | None) -> None:
+def test_ranks_with_different_shares(num_window_bytes: int | None) -> None:
     """Each has its own number of programs; but a config that none has chosen has one number of channels."""
-    found = worlds[3].run(share_unevenly, num_window_bytes, timeout=TIMEOUT_S)
+    found = world(3).run(share_unevenly, num_window_bytes, timeout=TIMEOUT_S)
     assert found == [[2, 1], [2, 1], [4, 1]]
 
 
@@ -164,8 +162,8 @@ def try_all_ways(context: RankContext, num_window_bytes: int | None) -> None:
 
 
 @pytest.mark.parametrize("num_window_bytes", [None, 0])
-def test_like_an_intranode_test(worlds: dict[int, World], num_window_bytes: int | None) -> None:
-    worlds[2].run(try_all_ways, num_window_bytes, timeout=TIMEOUT_S)
+def test_like_an_intranode_test(num_window_bytes: int | None) -> None:
+    world(2).run(try_all_ways, num_window_bytes, timeout=TIMEOUT_S)
 
 
 def test_shares() -> None:

@@ -2,63 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-from tests.low_latency.test_simulated_gpu import use_simulated_gpus
-from tests.support import low_latency_cases
-from tests.support.cases import buffer_for
-from tests.support.world import World, get_world
-from tests.support.wrong_ids import (
-    VALUES,
-    check_on_a_gpu,
-    check_on_the_cpu,
-    refuse_in_low_latency_mode,
-    refuse_in_normal_mode,
-)
+from tests.support.places import Place
+from tests.support.wrong_ids import VALUES, check, refuse_in_low_latency_mode, refuse_in_normal_mode
 
-NODES: dict[str, dict[str, Any]] = {
-    "one node": {},
-    "nodes": {"ranks_per_node": 1},
-    "loopback": {"ranks_per_node": 1, "network": "loopback"},
-}
-NUM_RANKS = 3
-BUFFER_OF = low_latency_cases.buffer_for
+TIMEOUT_S = 200.0
+NODES: dict[str, Any] = {"ranks_per_node": 1}
+LOOPBACK: dict[str, Any] = {"ranks_per_node": 1, "network": "loopback"}
+CPU, SIMULATED = Place("cpu", 3), Place("simulated", 3)
+SIMULATED_GROUP = pytest.mark.xdist_group("oracle of simulated-3")
 
 
-@pytest.mark.parametrize("nodes", NODES)
-@pytest.mark.parametrize("value", VALUES)
-def test_normal_mode(value: int, nodes: str) -> None:
-    world = get_world(NUM_RANKS)
-    check_on_the_cpu(world.run(refuse_in_normal_mode, value, buffer_for, NODES[nodes], "cpu"), value)
+def params(values: tuple[int, ...]) -> list[Any]:
+    """All values on one node, and one each elsewhere; the rest in `make test-all`."""
+    quick = [CPU.param({}, value, name=f"{CPU}-{value}") for value in values]
+    quick += [CPU.param(NODES, values[0], name="nodes"), CPU.param(LOOPBACK, values[1], name="loopback")]
+    quick += [SIMULATED.param({}, values[2], name=str(SIMULATED), marks=SIMULATED_GROUP)]
+    quick += [
+        Place("cuda", size).param({}, value, name=f"cuda-{size}-{value}")
+        for size in (2, 3, 8)
+        for value in values
+        if value != 6
+    ]
+    slow = [(CPU, NODES, value) for value in values[1:]] + [(CPU, LOOPBACK, value) for value in values[2:]]
+    slow += [(SIMULATED, {}, values[1])]
+    return quick + [
+        place.param(how, value, marks=pytest.mark.slow, name=f"{place}-{how}-{value}")
+        for place, how, value in slow
+    ]
 
 
-@pytest.mark.parametrize("nodes", NODES)
-@pytest.mark.parametrize("value", VALUES)
-def test_low_latency_mode(value: int, nodes: str) -> None:
-    world = get_world(NUM_RANKS)
-    check_on_the_cpu(world.run(refuse_in_low_latency_mode, value, BUFFER_OF, NODES[nodes], "cpu"), value)
+@pytest.mark.parametrize(("place", "how", "value"), params(VALUES))
+def test_normal_mode(place: Place, how: dict[str, Any], value: int) -> None:
+    check(place, place.world().run(refuse_in_normal_mode, value, how, timeout=TIMEOUT_S), value)
 
 
-@pytest.fixture(scope="module")
-def simulated() -> Iterator[World]:
-    if find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install 'anyep[cuda]'")
-    with World(NUM_RANKS) as world:
-        world.run(use_simulated_gpus)
-        yield world
-
-
-@pytest.mark.parametrize("value", VALUES[1:3])
-def test_normal_mode_on_a_simulated_gpu(simulated: World, value: int) -> None:
-    how = {"device": "cuda"}
-    check_on_a_gpu(simulated.run(refuse_in_normal_mode, value, buffer_for, how, "cpu", timeout=200.0), value)
-
-
-@pytest.mark.parametrize("value", VALUES[1:3])
-def test_low_latency_mode_on_a_simulated_gpu(simulated: World, value: int) -> None:
-    answers = simulated.run(refuse_in_low_latency_mode, value, BUFFER_OF, {}, "cpu", timeout=200.0)
-    check_on_a_gpu(answers, value)
+@pytest.mark.parametrize(("place", "how", "value"), params(VALUES))
+def test_low_latency_mode(place: Place, how: dict[str, Any], value: int) -> None:
+    check(place, place.world().run(refuse_in_low_latency_mode, value, how, timeout=TIMEOUT_S), value)

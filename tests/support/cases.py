@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from anyep import Config
 from anyep.buffer import Buffer
 from tests.support import oracle
+from tests.support.places import Place, buffer_device, tensor_device
 from tests.support.world import RankContext
 
 NVL_BYTES = RDMA_BYTES = 1 << 22
+POISON = 0xA5
 SMALL_CONFIG = Config(4, 2, 5)
 ROUTINGS = ("uniform", "one rank", "none", "some missing", "skewed", "own rank")
 ROW_DTYPES = {
@@ -65,6 +68,10 @@ class Case:
     @property
     def num_experts(self) -> int:
         return self.num_ranks * self.local_experts
+
+    def at(self, place: Place) -> Case:
+        """The same on the nodes of a place."""
+        return replace(self, ranks_per_node=place.ranks_per_node, network=place.network)
 
 
 def inputs_of(case: Case) -> list[oracle.RankInput]:
@@ -129,11 +136,12 @@ def buffer_for(
     context: RankContext,
     num_window_bytes: int | None,
     num_nvl_bytes: int = NVL_BYTES,
-    device: str = "cpu",
+    device: str | None = None,
     ranks_per_node: int | None = None,
     network: str | None = None,
 ) -> Buffer:
-    """A Buffer that lives as long as the pool."""
+    """A Buffer that lives as long as the pool, on the device of its ranks unless another one is given."""
+    device = buffer_device() if device is None else device
     key = ("buffer", num_window_bytes, num_nvl_bytes, device, ranks_per_node, network)
     if key not in context.keep:
         context.keep[key] = Buffer(
@@ -164,7 +172,8 @@ def run_case(context: RankContext, case: Case) -> None:
     buffer = buffer_for(
         context, case.num_window_bytes, ranks_per_node=case.ranks_per_node, network=case.network
     )
-    assert buffer.runtime is not None
+    if buffer_device() == "cuda":
+        poison_windows(buffer)
     conversation = buffer.runtime.conversation
     conversation.between_steps = None if case.delay_seed is None else delays(case.delay_seed, context.rank)
     try:
@@ -173,8 +182,16 @@ def run_case(context: RankContext, case: Case) -> None:
         conversation.between_steps = None
 
 
-def check_case(context: RankContext, case: Case, buffer: Buffer, device: str = "cpu") -> None:
-    """The same, with tensors on a device."""
+def poison_windows(buffer: Buffer) -> None:
+    """Fill the windows that are free on a GPU, on every rank, before any rank goes on."""
+    buffer.runtime.windows.fill_free(POISON)
+    buffer.runtime.talk.gpu.synchronize_device()
+    dist.barrier(group=buffer.group)
+
+
+def check_case(context: RankContext, case: Case, buffer: Buffer, device: str | None = None) -> None:
+    """The same, with a Buffer and tensors on its device."""
+    device = tensor_device() if device is None else device
     rank = context.rank
     inputs = inputs_of(case)
     given = inputs[rank].to(device)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,13 +23,12 @@ import torch.distributed as dist
 from anyep import Config
 from anyep.buffer import Buffer
 from anyep.modes.status import Phase
-from tests.support.cases import NVL_BYTES, Case, check_case
-from tests.support.world import RankContext, RankDied, World
+from tests.support.cases import NVL_BYTES, POISON, Case, check_case, poison_windows
+from tests.support.world import RankContext, World
 
 NUM_RANKS = 3
 TOKENS, HIDDEN, TOPK = 6, 32, 2
 GOOD = Case((TOKENS,) * NUM_RANKS, hidden=HIDDEN)
-POISON = 0xA5
 FEW_SMS = Config(4)
 """Triton's interpreter runs programs one after the other."""
 
@@ -42,13 +40,6 @@ def new_buffer(context: RankContext) -> Buffer:
 def device_of(buffer: Buffer) -> str:
     """Where a Buffer's tensors are: the simulated GPU has the CPU's."""
     return str(buffer.runtime.talk.gpu.device)
-
-
-def poison_windows(buffer: Buffer) -> None:
-    """Fill the windows that are free, on every rank, before any rank goes on."""
-    buffer.runtime.windows.fill_free(POISON)
-    buffer.runtime.talk.gpu.synchronize_device()
-    dist.barrier(group=buffer.group)
 
 
 def rows_of(buffer: Buffer, seed: int) -> torch.Tensor:
@@ -348,26 +339,6 @@ SCENARIOS = {
 # Failures
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What happens to rank 1 when it begins a call: the first is a dispatch, then come a cached one and a
-    combine, and then it starts anew."""
-
-    call: int
-    what: str
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a rank's calls ended."""
-
-    kind: str
-    message: str
-    seconds: float
-    later: str
-    status: str
-
-
 def load_kernels(context: RankContext) -> None:
     """What is compiled takes longer than some ranks wait."""
     if not torch.cuda.is_available():
@@ -385,104 +356,6 @@ def load_kernels(context: RankContext) -> None:
     buffer.destroy()
 
 
-def call_until_it_fails(context: RankContext, fault: Fault) -> Outcome:
-    """Dispatches, cached dispatches and combines, over and over, until the fault has struck."""
-    load_kernels(context)
-    buffer = new_buffer(context)
-    last = [time.monotonic()]
-
-    def strike(call: Any, phase: Phase) -> None:
-        last[0] = time.monotonic()
-        if (context.rank, call.number) != (1, fault.call):
-            return
-        if fault.what == "kill":
-            if torch.cuda.is_available():
-                # Whose kernels still run may take the multi-process service with him.
-                torch.cuda.synchronize()
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.what == "raise":
-            raise ValueError("the experts are on fire")
-        elif fault.what == "sleep":
-            time.sleep(2.5)
-
-    arguments = good_arguments(buffer)
-    received: list[Any] = []
-    calls: tuple[Callable[[], Any], ...] = (
-        lambda: received.append(buffer.dispatch(**arguments)),
-        lambda: buffer.dispatch(arguments["x"], handle=received[-1][4], config=FEW_SMS),
-        lambda: buffer.combine(received[-1][0], received[-1][4], config=FEW_SMS),
-    )
-    buffer.runtime.conversation.between_steps = strike
-    try:
-        for number in range(1, 13):
-            if (context.rank, number, "destroy") == (1, fault.call, fault.what):
-                time.sleep(0.2)  # so that the others wait
-                buffer.destroy()
-            calls[(number - 1) % 3]()
-    except BaseException as error:
-        seconds = time.monotonic() - last[0]
-        later = attempt(buffer.dispatch, **arguments)
-        status = "\n".join(map(str, buffer.status())) if buffer.runtime is not None else ""
-        return Outcome(type(error).__name__, str(error), seconds, later, status)
-    return Outcome("none", "", 0, "", "")
-
-
-def check_a_killed_rank(world: World, call: int) -> None:
-    pids = world.pids
-    outcomes = world.gather(call_until_it_fails, Fault(call, "kill"), timeout=60)
-    assert isinstance(outcomes[1], RankDied)
-    for rank in (0, 2):
-        outcome = outcomes[rank]
-        assert outcome.kind == "PeerLost", outcome
-        assert outcome.seconds < 3, "much less than the timeout"
-        assert f"rank 1 (pid {pids[1]}) died while rank {rank} waited for its" in outcome.message
-        assert outcome.later.startswith("BufferBroken: this Buffer is broken since an earlier call: rank")
-        assert f"rank 1 (pid {pids[1]}) is dead" in outcome.status
-
-
-def check_a_rank_that_raises(world: World, call: int) -> None:
-    outcomes = world.gather(call_until_it_fails, Fault(call, "raise"), timeout=60)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.kind == ("ValueError" if rank == 1 else "PeerLost"), outcome
-        assert "the experts are on fire" in outcome.message
-        assert outcome.seconds < 3
-        assert outcome.later.startswith("BufferBroken")
-        assert re.search(r"rank 1 \(pid \d+\) failed: ", outcome.status)
-
-
-def check_a_slow_rank(world: World, call: int, function: str) -> None:
-    """The ranks' timeout is 1 s."""
-    outcomes = world.gather(call_until_it_fails, Fault(call, "sleep"), timeout=60)
-    late = [outcome for outcome in outcomes if outcome.kind == "WaitTimeout"]
-    assert late, outcomes
-    for outcome in late:
-        pattern = (
-            rf"rank \d waited 1 s for the letter of rank 1 in {function} \(call {call}\), phase notify:"
-            rf" counter {max(0, call - 2)} seen, {call} expected\. What rank 1 said last:"
-            rf" rank 1 \(pid \d+\) is in {function} \(call {call}\), phase send, for .* s\."
-            rf" If it only needs longer, set ANYEP_TIMEOUT_S"
-        )
-        assert re.fullmatch(pattern, outcome.message), outcome.message
-    for outcome in outcomes:
-        # The slow rank hears that its peers gave up; so does whoever was a little slower than the first.
-        assert outcome.kind in ("WaitTimeout", "PeerLost")
-        assert outcome.later.startswith("BufferBroken")
-    assert outcomes[1].kind == "PeerLost"
-
-
-def check_a_rank_that_destroys_its_buffer(world: World, call: int) -> None:
-    outcomes = world.gather(call_until_it_fails, Fault(call, "destroy"), timeout=60)
-    assert outcomes[1].kind == "BufferBroken"
-    assert outcomes[1].message == "this Buffer was destroyed: make a new one"
-    for rank in (0, 2):
-        outcome = outcomes[rank]
-        assert outcome.kind == "PeerLost", outcome
-        assert outcome.seconds < 3
-        pattern = rf"rank 1 \(pid \d+\) destroyed its Buffer while rank {rank} waited for its"
-        assert re.match(pattern, outcome.message), outcome.message
-        assert re.search(r"rank 1 \(pid \d+\) has destroyed its Buffer", outcome.status)
-
-
 def fail_from_now_on(buffer: Buffer) -> None:
     """Let this rank's host fail in its next call, before anything of that is launched."""
 
@@ -493,39 +366,11 @@ def fail_from_now_on(buffer: Buffer) -> None:
 
 
 def wait_until_gone(buffer: Buffer, rank: int) -> None:
-    """Until it has failed, or has destroyed its Buffer after that."""
+    """Until it is dead, has failed, or has destroyed its Buffer after that."""
     deadline = time.monotonic() + 30
-    while buffer.status()[rank].state == "alive":
+    while buffer.status()[rank].state == "alive" and buffer.status()[rank].alive:
         assert time.monotonic() < deadline, buffer.status()
         time.sleep(0.02)
-
-
-def destroy_before_a_slow_rank_comes(context: RankContext) -> str:
-    """Rank 1 destroys its Buffer. Rank 2 stops waiting for it and for rank 0, which comes later, and fails
-    for the same reason before rank 2 looks for its own."""
-    load_kernels(context)
-    buffer = new_buffer(context)
-    arguments = good_arguments(buffer)
-    rows, *_, handle, _ = buffer.dispatch(**arguments)
-    buffer.runtime.talk.gpu.synchronize_device()
-    dist.barrier(group=context.group)
-    if context.rank == 1:
-        buffer.destroy()
-    time.sleep(1.0 if context.rank == 0 else 0.0)
-    outcome = attempt(buffer.combine, rows, handle, config=FEW_SMS)
-    assert (outcome == "fine") is (context.rank != 1)
-    if context.rank == 2:
-        wait_until_gone(buffer, 0)
-    return attempt(buffer.dispatch, **arguments)
-
-
-def check_who_destroyed_his_buffer_is_named(world: World) -> None:
-    outcomes = world.run(destroy_before_a_slow_rank_comes)
-    for rank in (0, 2):
-        pattern = (
-            rf"PeerLost: rank 1 \(pid \d+\) destroyed its Buffer while rank {rank} waited for its letter"
-        )
-        assert re.match(pattern, outcomes[rank]), outcomes
 
 
 # Windows

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from anyep import Config
 from anyep.buffer import Buffer
 from anyep.errors import Disagreement
+from tests.support.places import tensor_device
 from tests.support.world import RankContext
 
 HIDDEN = 32
@@ -77,60 +78,60 @@ def mixes(draw: st.DrawFn, num_ranks: int) -> Mix:
     )
 
 
-def rows_like(device: str, mix: Mix, rank: int, scale: float = 1.0) -> torch.Tensor:
+def rows_like(mix: Mix, rank: int, scale: float = 1.0) -> torch.Tensor:
     # On the device from the start: a graph that is captured cannot copy there.
-    numbers = torch.arange(mix.num_tokens * HIDDEN, dtype=torch.int64, device=device)
+    numbers = torch.arange(mix.num_tokens * HIDDEN, dtype=torch.int64, device=tensor_device())
     return ((numbers.view(mix.num_tokens, HIDDEN) % 13 + rank) * scale).bfloat16()
 
 
-def first_dispatch(buffer: Buffer, mix: Mix, rank: int, is_second: bool, device: str) -> Any:
-    ids = mix.ids(rank, is_second).to(device)
+def first_dispatch(buffer: Buffer, mix: Mix, rank: int, is_second: bool) -> Any:
+    ids = mix.ids(rank, is_second).to(tensor_device())
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, mix.num_ranks)
     rows, *_, handle, _ = buffer.dispatch(
-        rows_like(device, mix, rank),
+        rows_like(mix, rank),
         num_tokens_per_rank=per_rank,
         num_tokens_per_rdma_rank=per_node,
         is_token_in_rank=in_rank,
         num_tokens_per_expert=per_expert,
         topk_idx=ids,
-        topk_weights=torch.ones(ids.shape, device=device),
+        topk_weights=torch.ones(ids.shape, device=ids.device),
         config=mix.config,
     )
     return rows, handle, in_rank
 
 
-def call(buffer: Buffer, mix: Mix, rank: int, rows: Any, handle: Any, device: str) -> torch.Tensor:
+def call(buffer: Buffer, mix: Mix, rank: int, rows: Any, handle: Any) -> torch.Tensor:
     """A cached dispatch or a combine; its result."""
     overlap = {"async_finish": mix.run_async}
     if mix.is_combine:
         out, _, event = buffer.combine(rows, handle, config=mix.config, **overlap)
     else:
-        x = rows_like(device, mix, rank, 0.5)
+        x = rows_like(mix, rank, 0.5)
         out, *_, event = buffer.dispatch(x, handle=handle, config=mix.config, **overlap)  # type: ignore
     event.current_stream_wait()
     return out
 
 
-def outcome(buffer: Buffer, mix: Mix, rank: int, rows: Any, handle: Any, device: str) -> str:
+def outcome(buffer: Buffer, mix: Mix, rank: int, rows: Any, handle: Any) -> str:
     """What is raised, by this call or, on a GPU, at the next contact."""
     try:
-        call(buffer, mix, rank, rows, handle, device)
+        call(buffer, mix, rank, rows, handle)
         if hasattr(buffer.runtime, "talk"):
-            if device == "cuda":
+            if tensor_device() == "cuda":
                 torch.cuda.synchronize()
-            first_dispatch(buffer, mix, rank, False, device)
+            first_dispatch(buffer, mix, rank, False)
     except Disagreement as error:
         return str(error)
     return ""
 
 
-def mix_handles(context: RankContext, buffer: Buffer, mix: Mix, device: str = "cpu") -> tuple[str, bool]:
+def mix_handles(context: RankContext, buffer: Buffer, mix: Mix) -> tuple[str, bool]:
     """What a call with mixed handles raises; and whether all handles, and copies of them, work afterwards."""
     rank = context.rank
-    first = first_dispatch(buffer, mix, rank, False, device)
-    second = first_dispatch(buffer, mix, rank, True, device)
+    first = first_dispatch(buffer, mix, rank, False)
+    second = first_dispatch(buffer, mix, rank, True)
     rows, handle, _ = second if rank in mix.others else first
-    message = outcome(buffer, mix, rank, rows, handle, device)
+    message = outcome(buffer, mix, rank, rows, handle)
 
     are_right = True
     for rows, handle, in_rank in (first, second, first):
@@ -139,10 +140,10 @@ def mix_handles(context: RankContext, buffer: Buffer, mix: Mix, device: str = "c
         kinds = (handle, copies, one_copied, saved(handle))
         # Each rank another kind at a time.
         each = (*kinds[rank % 4 :], *kinds[: rank % 4])
-        results = [call(buffer, mix, rank, rows, parts, device) for parts in each]
+        results = [call(buffer, mix, rank, rows, parts) for parts in each]
         are_right &= all(torch.equal(result, results[0]) for result in results)
         if mix.is_combine:
-            expected = rows_like(device, mix, rank).float() * in_rank.sum(1, keepdim=True)
+            expected = rows_like(mix, rank).float() * in_rank.sum(1, keepdim=True)
             are_right &= torch.equal(results[0], expected.bfloat16())
         else:
             are_right &= torch.equal(results[0], rows * 0.5)

@@ -41,10 +41,12 @@ class Place:
     num_ranks: int
     num_nodes: int = 1
     hosts: bool = False
+    other_defaults: bool = False
+    """Whether torch's default dtype is bfloat16, and its default device "meta", or "cuda" on a GPU."""
 
     def __str__(self) -> str:
         nodes = "" if self.num_nodes == 1 else f"-{self.num_nodes}{'hosts' if self.hosts else 'nodes'}"
-        return f"{self.device}-{self.num_ranks}{nodes}"
+        return f"{self.device}-{self.num_ranks}{nodes}{'-defaults' if self.other_defaults else ''}"
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -66,13 +68,16 @@ class Place:
                     not torch.cuda.is_available(), reason="there is no GPU that torch can use"
                 ),
             ]
+        if self.hosts and not any(getattr(mark, "name", "") == "xdist_group" for mark in needed):
+            needed.append(pytest.mark.xdist_group("hosts"))
         if self.device != "cpu":
             needed.append(pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"))
         return pytest.param(self if value is None else value, *more, marks=needed, id=name or str(self))
 
     def world(self) -> World:
         """The ranks of this place that all tests share; virtual nodes use those of one node."""
-        return shared_world((self.device, self.num_ranks, self.hosts), self.new_world)
+        key = (self.device, self.num_ranks, self.hosts)
+        return shared_world((*key, "other defaults") if self.other_defaults else key, self.new_world)
 
     def new_world(self) -> World:
         """Ranks of this place's own, for a test that breaks them."""
@@ -84,13 +89,25 @@ class Place:
         return World(self.num_ranks, self._prepare())
 
     def _prepare(self) -> Callable[[int], None] | None:
-        if self.device == "simulated":
-            return become_simulated
+        if self.device == "cpu" and not self.other_defaults:
+            return None
+        variables = {}
         if self.device == "cuda":
             from tests.support.gpu import service_variables
 
-            return partial(become_cuda, service_variables())
-        return None
+            variables = service_variables()
+        return partial(_become, self, variables)
+
+
+def _become(place: Place, variables: dict[str, str], rank: int) -> None:
+    """What makes a process a rank of a place; even its process group is made under other defaults."""
+    if place.device == "simulated":
+        become_simulated(rank)
+    elif place.device == "cuda":
+        become_cuda(variables, rank)
+    if place.other_defaults:
+        torch.set_default_device("cuda" if place.device == "cuda" else "meta")
+        torch.set_default_dtype(torch.bfloat16)
 
 
 def become_simulated(rank: int) -> None:

@@ -9,6 +9,10 @@ from hypothesis import strategies as st
 from anyep import Config
 from tests.support import low_latency_cases as low_latency_cases_module
 from tests.support.cases import ROUTINGS, ROW_DTYPES, Case
+from tests.support.places import Place
+
+WINDOW_BYTES = {"cpu": (None, 0, 4096, 1 << 16), "simulated": (None,), "cuda": (None, 0, 1 << 16)}
+"""Automatic; none, so that rows go through rings; little. The simulated GPU has no rings."""
 
 
 @st.composite
@@ -22,7 +26,12 @@ def configs(draw: st.DrawFn, max_channels: int = 32, max_rows: int = 64) -> Conf
 
 
 @st.composite
-def cases(draw: st.DrawFn, num_ranks: int, max_tokens: int = 24) -> Case:
+def cases(
+    draw: st.DrawFn,
+    num_ranks: int,
+    max_tokens: int = 24,
+    window_bytes: tuple[int | None, ...] = WINDOW_BYTES["cpu"],
+) -> Case:
     """Any dispatch and combine between `num_ranks` ranks."""
     dtype = draw(st.sampled_from(list(ROW_DTYPES)))
     one_byte = ROW_DTYPES[dtype].itemsize == 1
@@ -43,7 +52,7 @@ def cases(draw: st.DrawFn, num_ranks: int, max_tokens: int = 24) -> Case:
         combine_weights=draw(st.booleans()),
         combine_from_window=draw(st.booleans()),
         config=Config(2 * draw(st.integers(1, 4)), send_chunk, draw(st.integers(max(2, send_chunk + 1), 12))),
-        num_window_bytes=draw(st.sampled_from([None, 0, 4096, 1 << 16])),
+        num_window_bytes=draw(st.sampled_from(window_bytes)),
         run_async=draw(st.booleans()),
         delay_seed=draw(st.one_of(st.none(), st.integers(0, 1000))),
         seed=draw(st.integers(0, 10_000)),
@@ -51,16 +60,26 @@ def cases(draw: st.DrawFn, num_ranks: int, max_tokens: int = 24) -> Case:
 
 
 @st.composite
-def node_cases(draw: st.DrawFn, num_nodes: int, ranks_per_node: int, max_tokens: int = 24) -> Case:
-    """Any dispatch and combine between virtual nodes; routings that suit nodes come among them."""
-    case = draw(cases(num_nodes * ranks_per_node, max_tokens))
+def cases_at(draw: st.DrawFn, place: Place, max_tokens: int | None = None) -> Case:
+    """Any dispatch and combine in a place."""
+    most = max_tokens or (12 if place.device == "simulated" else 24)
+    case = draw(cases(place.num_ranks, most, WINDOW_BYTES[place.device]))
+    if place.num_nodes == 1:
+        return case
     net_send = draw(st.integers(1, 4))
     config = replace(
         case.config,
         num_max_rdma_chunked_send_tokens=net_send,
         num_max_rdma_chunked_recv_tokens=draw(st.integers(2 * net_send, 12)),
     )
-    return replace(case, config=config, ranks_per_node=ranks_per_node)
+    return replace(case, config=config).at(place)
+
+
+@st.composite
+def with_many_sms(draw: st.DrawFn, some_cases: st.SearchStrategy[Case]) -> Case:
+    """With more SMs than one of eight ranks has of a GPU."""
+    case = draw(some_cases)
+    return replace(case, config=replace(case.config, num_sms=2 * draw(st.integers(9, 38))))
 
 
 @st.composite

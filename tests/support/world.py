@@ -122,6 +122,12 @@ def shared_world(key: Hashable, new_world: Callable[[], World]) -> World:
     return world
 
 
+def close_shared_worlds() -> None:
+    """End all pools that tests share; they start again when they are used."""
+    while _shared:
+        _shared.popitem()[1].close()
+
+
 class World:
     """Rank processes that wait for functions to run.
 

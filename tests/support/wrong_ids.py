@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from anyep.buffer import Buffer
+from tests.support import cases, low_latency_cases
+from tests.support.places import Place, tensor_device
 from tests.support.world import RankContext
 
 WRONG_RANK = 1
@@ -28,12 +30,12 @@ def sentence(value: int, num_ranks: int) -> str:
     )
 
 
-def ids_of(context: RankContext, value: int | None, device: str) -> torch.Tensor:
+def ids_of(context: RankContext, value: int | None) -> torch.Tensor:
     ids = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % (LOCAL_EXPERTS * context.num_ranks)
     ids[0, 1] = -1
     if value is not None and context.rank == WRONG_RANK:
         ids[TOKEN, COLUMN], ids[TOKENS - 1, 0] = value, 99
-    return ids.to(device)
+    return ids.to(tensor_device())
 
 
 def heard(work: Callable[[], Any]) -> str:
@@ -48,19 +50,19 @@ def heard(work: Callable[[], Any]) -> str:
     return "fine"
 
 
-def rows(device: str) -> torch.Tensor:
-    return torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
+def rows() -> torch.Tensor:
+    return torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, device=tensor_device())
 
 
 class Calls:
     """The calls of one rank; ids are right unless a wrong value is given."""
 
-    def __init__(self, context: RankContext, buffer: Buffer, device: str) -> None:
-        self.context, self.buffer, self.device = context, buffer, device
+    def __init__(self, context: RankContext, buffer: Buffer) -> None:
+        self.context, self.buffer = context, buffer
         self.num_experts = LOCAL_EXPERTS * context.num_ranks
 
     def layout(self, value: int | None = None, wait: bool = True, **more: Any) -> Any:
-        ids = ids_of(self.context, value, self.device)
+        ids = ids_of(self.context, value)
         *parts, event = self.buffer.get_dispatch_layout(ids, self.num_experts, **more)
         if wait:
             event.current_stream_wait()
@@ -68,16 +70,16 @@ class Calls:
 
     def dispatch(self, value: int | None = None, counts: Any = None, **more: Any) -> Any:
         per_rank, per_node, per_expert, in_rank = counts or self.layout()
-        ids = ids_of(self.context, value, self.device)
+        ids = ids_of(self.context, value)
         *found, event = self.buffer.dispatch(
-            rows(self.device),
+            rows(),
             None,
             per_rank,
             per_node,
             in_rank,
             per_expert,
             ids,
-            torch.ones(ids.shape, device=self.device),
+            torch.ones(ids.shape, device=ids.device),
             **more,
         )
         event.current_stream_wait()
@@ -88,18 +90,16 @@ class Calls:
         received, _, _, _, handle = self.dispatch()
         combined, _, event = self.buffer.combine(received, handle)
         event.current_stream_wait()
-        ids = ids_of(self.context, None, "cpu")
+        ids = ids_of(self.context, None)
         ranks = [
             len({expert // LOCAL_EXPERTS for expert in chosen if expert >= 0}) for chosen in ids.tolist()
         ]
         assert combined[:, 0].tolist() == ranks
 
 
-def refuse_in_normal_mode(
-    context: RankContext, value: int, buffer_of: Callable[..., Buffer], how: dict[str, Any], device: str
-) -> dict[str, list[str]]:
+def refuse_in_normal_mode(context: RankContext, value: int, how: dict[str, Any]) -> dict[str, list[str]]:
     """By name: what is heard of a wrong call, and of the next ones."""
-    calls = Calls(context, buffer_of(context, None, **how), device)
+    calls = Calls(context, cases.buffer_for(context, None, **how))
     worst = {"num_worst_tokens": TOKENS * context.num_ranks}
     answers = {}
     for name, wrong in {
@@ -117,16 +117,14 @@ def refuse_in_normal_mode(
     return answers
 
 
-def refuse_in_low_latency_mode(
-    context: RankContext, value: int, buffer_of: Callable[..., Buffer], how: dict[str, Any], device: str
-) -> dict[str, list[str]]:
-    buffer = buffer_of(context, **how)
+def refuse_in_low_latency_mode(context: RankContext, value: int, how: dict[str, Any]) -> dict[str, list[str]]:
+    buffer = low_latency_cases.buffer_for(context, **how)
     num_experts = LOCAL_EXPERTS * context.num_ranks
     buffer.clean_low_latency_buffer(8, HIDDEN, num_experts)
-    x, weights = rows(device), torch.full((TOKENS, TOPK), 0.5, device=device)
+    x, weights = rows(), torch.full((TOKENS, TOPK), 0.5, device=tensor_device())
 
     def dispatch(wrong: int | None = None, hooked: bool = False, **more: Any) -> Any:
-        ids = ids_of(context, wrong, device)
+        ids = ids_of(context, wrong)
         received, _, handle, event, hook = buffer.low_latency_dispatch(
             x, ids, 8, num_experts, use_fp8=False, return_recv_hook=hooked, **more
         )
@@ -137,13 +135,13 @@ def refuse_in_low_latency_mode(
 
     def combine(wrong: int | None = None, **more: Any) -> torch.Tensor:
         received, handle = dispatch()
-        ids = ids_of(context, wrong, device)
+        ids = ids_of(context, wrong)
         combined, event, _ = buffer.low_latency_combine(received, ids, weights, handle, **more)
         event.current_stream_wait()
         return combined
 
     def good() -> None:
-        right = (ids_of(context, None, "cpu") >= 0).sum(1) * 0.5
+        right = (ids_of(context, None) >= 0).sum(1) * 0.5
         assert combine()[:, 0].tolist() == right.tolist()
 
     answers = {}
@@ -157,6 +155,11 @@ def refuse_in_low_latency_mode(
         answers[name] = [heard(wrong), heard(good), heard(good)]
         good()
     return answers
+
+
+def check(place: Place, answers: list[dict[str, list[str]]], value: int) -> None:
+    """That ranks heard what they should."""
+    (check_on_the_cpu if place.device == "cpu" else check_on_a_gpu)(answers, value)
 
 
 def check_on_the_cpu(answers: list[dict[str, list[str]]], value: int) -> None:
