@@ -33,13 +33,16 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, TypeVar
 
+S = TypeVar("S")
+T = TypeVar("T")
 ROOT: Final = Path(__file__).resolve().parents[1]
 TABLE: Final = Path(__file__).with_name("mutations.toml")
 LIMIT_S: Final = 90.0
@@ -244,6 +247,7 @@ class Tree:
         self._output = folder / "output"
         self._triton = folder / "triton"
         self._num_changes = 0
+        self._running: tuple[int, str] | None = None
         for name in files_of(root):
             to = self.path / name
             to.parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +260,13 @@ class Tree:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            start_new_session=True,
         )
+
+    def stop(self) -> None:
+        """End the run that is under way."""
+        if self._running is not None:
+            end_all(*self._running)
 
     def close(self) -> None:
         self._server.communicate()
@@ -302,9 +312,10 @@ class Tree:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(request).encode() + b"\n")
-        pid = int(self._server.stdout.readline())
+        self._running = int(self._server.stdout.readline()), token
         is_over, _, _ = select.select([self._server.stdout], [], [], limit_s)
-        end_all(pid, token)
+        end_all(*self._running)
+        self._running = None
         exit_code = int(self._server.stdout.readline())
         output = self._output.read_text(errors="replace")
         return Run(exit_code if is_over else None, output, time.monotonic() - started)
@@ -512,8 +523,7 @@ class Trial:
             known = [name for name in done.failures if name in tests] or tests
             return dict.fromkeys(known, done.output)
 
-        with ThreadPoolExecutor(self._jobs) as pool:
-            return {name: output for failed in pool.map(run, runs) for name, output in failed.items()}
+        return {name: output for failed in self._each(run, runs) for name, output in failed.items()}
 
     def try_all(self, mutations: Sequence[Mutation], show: Callable[[Result], None]) -> list[Result]:
         def attempt(mutation: Mutation) -> Result:
@@ -521,8 +531,20 @@ class Trial:
             show(result)
             return result
 
-        with ThreadPoolExecutor(self._jobs) as pool:
-            return list(pool.map(attempt, mutations))
+        return self._each(attempt, mutations)
+
+    def _each(self, work: Callable[[S], T], things: Sequence[S]) -> list[T]:
+        """Do something with each thing, as many at a time as there are trees; Ctrl-C ends it at once."""
+        pool = ThreadPoolExecutor(self._jobs)
+        try:
+            return list(pool.map(work, things))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for tree in self._all_trees:
+                tree.stop()
+            raise
+        finally:
+            pool.shutdown()
 
     def _try(self, mutation: Mutation) -> Result:
         with self._tree() as tree, tree.changed(mutation.file, mutation.source):
@@ -620,12 +642,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table(results)
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    counts = {
-        outcome: sum(result.outcome == outcome for result in results)
-        for outcome in (CAUGHT, SURVIVED, INVALID)
-    }
+    counts = Counter(result.outcome for result in results)
     seconds = time.monotonic() - started
     print(f"{counts[CAUGHT]} of {len(results)} were caught, {counts[SURVIVED]} survived; {seconds:.0f} s")
+    return exit_code_of(counts)
+
+
+def exit_code_of(counts: Mapping[str, int]) -> int:
+    """
+    >>> [exit_code_of(Counter(outcomes)) for outcomes in ([CAUGHT], [CAUGHT, SURVIVED], [INVALID])]
+    [0, 1, 2]
+    """
     return 2 if counts[INVALID] else 1 if counts[SURVIVED] else 0
 
 

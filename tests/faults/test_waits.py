@@ -1,0 +1,54 @@
+"""When a wait gives up: once nothing has come for as long as the timeout says, however long it has waited."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from anyep import WaitTimeout
+from anyep.buffer import Buffer
+from anyep.modes.conversation import Stall
+from anyep.modes.letters import Kind
+from tests.support.world import RankContext, get_world
+
+TIMEOUT_S = 0.2
+NUM_STEPS = 12
+STEP_S = 0.04
+
+
+def wait_slowly(context: RankContext) -> int:
+    """Two waits that take more than twice the timeout: in the first something comes with every step."""
+    usual = os.environ.get("ANYEP_TIMEOUT_S")
+    os.environ["ANYEP_TIMEOUT_S"] = str(TIMEOUT_S)
+    try:
+        buffer = Buffer(context.group, 1 << 20, device="cpu")
+    finally:
+        del os.environ["ANYEP_TIMEOUT_S"]
+        if usual is not None:
+            os.environ["ANYEP_TIMEOUT_S"] = usual
+    with buffer:
+        assert buffer.runtime is not None
+        conversation = buffer.runtime.conversation
+        call = conversation.begin(Kind.DISPATCH)
+        num_steps = 0
+
+        def step(_: int) -> int:
+            nonlocal num_steps
+            time.sleep(STEP_S)
+            num_steps += 1
+            return NUM_STEPS - num_steps
+
+        def stalled() -> Stall:
+            return Stall([context.rank], "rows", num_steps, NUM_STEPS)
+
+        conversation.wait_until(call, step, stalled, progress=lambda: num_steps)
+        steps_with_progress, num_steps = num_steps, -1000
+        with pytest.raises(WaitTimeout, match=r"waited 0\.2 s for the rows of rank"):
+            conversation.wait_until(call, step, stalled)
+    return steps_with_progress
+
+
+def test_the_deadline_counts_from_what_came_last() -> None:
+    assert get_world(2).run(wait_slowly) == [NUM_STEPS] * 2
