@@ -16,7 +16,15 @@ import torch.distributed as dist
 from anyep import AnyEPError
 from anyep.buffer import Buffer
 from tests.support import cases
-from tests.support.low_latency_cases import NVL_BYTES, RDMA_BYTES, Case, buffer_for, check_case, finish
+from tests.support.low_latency_cases import (
+    NVL_BYTES,
+    RDMA_BYTES,
+    Case,
+    buffer_for,
+    check_case,
+    finish,
+    in_process_of,
+)
 from tests.support.places import Place
 from tests.support.world import RankContext, get_world
 
@@ -24,6 +32,7 @@ TOKENS, MAX_TOKENS, HIDDEN, EXPERTS, TOPK = 6, 8, 128, 4, 2
 LOCAL_EXPERTS = EXPERTS // 2
 GOOD = Case(tokens=(TOKENS, TOKENS), max_tokens=MAX_TOKENS, hidden=HIDDEN, num_topk=TOPK, local_experts=2)
 DISPATCH, COMBINE, CLEAN = "low-latency dispatch", "low-latency combine", "clean_low_latency_buffer"
+SIMULATED = Place("simulated", 2)
 NOTHING: Final = "nothing was raised"
 Arguments = dict[str, Any]
 HOWS: dict[str, Arguments] = {
@@ -368,6 +377,7 @@ def call_wrongly_on_rank_0(context: RankContext, index: int) -> str:
     range(len(WRONG)),
     ids=[f"{function.split('_')[0].split()[-1]}: {text[:50]}" for function, _, text in WRONG],
 )
+@in_process_of(Place("cpu", 2))
 def test_wrong_call(index: int) -> None:
     function, _, sentence = WRONG[index]
     wrong, right = get_world(2).run(call_wrongly_on_rank_0, index)
@@ -889,7 +899,13 @@ SCENARIOS: list[tuple[int, Callable[..., None], list[Any]]] = [
 @pytest.mark.parametrize(
     ("num_ranks", "scenario", "arguments"),
     [
-        pytest.param(num_ranks, scenario, given, id="-".join([scenario.__name__, *map(str, given)]))
+        pytest.param(
+            num_ranks,
+            scenario,
+            given,
+            id="-".join([scenario.__name__, *map(str, given)]),
+            marks=in_process_of(Place("cpu", num_ranks)),
+        )
         for num_ranks, scenario, variants in SCENARIOS
         for given in ([(variant,) for variant in variants] or [()])
     ],
@@ -898,6 +914,6 @@ def test_scenario(num_ranks: int, scenario: Callable[..., None], arguments: tupl
     get_world(num_ranks).run(scenario, *arguments)
 
 
-@pytest.mark.parametrize("place", [Place("simulated", 2).param()])
+@pytest.mark.parametrize("place", [SIMULATED.param(marks=in_process_of(SIMULATED))])
 def test_a_third_call_on_a_gpu(place: Place) -> None:
     place.world().run(send_a_third_call, "dispatch")

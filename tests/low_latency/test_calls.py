@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from tests.support.low_latency_cases import (
     check_combine,
     check_received,
     dispatch_by_hook,
+    in_process_of,
     inputs_of,
     on,
 )
@@ -35,6 +36,10 @@ from tests.support.world import RankContext
 TIMEOUT_S = 240.0
 CPU, NODES = Place("cpu", 3), Place("cpu", 4, num_nodes=2)
 SIMULATED, CUDA = Place("simulated", 2), Place("cuda", 4)
+
+
+def at(place: Place, *more: Any, slow: bool = False, name: str = "") -> Any:
+    return place.param(*more, marks=[in_process_of(place), *([pytest.mark.slow] if slow else [])], name=name)
 
 
 def small_case(place: Place, tokens: int = 5) -> Case:
@@ -82,7 +87,7 @@ def hold_results(context: RankContext, place: Place) -> None:
     buffer = laid_out(context, case)
     held: list[tuple[Any, Any]] = []
     first = None
-    for seed in range(12 if place.device == "cpu" else 6):
+    for seed in range(12 if place.device == "cpu" else 3):
         mine = on(tensor_device(), inputs_of(replace(case, seed=seed))[context.rank])
         (data, scales), counts, handle, _, _ = buffer.low_latency_dispatch(
             mine.x, mine.topk_idx, case.max_tokens, case.num_experts
@@ -120,17 +125,25 @@ def drop_hooks(context: RankContext, place: Place) -> None:
     check_case(context.rank, case, buffer)
 
 
-SCENARIOS = [two_in_flight, odd_numbers_of_calls, hold_results, normal_calls_beside_one_in_flight, drop_hooks]
+SCENARIOS = (two_in_flight, hold_results, drop_hooks, odd_numbers_of_calls, normal_calls_beside_one_in_flight)
+NUM_QUICK_ON_SIMULATED = 3
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-@pytest.mark.parametrize("place", [place.param() for place in (CPU, NODES, SIMULATED, CUDA)])
+def scenario_params() -> Iterator[Any]:
+    """Interpreted kernels take long, so some of their scenarios are for `make test-all`."""
+    for place in (CPU, NODES, SIMULATED, CUDA):
+        for index, scenario in enumerate(SCENARIOS):
+            is_slow = place == SIMULATED and index >= NUM_QUICK_ON_SIMULATED
+            yield at(place, scenario, slow=is_slow, name=f"{place}-{scenario.__name__}")
+
+
+@pytest.mark.parametrize(("place", "scenario"), list(scenario_params()))
 def test_everywhere(place: Place, scenario: Callable[..., None]) -> None:
     place.world().run(scenario, place, timeout=TIMEOUT_S)
 
 
-def test_two_calls_of_a_rank_that_is_alone() -> None:
-    place = Place("cpu", 1)
+@pytest.mark.parametrize("place", [at(Place("cpu", 1))])
+def test_two_calls_of_a_rank_that_is_alone(place: Place) -> None:
     place.world().run(two_in_flight, place)
 
 
@@ -169,12 +182,12 @@ def mix_modes(context: RankContext, place: Place, seed: int, num_steps: int) -> 
 @pytest.mark.parametrize(
     ("place", "quick", "deep", "num_steps"),
     [
-        Place("cpu", 2).param(3, 12, 8),
-        Place("cpu", 4).param(2, 12, 8),
-        NODES.param(2, 12, 8),
-        Place("cpu", 4, num_nodes=2, hosts=True).param(1, 3, 20),
-        SIMULATED.param(1, 4, 6),
-        CUDA.param(3, 3, 8),
+        at(Place("cpu", 2), 3, 12, 8),
+        at(Place("cpu", 4), 2, 12, 8),
+        at(NODES, 2, 12, 8),
+        at(Place("cpu", 4, num_nodes=2, hosts=True), 1, 3, 20),
+        at(SIMULATED, 1, 4, 6, slow=True),
+        at(CUDA, 3, 3, 8),
     ],
 )
 def test_modes_mix_in_any_order(place: Place, quick: int, deep: int, num_steps: int) -> None:
@@ -215,7 +228,7 @@ def decode(context: RankContext, place: Place, num_steps: int) -> None:
             work.wait()
 
 
-@pytest.mark.parametrize("place", [place.param() for place in (Place("cpu", 2), SIMULATED)])
+@pytest.mark.parametrize("place", [at(Place("cpu", 2)), at(SIMULATED, slow=True)])
 def test_hooks_hide_the_waiting(place: Place) -> None:
     place.world().run(decode, place, 4 if place.device == "cpu" else 1)
 
@@ -252,7 +265,7 @@ def who_was_late(context: RankContext, place: Place) -> list[list[int]]:
     return [part.tolist() for part in stats]
 
 
-@pytest.mark.parametrize("place", [place.param() for place in (CPU, SIMULATED)])
+@pytest.mark.parametrize("place", [at(CPU), at(SIMULATED)])
 def test_statistics_say_who_was_waited_for(place: Place) -> None:
     *others, late = place.world().run(who_was_late, place, timeout=TIMEOUT_S)
     for parts in others:
@@ -283,11 +296,7 @@ def hook_in_a_thread(context: RankContext, place: Place, num_pairs: int) -> None
 
 @pytest.mark.parametrize(
     ("place", "num_pairs"),
-    [
-        Place("cpu", 2).param(20),
-        Place("cpu", 4).param(10),
-        Place("cpu", 4).param(200, marks=pytest.mark.slow),
-    ],
+    [at(Place("cpu", 2), 20), at(Place("cpu", 4), 10), at(Place("cpu", 4), 200, slow=True)],
 )
 def test_hooks_in_other_threads(place: Place, num_pairs: int) -> None:
     place.world().run(hook_in_a_thread, place, num_pairs)

@@ -5,26 +5,27 @@ On GPUs memory that nobody has written holds NaN, so that a result which is not 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 
 from anyep.buffer import Buffer
 from tests.support.depth import examples
-from tests.support.low_latency_cases import FORMATS, Case, check_case, run_case
+from tests.support.low_latency_cases import FORMATS, Case, check_case, in_process_of, run_case
 from tests.support.places import Place, buffer_device
 from tests.support.strategies import low_latency_cases
 from tests.support.world import RankContext
 
 TIMEOUT_S = 240.0
-RARE = pytest.mark.slow
 HOW_TO_COMBINE = {"plain": "in line", "logfmt": "hook", "zero copy": "async"}
 
 
-def draw(place: Place, quick: int, deep: int, marks: object = ()) -> object:
+def draw(place: Place, quick: int, deep: int, slow: bool = False) -> Any:
     """A place, and how many examples are drawn for it."""
-    return place.param(quick, deep, marks=marks)
+    return place.param(quick, deep, marks=[in_process_of(place), *([pytest.mark.slow] if slow else [])])
 
 
 @pytest.mark.property
@@ -35,18 +36,18 @@ def draw(place: Place, quick: int, deep: int, marks: object = ()) -> object:
         draw(Place("cpu", 2), 20, 150),
         draw(Place("cpu", 3), 12, 100),
         draw(Place("cpu", 4), 12, 100),
-        draw(Place("cpu", 5), 6, 25, RARE),
-        draw(Place("cpu", 7), 6, 25, RARE),
+        draw(Place("cpu", 5), 6, 25, slow=True),
+        draw(Place("cpu", 7), 6, 25, slow=True),
         draw(Place("cpu", 8), 6, 60),
         draw(Place("cpu", 2, num_nodes=2), 6, 40),
         draw(Place("cpu", 4, num_nodes=2), 10, 60),
         draw(Place("cpu", 4, num_nodes=4), 6, 30),
-        draw(Place("cpu", 8, num_nodes=2), 4, 20, RARE),
+        draw(Place("cpu", 8, num_nodes=2), 4, 20, slow=True),
         draw(Place("cpu", 4, num_nodes=2, hosts=True), 12, 80),
-        draw(Place("simulated", 1), 2, 8),
-        draw(Place("simulated", 2), 5, 40),
-        draw(Place("simulated", 3), 2, 12),
-        draw(Place("simulated", 4), 2, 8, RARE),
+        draw(Place("simulated", 1), 1, 8),
+        draw(Place("simulated", 2), 3, 40),
+        draw(Place("simulated", 3), 2, 12, slow=True),
+        draw(Place("simulated", 4), 2, 8, slow=True),
         draw(Place("cuda", 2), 60, 60),
         draw(Place("cuda", 4), 40, 40),
         draw(Place("cuda", 8), 25, 25),
@@ -74,19 +75,25 @@ def run_on_a_buffer_of_the_hint(context: RankContext, case: Case) -> None:
 
 
 REAL = Case((), hidden=7168, num_topk=8, local_experts=8)
-SIZES = [
-    Place("cpu", 2).param(replace(REAL, tokens=(16, 9), max_tokens=16)),
-    Place("simulated", 2).param(Case((5, 3), hidden=512)),
-    Place("cuda", 4).param(replace(REAL, tokens=(128, 60, 128, 1), max_tokens=128)),
-]
+SIZES = {
+    Place("cpu", 2): replace(REAL, tokens=(16, 9), max_tokens=16),
+    Place("simulated", 2): Case((5, 3), hidden=512),
+    Place("cuda", 4): replace(REAL, tokens=(128, 60, 128, 1), max_tokens=128),
+}
+USUAL = [("bf16", "logfmt"), ("fp8", "zero copy"), ("fp8 rounded", "plain"), ("fp8 ue8m0", "logfmt")]
 
 
-@pytest.mark.parametrize("combine", HOW_TO_COMBINE)
-@pytest.mark.parametrize("travel", FORMATS)
-@pytest.mark.parametrize(("place", "case"), SIZES)
-def test_every_format(place: Place, case: Case, travel: str, combine: str) -> None:
+@pytest.mark.parametrize(
+    ("travel", "combine"),
+    [
+        pytest.param(*pair, marks=() if pair in USUAL else pytest.mark.slow)
+        for pair in itertools.product(FORMATS, HOW_TO_COMBINE)
+    ],
+)
+@pytest.mark.parametrize("place", [place.param(marks=in_process_of(place)) for place in SIZES])
+def test_every_format(place: Place, travel: str, combine: str) -> None:
     case = replace(
-        case,
+        SIZES[place],
         travel=travel,
         how=HOW_TO_COMBINE[combine],
         use_logfmt=combine == "logfmt",

@@ -18,14 +18,24 @@ import torch.distributed as dist
 
 from anyep.buffer import Buffer
 from tests.support.gpu_scenarios import closing_threads
-from tests.support.low_latency_cases import RDMA_BYTES, Case, check_case, dispatch_by_hook, inputs_of
+from tests.support.low_latency_cases import (
+    RDMA_BYTES,
+    Case,
+    check_case,
+    dispatch_by_hook,
+    in_process_of,
+    inputs_of,
+)
 from tests.support.places import Place
 from tests.support.world import RankContext
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed: pip install anyep[cuda]"
-)
 PLACE = Place("simulated", 2)
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("triton") is None, reason="Triton is not installed: pip install anyep[cuda]"
+    ),
+    in_process_of(PLACE),
+]
 TIMEOUT_S = 240.0
 
 
@@ -74,7 +84,13 @@ def end_without_garbage_collection(context: RankContext, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["calls in line", "a hook that was called", "a hook that was not called", "a dropped hook"]
+    "how",
+    [
+        "calls in line",
+        "a hook that was not called",
+        pytest.param("a hook that was called", marks=pytest.mark.slow),
+        pytest.param("a dropped hook", marks=pytest.mark.slow),
+    ],
 )
 def test_memory_is_freed_with_the_buffer(how: str) -> None:
     PLACE.world().run(end_without_garbage_collection, how)
@@ -108,10 +124,9 @@ def test_a_buffer_dropped_while_a_call_is_under_way() -> None:
 # What goes wrong is raised by the next call
 
 
-def disagree(context: RankContext, about: str) -> str:
-    """Every rank calls rightly, but the last one otherwise than the others; then all call alike."""
+def disagree(context: RankContext) -> None:
+    """Every rank calls rightly, but the last one otherwise than the others; then all call alike, and hear."""
     rank, ranks = context.rank, context.num_ranks
-    is_odd = rank == ranks - 1
     buffer = new_buffer(context)
     case = Case(tokens=(3,) * ranks, hidden=128)
     topk_idx = torch.zeros(3, 1, dtype=torch.int64)
@@ -120,85 +135,72 @@ def disagree(context: RankContext, about: str) -> str:
         x = torch.ones(3, hidden, dtype=torch.bfloat16)
         return buffer.low_latency_dispatch(x, topk_idx, max_tokens, case.num_experts, use_fp8=use_fp8)
 
-    message = ""
-    if not is_odd:
-        dispatch()
-    elif about == "hidden":
-        dispatch(hidden=256)
-    elif about == "format":
-        dispatch(use_fp8=True)
-    elif about == "refusal":
-        message = message_of(dispatch, max_tokens=2)
-    else:
-        # It waits for the others, so it hears at once.
-        message = message_of(buffer.clean_low_latency_buffer, case.max_tokens, 128, case.num_experts)
-    if message:
-        rows, *_ = dispatch()
-        assert rows.shape[-1] == 128
-    else:
-        message = message_of(dispatch)
-    check_case(rank, case, buffer)
-    return message
-
-
-@pytest.mark.parametrize(
-    ("about", "sentence"),
-    [
-        ("hidden", "about the hidden size: 128 on rank 0; 256 on rank 1"),
-        ("format", "about how values travel (use_fp8, round_scale, use_ue8m0, use_logfmt)"),
-        ("function", "about the function called"),
-        ("refusal", "rank 1 refused its low-latency dispatch (call 1)"),
-    ],
-)
-def test_ranks_that_disagree(about: str, sentence: str) -> None:
-    for rank, message in enumerate(PLACE.world().run(disagree, about)):
-        if about == "refusal" and rank == 1:
-            assert message.startswith("InvalidCall: x has 3 tokens, but num_max")
+    for other, sentence in (
+        ({"hidden": 256}, "about the hidden size: 128 on rank 0; 256 on rank 1"),
+        ({"use_fp8": True}, "about how values travel (use_fp8, round_scale, use_ue8m0, use_logfmt)"),
+        ({}, "about the function called"),
+        ({"max_tokens": 2}, "rank 1 refused its low-latency dispatch (call "),
+    ):
+        message = ""
+        if rank != ranks - 1:
+            dispatch()
+        elif not other:
+            # It waits for the others, so it hears at once.
+            message = message_of(buffer.clean_low_latency_buffer, case.max_tokens, 128, case.num_experts)
+        elif "max_tokens" in other:
+            message = message_of(dispatch, **other)
+            assert message.startswith("InvalidCall: x has 3 tokens, but num_max"), message
         else:
-            assert message.startswith("Disagreement: ")
-            assert sentence in message
+            dispatch(**other)
+        if message:
+            rows, *_ = dispatch()
+            assert rows.shape[-1] == 128
+        else:
+            message = message_of(dispatch)
+            assert message.startswith("Disagreement: "), message
+        assert sentence in message or "InvalidCall" in message, message
+    check_case(rank, case, buffer)
 
 
-def pass_wrong_things(context: RankContext, what: str) -> list[str]:
+def test_ranks_that_disagree() -> None:
+    PLACE.world().run(disagree, timeout=TIMEOUT_S)
+
+
+def pass_wrong_things(context: RankContext) -> None:
     """Rank 0 combines with a handle that cannot be, or asks for a row that is not there."""
     buffer = new_buffer(context)
     case = Case(tokens=(4,) * context.num_ranks, hidden=64)
-    check_case(context.rank, case, buffer)
-    given_ = inputs_of(case)[context.rank]
-    topk_idx = torch.zeros(4, 1, dtype=torch.int64)
-    weights = torch.ones(4, 1)
-    received, _, handle, _, _ = buffer.low_latency_dispatch(
-        given_.x, topk_idx, case.max_tokens, case.num_experts, use_fp8=False
-    )
-    if context.rank == 0:
-        source, ranges, *sizes = handle
+    mine = inputs_of(case)[context.rank]
+    good_idx, weights = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+
+    def dispatch() -> Any:
+        arguments = (mine.x, good_idx, case.max_tokens, case.num_experts)
+        return buffer.low_latency_dispatch(*arguments, use_fp8=False)
+
+    for call, what in zip((2, 5, 8, 11), ("ranges", "counts", "tokens", "row"), strict=True):
+        received, _, handle, _, _ = dispatch()
+        topk_idx = good_idx
+        wrong = f"InvalidCall: the contents of the handle of low-latency combine (call {call})"
+        right = f"Disagreement: rank 0 refused its low-latency combine (call {call})"
         if what == "row":
-            topk_idx = torch.tensor([[0], [0], [1], [0]])
-        elif what == "ranges":
-            handle = (source, ranges.roll(1, 1).contiguous(), *sizes)
-        elif what == "counts":
-            handle = (source, ranges + 1000, *sizes)
-        else:
-            handle = (source.flip(1).contiguous(), ranges, *sizes)
-    messages = [message_of(buffer.low_latency_combine, received, topk_idx, weights, handle)]
-    for _ in range(2):
-        dispatch = (given_.x, given_.topk_idx, case.max_tokens, case.num_experts)
-        messages.append(message_of(buffer.low_latency_dispatch, *dispatch, use_fp8=False))
+            wrong = "InvalidCall: topk_idx sends token 2 to expert 1, which has no row of it"
+            right = "nothing was raised"
+        if context.rank == 0:
+            source, ranges, *sizes = handle
+            handle = {
+                "ranges": (source, ranges.roll(1, 1).contiguous(), *sizes),
+                "counts": (source, ranges + 1000, *sizes),
+                "tokens": (source.flip(1).contiguous(), ranges, *sizes),
+                "row": handle,
+            }[what]
+            topk_idx = torch.tensor([[0], [0], [1], [0]]) if what == "row" else good_idx
+        assert message_of(buffer.low_latency_combine, received, topk_idx, weights, handle).startswith(
+            "nothing"
+        )
+        message = message_of(dispatch)
+        assert message.startswith(right if context.rank else wrong), (what, message)
     check_case(context.rank, case, buffer)
-    return messages
 
 
-@pytest.mark.parametrize("what", ["ranges", "counts", "tokens"])
-def test_a_handle_that_cannot_be(what: str) -> None:
-    wrong, right = PLACE.world().run(pass_wrong_things, what)
-    assert wrong[0] == right[0] == "nothing was raised"
-    assert wrong[1].startswith("InvalidCall: the contents of the handle of low-latency combine (call 4)")
-    assert right[1].startswith("Disagreement: rank 0 refused its low-latency combine (call 4)")
-    assert wrong[2] == right[2] == "nothing was raised"
-
-
-def test_a_row_that_is_not_there() -> None:
-    wrong, right = PLACE.world().run(pass_wrong_things, "row")
-    assert right == ["nothing was raised"] * 3
-    assert wrong[0] == wrong[2] == "nothing was raised"
-    assert wrong[1].startswith("InvalidCall: topk_idx sends token 2 to expert 1, which has no row of it")
+def test_wrong_handles_and_ids() -> None:
+    PLACE.world().run(pass_wrong_things, timeout=TIMEOUT_S)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 
 from anyep.backends.cpu.kernels import casts
@@ -58,6 +59,11 @@ class Case:
     def at(self, place: Place) -> Case:
         """The same on the nodes of a place."""
         return replace(self, ranks_per_node=place.ranks_per_node, network=place.network)
+
+
+def in_process_of(place: Place) -> pytest.MarkDecorator:
+    """Lets tests of one place, of both modes, run in one process of pytest-xdist: they share its ranks."""
+    return pytest.mark.xdist_group("hosts" if place.hosts else f"oracle of {place.device}-{place.num_ranks}")
 
 
 def inputs_of(case: Case) -> list[low_latency_oracle.RankInput]:
