@@ -126,7 +126,7 @@ def remember_types() -> None:
 
 
 def remember_shapes() -> None:
-    """Every result of every operation has a type and a shape, made of many small objects; few are different."""
+    """Every result of an operation has a type and a shape, made of many small objects; few are different."""
     import triton.language.core as core
 
     shapes: dict[Any, Any] = {}
