@@ -1,4 +1,4 @@
-"""The commands that start ranks, as a user meets them: demo and bench."""
+"""The commands that start ranks: demo and bench."""
 
 from __future__ import annotations
 
@@ -7,29 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cli.test_cli import anyep
-from tests.support.world import hear_interrupts
+from anyep.cli.demo_job import Job, train_on_rank
+from anyep.cli.ranks import Rank
+from tests.support.commands import anyep, descendants_of, is_gone, wait_until
+from tests.support.programs import ROOT, Program
 
-SMALL_DEMO = (
-    "demo",
-    "--ranks",
-    "3",
-    "--tokens",
-    "24",
-    "--hidden",
-    "32",
-    "--experts",
-    "6",
-    "--topk",
-    "2",
-    "--steps",
-    "2",
-)
+SIZES = ("--tokens", "24", "--hidden", "32", "--experts", "6", "--topk", "2", "--steps", "2")
+SMALL_DEMO = ("demo", "--ranks", "3", *SIZES)
+TINY_DEMO = ("demo", "--ranks", "1", *SIZES)
 
 
 @pytest.mark.parametrize("path", ["auto", "window", "ring"])
@@ -58,47 +48,38 @@ def test_demo_for_people() -> None:
 
 
 def test_demo_with_another_seed_does_something_else() -> None:
-    losses = [
-        json.loads(anyep(*SMALL_DEMO, "--json", "--seed", str(seed)).stdout)["losses"] for seed in (0, 0, 1)
-    ]
-    assert losses[0] == losses[1] != losses[2]
-
-
-def test_demo_fails_when_the_check_does(tmp_path: Path) -> None:
-    """A combine that is off by a little: the demo must notice it and say so by its exit code."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\n"
-        "if os.environ.get('SPOIL'):\n"
-        "    import anyep.buffer as b\n"
-        "    right = b.Buffer.combine\n"
-        "    def spoiled(self, *a, **k):\n"
-        "        x, *rest = right(self, *a, **k)\n"
-        "        return x * 1.01, *rest\n"
-        "    b.Buffer.combine = spoiled\n"
+    once, again, other = (
+        json.loads(anyep(*TINY_DEMO, "--json", "--seed", str(seed)).stdout)["losses"] for seed in (0, 0, 1)
     )
-    repository = Path(__file__).parents[2]
-    finished = anyep(*SMALL_DEMO, env={"PYTHONPATH": f"{tmp_path}:{repository}", "SPOIL": "1"})
-    assert finished.returncode == 1
+    assert once == again != other
+
+
+def train_wrongly(rank: Rank, job: Job) -> object:
+    """With a combine that is off by a little."""
+    from anyep.buffer import Buffer
+
+    right = Buffer.combine
+
+    def spoiled(self: Buffer, *arguments: Any, **options: Any) -> Any:
+        x, *rest = right(self, *arguments, **options)
+        return x * 1.01, *rest
+
+    Buffer.combine = spoiled  # type: ignore[method-assign]
+    return train_on_rank(rank, job)
+
+
+def test_demo_fails_when_the_check_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo must notice it, and say so by its exit code."""
+    monkeypatch.setattr("anyep.cli.demo.train_on_rank", train_wrongly)
+    finished = anyep(*SMALL_DEMO)
+    assert finished.returncode == 1, finished.stderr
     assert "differs from the single-process reference" in finished.stdout
 
 
 def test_bench(tmp_path: Path) -> None:
     file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
-    sizes = (
-        "--ranks",
-        "2",
-        "--tokens",
-        "16",
-        "--hidden",
-        "64",
-        "--experts",
-        "4",
-        "--topk",
-        "2",
-        "--repeats",
-        "2",
-    )
-    finished = anyep("bench", *sizes, "--json", str(file), "--plot", str(plot))
+    sizes = ("--ranks", "2", "--tokens", "16", "--hidden", "64", "--experts", "4", "--topk", "2")
+    finished = anyep("bench", *sizes, "--repeats", "2", "--json", str(file), "--plot", str(plot))
     assert finished.returncode == 0, finished.stderr
     records = json.loads(file.read_text())
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -154,21 +135,9 @@ def test_bench_of_low_latency(tmp_path: Path) -> None:
 
 
 def test_bench_prints_json() -> None:
-    sizes = (
-        "--ranks",
-        "1",
-        "--tokens",
-        "4",
-        "--hidden",
-        "16",
-        "--experts",
-        "4",
-        "--topk",
-        "2",
-        "--repeats",
-        "1",
-    )
-    assert json.loads(anyep("bench", *sizes, "--json", "-").stdout)[0]["case"] == "layout"
+    sizes = ("--ranks", "1", "--tokens", "4", "--hidden", "16", "--experts", "4", "--topk", "2")
+    printed = anyep("bench", *sizes, "--repeats", "1", "--json", "-").stdout
+    assert json.loads(printed)[0]["case"] == "layout"
 
 
 @pytest.mark.parametrize(
@@ -230,8 +199,14 @@ def test_a_torch_that_is_broken(tmp_path: Path) -> None:
     """Not by an ImportError, which ranks would meet again: the server that they are forked from ends."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('this torch is broken')")
-    repository = Path(__file__).parents[2]
-    finished = anyep(*SMALL_DEMO, env={"PYTHONPATH": f"{tmp_path}:{repository}"})
+    finished = subprocess.run(
+        [sys.executable, "-m", "anyep", *SMALL_DEMO],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )
     assert finished.returncode == 1
     assert "this torch is broken" in finished.stderr
     assert finished.stderr.splitlines()[-1].startswith(
@@ -239,28 +214,21 @@ def test_a_torch_that_is_broken(tmp_path: Path) -> None:
     )
 
 
-def descendants(pid: int) -> list[int]:
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return children + [grandchild for child in children for grandchild in descendants(child)]
-
-
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_an_ended_demo_leaves_nothing_behind(ending: int) -> None:
-    hear_interrupts()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "anyep", "demo", "--ranks", "3", "--experts", "6", "--steps", "100000"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 30
-    while len(pids := descendants(process.pid)) < 5 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1)
-    os.kill(process.pid, ending)
-    process.wait(10)
-    if ending == signal.SIGINT:
-        assert process.returncode == 130
-    deadline = time.monotonic() + 5
-    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.1)
+    command = ("demo", "--ranks", "3", "--experts", "6", "--steps", "100000")
+    with Program("-m", "anyep", *command, has_anyep=True) as process:
+        # The server that ranks are forked from, multiprocessing's tracker and the ranks, which have begun.
+        wait_until(lambda: len(descendants_of(process.pid)) == 5)
+        pids = descendants_of(process.pid)
+        wait_until(lambda: all(is_mapped("memfd:anyep-", pid) for pid in pids[-3:]))
+        process.send_signal(ending)
+        assert process.wait() == (130 if ending == signal.SIGINT else -ending)
+        wait_until(lambda: all(is_gone(pid) for pid in pids))
+
+
+def is_mapped(words: str, pid: int) -> bool:
+    try:
+        return words in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False

@@ -1,31 +1,29 @@
-"""Which of NIXL's packages is used, tried with fake ones in new processes."""
+"""Which of NIXL's packages is used, tried with fake ones."""
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.cli.test_cli import anyep
+from anyep.backends.cpu.heap import OwnBlock
+from anyep.errors import NotSupported
+from anyep.network import NixlEngine
+from tests.support.commands import anyep
 
+Install = Callable[..., None]
 FAKE_API = """
 class nixl_agent_config:
     def __init__(self, **options): pass
 
 class nixl_agent:
-    def __init__(self, name, config): print("agent of", __name__)
+    def __init__(self, name, config): pass
     def register_memory(self, region, kind): return region
-"""
-MAKE_ENGINE = """
-import sys, torch
-torch.version.cuda = sys.argv[1] or None
-from anyep.backends.cpu.heap import OwnBlock
-from anyep.network import NixlEngine
-NixlEngine(0, OwnBlock("test", 64))
 """
 METADATA = """Metadata-Version: 2.1
 Name: {}
@@ -34,29 +32,39 @@ Version: 7.8.9
 ALL = ("nixl", "nixl_cu12", "nixl_cu13")
 
 
-def install(folder: Path, *names: str) -> dict[str, str]:
-    """Fake packages of these names; the others cannot be imported, also if they are installed."""
-    for name in names:
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").touch()
-        (folder / name / "_api.py").write_text(FAKE_API)
-        info = folder / f"{name}-7.8.9.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(METADATA.format(name.replace("_", "-")))
-    hidden = [name for name in ALL if name not in names]
-    (folder / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({hidden}))")
-    return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Installs fake packages; the others cannot be imported, also if they are installed."""
+
+    def is_of_nixl(module: str) -> bool:
+        return module.split(".")[0] in ALL
+
+    def install(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").touch()
+            (tmp_path / name / "_api.py").write_text(FAKE_API)
+            info = tmp_path / f"{name}-7.8.9.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(METADATA.format(name.replace("_", "-")))
+        sys.modules.update(dict.fromkeys(set(ALL) - set(names)))  # type: ignore[arg-type]
+        importlib.invalidate_caches()
+
+    before = {name: module for name, module in sys.modules.items() if is_of_nixl(name)}
+    for name in before:
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield install
+    for name in [name for name in sys.modules if is_of_nixl(name)]:
+        del sys.modules[name]
+    sys.modules.update(before)
 
 
-def make_engine(environment: dict[str, str], cuda: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", MAKE_ENGINE, cuda],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | environment,
-    )
+def make_engine(monkeypatch: pytest.MonkeyPatch, cuda: str) -> str:
+    """The module of the agent that an engine uses, where torch is of this CUDA."""
+    monkeypatch.setattr(torch.version, "cuda", cuda or None)
+    monkeypatch.setenv("NIXL_LOG_LEVEL", "FATAL")
+    return type(NixlEngine(0, OwnBlock("test", 64))._agent).__module__
 
 
 @pytest.mark.parametrize(
@@ -72,29 +80,32 @@ def make_engine(environment: dict[str, str], cuda: str) -> subprocess.CompletedP
     ],
 )
 def test_the_package_for_torch_comes_first(
-    tmp_path: Path, installed: tuple[str, ...], cuda: str, used: str
+    install: Install, monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], cuda: str, used: str
 ) -> None:
-    finished = make_engine(install(tmp_path, *installed), cuda)
-    assert (finished.returncode, finished.stderr) == (0, "")
-    assert finished.stdout == f"agent of {used}._api\n"
+    install(*installed)
+    assert make_engine(monkeypatch, cuda) == f"{used}._api"
 
 
-def test_a_package_that_does_not_load_makes_room_for_the_next(tmp_path: Path) -> None:
-    environment = install(tmp_path, "nixl_cu12", "nixl_cu13")
+def test_a_package_that_does_not_load_makes_room_for_the_next(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("nixl_cu12", "nixl_cu13")
     (tmp_path / "nixl_cu13" / "_api.py").write_text("raise ImportError('libcudart.so.13 is missing')")
-    finished = make_engine(environment, "13.0")
-    assert finished.stdout == "agent of nixl_cu12._api\n"
+    assert make_engine(monkeypatch, "13.0") == "nixl_cu12._api"
+    del sys.modules["nixl_cu12._api"]
     (tmp_path / "nixl_cu12" / "_api.py").write_text("raise ImportError('no luck with this one')")
-    last_line = make_engine(environment, "13.0").stderr.splitlines()[-1]
-    assert "nixl_cu13 7.8.9 cannot be imported: libcudart.so.13 is missing" in last_line
-    assert "nixl_cu12 7.8.9 cannot be imported: no luck with this one" in last_line
+    with pytest.raises(NotSupported) as caught:
+        make_engine(monkeypatch, "13.0")
+    assert "nixl_cu13 7.8.9 cannot be imported: libcudart.so.13 is missing" in str(caught.value)
+    assert "nixl_cu12 7.8.9 cannot be imported: no luck with this one" in str(caught.value)
 
 
-def test_without_any_there_is_advice(tmp_path: Path) -> None:
-    last_line = make_engine(install(tmp_path), "13.0").stderr.splitlines()[-1]
-    assert last_line.startswith("anyep.errors.NotSupported: NIXL is not installed")
+def test_without_any_there_is_advice(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    with pytest.raises(NotSupported, match="NIXL is not installed") as caught:
+        make_engine(monkeypatch, "13.0")
     for word in ("'anyep[network]'", "'anyep[network-cu13]'", "looked for nixl_cu13, nixl_cu12, nixl"):
-        assert word in last_line
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +117,9 @@ def test_without_any_there_is_advice(tmp_path: Path) -> None:
         ((), "note", "not installed; needed between hosts only"),
     ],
 )
-def test_doctor_says_which_one(tmp_path: Path, installed: tuple[str, ...], state: str, words: str) -> None:
-    finished = anyep("doctor", "--json", env=install(tmp_path, *installed))
+def test_doctor_says_which_one(install: Install, installed: tuple[str, ...], state: str, words: str) -> None:
+    install(*installed)
+    finished = anyep("doctor", "--json")
     (finding,) = (line for line in json.loads(finished.stdout) if line["name"] == "nixl")
     assert finding["state"] == state
     assert finding["detail"].startswith(words)

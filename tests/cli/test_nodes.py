@@ -13,14 +13,15 @@ from anyep.cli.bench_measure import Setup
 from anyep.cli.gate import choose, misrouting
 from anyep.cli.nodes import NETWORKS, Nodes
 from anyep.modes import connection
-from tests.cli.test_cli import anyep
+from tests.support.commands import anyep
+from tests.support.scripts import code_of, run_script
 from tools.bench_namespaces import measure, report
 
 SIZES = ("--tokens", "24", "--hidden", "32", "--experts", "8", "--topk", "2")
 TWO_BY_TWO = ("--nodes", "2", "--ranks-per-node", "2")
 
 
-@pytest.mark.parametrize("path", ["auto", "ring"])
+@pytest.mark.parametrize("path", ["auto", pytest.param("ring", marks=pytest.mark.slow)])
 def test_demo(path: str) -> None:
     finished = anyep("demo", *TWO_BY_TWO, *SIZES, "--steps", "2", "--path", path, "--json")
     assert finished.returncode == 0, finished.stderr
@@ -46,7 +47,7 @@ def test_demo_for_people() -> None:
     assert 0.5 < ours / theirs < 0.9
 
 
-@pytest.mark.parametrize("network", ["loopback", "nixl"])
+@pytest.mark.parametrize("network", [pytest.param("loopback", marks=pytest.mark.slow), "nixl"])
 def test_decoding(network: str) -> None:
     sizes = ("--tokens", "5", "--hidden", "128", "--experts", "8", "--topk", "3", "--steps", "3")
     finished = anyep("demo", "--mode", "low-latency", *TWO_BY_TWO, *sizes, "--network", network, "--json")
@@ -80,13 +81,14 @@ def test_bench_of_low_latency(tmp_path: Path) -> None:
         assert record["bytes_between_nodes"] is None
 
 
-def test_bench(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plots", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_bench(tmp_path: Path, plots: bool) -> None:
     file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
-    options = ("--repeats", "2", "--json", str(file), "--plot", str(plot))
+    options = ("--repeats", "2", "--json", str(file), *(("--plot", str(plot)) if plots else ()))
     finished = anyep("bench", *TWO_BY_TWO, *SIZES, *options)
     assert finished.returncode == 0, finished.stderr
     assert "normal mode, 4 ranks on 2 nodes of 2," in finished.stdout
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert not plots or plot.read_bytes().startswith(b"\x89PNG")
     records = json.loads(file.read_text())
     found = {(record["case"], record["path"], record["tokens"]): record for record in records}
     assert len(found) == 22
@@ -105,6 +107,7 @@ def test_bench(tmp_path: Path) -> None:
     assert dispatch["bytes_between_nodes"] < dispatch["all_to_all_bytes_between_nodes"] * (64 + 48) / 64
 
 
+@pytest.mark.slow
 def test_bench_between_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = Nodes(num_nodes=2, ranks_per_node=2, topk_nodes=1, network="nixl")
     setup = Setup("normal", 4, 8, 64, 8, 2, 1, 0, nodes=nodes)
@@ -117,10 +120,9 @@ def test_bench_between_hosts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "nodes.md").read_text()
     script = tmp_path / "example.py"
-    script.write_text(page.split("```python\n")[1].split("```")[0])
-    finished = anyep("run", "-n", "4", str(script), "2", env={"PYTHONPATH": str(Path(__file__).parents[2])})
+    script.write_text(code_of("docs/nodes.md"))
+    finished = run_script(script, "2", num_ranks=4)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("rows for its experts") == 4
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import ROOT
-from tests.support.scripts import launch_script, run_script
+from tests.support.scripts import code_of, launch_script, run_script
 
 EXAMPLES = ROOT / "examples"
 TRAIN = EXAMPLES / "train.py"
@@ -119,7 +119,7 @@ def test_a_wrong_recipe_fails(tmp_path: Path, before: str, after: str) -> None:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_layer_of_the_docs_runs(tmp_path: Path, num_ranks: int) -> None:
     script = tmp_path / "layer.py"
-    script.write_text((ROOT / "docs/layers.md").read_text().split("```python\n")[1].split("```")[0])
+    script.write_text(code_of("docs/layers.md"))
     finished = run_script(script, num_ranks=num_ranks)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("trained: loss") == num_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.programs import ROOT
-from tests.support.scripts import launch_script, run_script
+from tests.support.scripts import code_of, launch_script, run_script
 
 ADDRESS = "https://github.com/anyep/anyep"
 PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -34,6 +34,15 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=SLOW), pytest.param(4, marks=SLOW)])
 def test_programs_run(script: Path, num_ranks: int) -> None:
     check_program(run_script(script, num_ranks=num_ranks), num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=SLOW), pytest.param(4, marks=SLOW)])
+def test_the_program_of_the_docs_runs(tmp_path: Path, num_ranks: int) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(code_of("docs/low-latency.md"))
+    finished = run_script(script, num_ranks=num_ranks)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("rows for its experts") == num_ranks
 
 
 @pytest.mark.slow

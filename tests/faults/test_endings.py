@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
 from tests.support.endings import CODES, Ended, Ending, EndingServer
 from tests.support.gpu import NEEDS_GPU, service_variables
 
+pytestmark = pytest.mark.xdist_group("endings")
 SOON_S = 45.0
 """An ending takes a second at most, on a machine that is busy several times that. The waits that it must not
 wait for take 100 s, and those of Gloo longer."""
@@ -56,39 +58,51 @@ def check_endings(ending: Ending, ranks: list[Ended]) -> None:
         assert not ended.left_behind, (rank, ended)
 
 
-ENDINGS = [
+SLOW = pytest.mark.slow
+FEW_ENDINGS = [
     Ending("never called"),
     Ending("idle"),
-    Ending("idle", leave_group=False),
     Ending("idle", how="exit"),
+    Ending("idle", how="exception", held_by="cycle"),
+    Ending("idle", thread="another", how="exception"),
+    Ending("destroyed", how="exit"),
+    Ending("unheard", how="exit", leave_group=False),
+    Ending("unheard", how="exception", held_by="nothing"),
+    Ending("in vain"),
+    Ending("broken", how="exit"),
+    Ending("several", held_by="nothing", leave_group=False),
+    Ending("in a block", how="exit", leave_group=False),
+    Ending("hook held"),
+    Ending("in a call", thread="daemon", how="exit"),
+]
+MORE_ENDINGS = [
+    Ending("idle", leave_group=False),
     Ending("idle", how="exception"),
     Ending("idle", held_by="cycle"),
     Ending("idle", held_by="nothing"),
     Ending("idle", thread="another"),
-    Ending("idle", thread="another", how="exception"),
-    Ending("destroyed", how="exit"),
     Ending("unheard"),
-    Ending("unheard", how="exit", leave_group=False),
-    Ending("unheard", how="exception", held_by="nothing"),
     Ending("unheard", held_by="nothing"),
     Ending("unheard", held_by="cycle"),
     Ending("unheard", thread="another", how="exception", held_by="nothing"),
-    Ending("in vain"),
     Ending("in vain", how="exit", held_by="nothing"),
     Ending("in vain", how="exception", held_by="cycle", leave_group=False),
     Ending("in vain", thread="another", how="exception"),
-    Ending("broken", how="exit"),
     Ending("broken", how="exception", held_by="nothing"),
     Ending("several", how="exit"),
-    Ending("several", held_by="nothing", leave_group=False),
-    Ending("in a block", how="exit", leave_group=False),
-    Ending("hook held"),
     Ending("hook held", how="exit", held_by="nothing"),
-    Ending("in a call", thread="daemon", how="exit"),
 ]
+ENDINGS = [*FEW_ENDINGS, *MORE_ENDINGS]
 
 
-@pytest.mark.parametrize("ending", ENDINGS, ids=str)
+def params(endings: Iterable[Ending], few: Iterable[Ending]) -> list[Any]:
+    """The few are for every day, and the others slow."""
+    return [
+        pytest.param(ending, marks=[] if ending in list(few) else SLOW, id=str(ending)) for ending in endings
+    ]
+
+
+@pytest.mark.parametrize("ending", params(ENDINGS, FEW_ENDINGS))
 def test_a_process_that_ends(server: EndingServer, ending: Ending) -> None:
     check_endings(ending, server.run(ending, 2))
 
@@ -98,10 +112,20 @@ NEEDS_NO_STREAM = ("never called", "idle", "destroyed", "broken", "hook held")
 ENDINGS_ON_GPU = [ending for ending in ENDINGS if ending.state not in ("in a call",)]
 
 
+FEW_ON_A_SIMULATED_GPU = [
+    Ending("idle", how="exception", held_by="cycle"),
+    Ending("broken", how="exit"),
+    Ending("hook held"),
+    Ending("closing", how="exit"),
+]
+
+
 @pytest.mark.parametrize(
     "ending",
-    [*(ending for ending in ENDINGS if ending.state in NEEDS_NO_STREAM), Ending("closing", how="exit")],
-    ids=str,
+    params(
+        [*(ending for ending in ENDINGS if ending.state in NEEDS_NO_STREAM), FEW_ON_A_SIMULATED_GPU[-1]],
+        FEW_ON_A_SIMULATED_GPU,
+    ),
 )
 def test_a_process_that_ends_on_a_simulated_gpu(simulated_gpu: EndingServer, ending: Ending) -> None:
     check_endings(ending, simulated_gpu.run(ending, 2))
@@ -157,8 +181,10 @@ def check_who_waits(server: EndingServer, ending: Ending) -> None:
 
 @pytest.mark.parametrize(
     "ending",
-    [Ending("waited for"), Ending("waited for", held_by="cycle"), Ending("waited for over a network")],
-    ids=str,
+    params(
+        [Ending("waited for"), Ending("waited for", held_by="cycle"), Ending("waited for over a network")],
+        [Ending("waited for", held_by="cycle"), Ending("waited for over a network")],
+    ),
 )
 def test_who_waits_for_a_rank_that_has_ended(server: EndingServer, ending: Ending) -> None:
     if "network" in ending.state:
@@ -179,13 +205,15 @@ def test_who_waits_for_a_rank_that_has_ended_on_a_gpu(gpu: EndingServer, ending:
 
 @pytest.mark.parametrize(
     "ending",
-    [
-        Ending("over a network"),
-        Ending("over a network", how="exit", leave_group=False),
-        Ending("over a network", how="exception", held_by="nothing"),
-        Ending("over a network", held_by="cycle", thread="another"),
-    ],
-    ids=str,
+    params(
+        [
+            Ending("over a network"),
+            Ending("over a network", how="exit", leave_group=False),
+            Ending("over a network", how="exception", held_by="nothing"),
+            Ending("over a network", held_by="cycle", thread="another"),
+        ],
+        [Ending("over a network", how="exit", leave_group=False)],
+    ),
 )
 def test_a_process_that_ends_between_nodes(server: EndingServer, ending: Ending) -> None:
     pytest.importorskip("nixl_cu12")

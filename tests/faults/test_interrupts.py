@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.programs import ROOT
 from tests.support.world import hear_interrupts
+
+ANYEP = (sys.executable, "-m", "anyep")
 
 # As a user's terminal would send it, in the middle of an import: when the module is looked for, the process
 # sends itself the signal, or says that it has come so far.
@@ -45,7 +50,20 @@ COMMANDS = {
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
     (folder / "sitecustomize.py").write_text(HOOK)
-    return os.environ | variables | {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
+    return os.environ | variables | {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
+def run(folder: Path, *program: str, interrupt_at: str) -> subprocess.CompletedProcess[str]:
+    """A new interpreter: what it imports is the point."""
+    hear_interrupts()
+    return subprocess.run(
+        program,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment(folder, INTERRUPT_AT=interrupt_at),
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +76,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
         ("doctor", "anyep.cli.doctor"),
         ("doctor", "torch"),
         ("doctor", "torch._C"),
-        ("doctor", "numba"),
+        pytest.param("doctor", "numba", marks=pytest.mark.slow),
         ("demo", "anyep.cli.demo_job"),
         ("demo", "anyep.cli.ranks"),
         ("bench", "anyep.cli.bench_measure"),
@@ -67,41 +85,36 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     ],
 )
 def test_an_interrupted_import(tmp_path: Path, command: str, module: str) -> None:
-    hear_interrupts()
-    finished = subprocess.run(
-        [sys.executable, "-m", "anyep", *COMMANDS[command]],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment(tmp_path, INTERRUPT_AT=module),
-    )
+    finished = run(tmp_path, *ANYEP, *COMMANDS[command], interrupt_at=module)
     assert (finished.returncode, finished.stderr) == (130, "anyep: interrupted\n")
 
 
 def test_a_library_that_makes_another_error_of_it(tmp_path: Path) -> None:
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text(SWALLOWING)
-    hear_interrupts()
-    finished = subprocess.run(
-        [sys.executable, "-m", "anyep", "doctor"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment(tmp_path, INTERRUPT_AT="swallowed"),
-    )
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('it takes seconds to import')")
+    finished = run(tmp_path, *ANYEP, "doctor", interrupt_at="swallowed")
     assert (finished.returncode, finished.stderr) == (130, "anyep: interrupted\n")
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.03, 0.1, 0.3, 1.0])
-@pytest.mark.parametrize("command", COMMANDS)
+def early_interrupts() -> list[Any]:
+    """Every command early; some of them when they have begun, or are about to end. The rest is slow."""
+    quick = {("plan", 0.1), ("doctor", 0.3), ("demo", 0.0), ("demo", 1.0), ("bench", 0.3), ("run", 0.1)}
+    return [
+        pytest.param(command, delay_s, marks=[] if (command, delay_s) in quick else pytest.mark.slow)
+        for command in COMMANDS
+        for delay_s in (0.0, 0.03, 0.1, 0.3, 1.0)
+    ]
+
+
+@pytest.mark.parametrize(("command", "delay_s"), early_interrupts())
 def test_an_early_interrupt(tmp_path: Path, command: str, delay_s: float) -> None:
     """A terminal sends it to all processes of the command, also to those that ranks are forked from."""
     hear_interrupts()
     reading, writing = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "anyep", *COMMANDS[command]],
+        [*ANYEP, *COMMANDS[command]],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -131,27 +144,14 @@ def test_an_early_interrupt(tmp_path: Path, command: str, delay_s: float) -> Non
 
 def test_the_server_that_ranks_are_forked_from_does_not_hear_it(tmp_path: Path) -> None:
     """It imports torch, which the command itself does not, and must not print a traceback then."""
-    hear_interrupts()
-    finished = subprocess.run(
-        [sys.executable, "-m", "anyep", "demo", "--ranks", "2", "--hidden", "32", "--steps", "1", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment(tmp_path, INTERRUPT_AT="torch"),
-    )
+    demo = ("demo", "--ranks", "2", "--hidden", "32", "--steps", "1", "--json")
+    finished = run(tmp_path, *ANYEP, *demo, interrupt_at="torch")
     assert (finished.returncode, finished.stderr) == (0, "")
+    assert json.loads(finished.stdout)["ok"]
 
 
 def test_an_ignored_interrupt_stays_ignored(tmp_path: Path) -> None:
     """A shell starts jobs in the background so."""
     script = f"trap '' INT; exec {sys.executable} -m anyep plan --json"
-    finished = subprocess.run(
-        ["sh", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment(tmp_path, INTERRUPT_AT="typer"),
-    )
+    finished = run(tmp_path, "sh", "-c", script, interrupt_at="typer")
     assert (finished.returncode, finished.stderr) == (0, "")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,145 +18,97 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from anyep import AnyEPError
-from anyep.backends.cuda import postponed
-from anyep.buffer import Buffer
+from anyep import roll_call
 from anyep.modes import connection
 from anyep.rendezvous import GroupRendezvous
-from tests.normal.test_buffer import FakeComm
+from tests.support.commands import wait_until
+from tests.support.communicator import FakeComm
+from tests.support.making import KINDS, NUM_STEPS, SOON_S, Fault, Outcome, die, make, struck
 from tests.support.namespaces import TwoHosts
+from tests.support.places import become_simulated
 from tests.support.world import RankContext, RankDied, World
 
-KINDS: dict[str, dict[str, Any]] = {
-    "one node": {},
-    "low latency": {"num_rdma_bytes": 1 << 20, "low_latency_mode": True},
-    "virtual nodes": {"num_rdma_bytes": 1 << 20, "ranks_per_node": 1},
-    "nixl": {"num_rdma_bytes": 1 << 20, "ranks_per_node": 1, "network": "nixl"},
-    "simulated gpu": {"device": "cuda", "num_window_bytes": 1 << 20},
-}
-NUM_STEPS = {"one node": 4, "low latency": 4, "virtual nodes": 5, "nixl": 7, "simulated gpu": 13}
-"""How often the ranks meet to make such a Buffer."""
-SOON_S = 10.0
+pytestmark = pytest.mark.xdist_group("making")
+NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+SLOW = pytest.mark.slow
+NUM_RANKS = 3
+DEADLINE_S = "2"
+"""Of ranks on simulated GPUs, which wait for a rank that dies while it connects."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Which rank is killed in which step of making, and when: step 0 is before it has said who it is."""
-
-    num_ranks: int
-    rank: int
-    step: int
-    moment: str = "meeting"
-    """`working`: before the rank meets the others; `meeting`: it has told them the size of what it says;
-    `met`: right after the step; `connecting`: while it opens the memory of the other GPUs in this step."""
-    kind: str = "one node"
-
-    def __str__(self) -> str:
-        return f"{self.kind}, rank {self.rank} of {self.num_ranks}, step {self.step}, {self.moment}"
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Ranks that make nothing but the Buffers of these tests."""
+    with World(NUM_RANKS) as pool:
+        yield pool
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How making a Buffer ended on a rank."""
-
-    error: str
-    seconds: float = 0.0
-    left_behind: list[str] = field(default_factory=list)
+@pytest.fixture(scope="module")
+def simulated() -> Iterator[World]:
+    with World(NUM_RANKS, become_simulated) as pool:
+        yield pool
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def strike(step: int, moment: str, what: Callable[[], None]) -> None:
-    """Let something happen in a step of this rank's next meetings."""
-    meet, send = GroupRendezvous.all_gather, GroupRendezvous._gather_tensors
-    at = {"step": 0, "sent": 0}
-
-    def all_gather(self: GroupRendezvous, thing: Any) -> list[Any]:
-        at["step"] += 1
-        at["sent"] = 0
-        if (at["step"], moment) == (step, "working"):
-            what()
-        met = meet(self, thing)
-        if (at["step"], moment) == (step, "met"):
-            what()
-        if (at["step"] + 1, moment) == (step, "connecting"):
-            from tests.support.simulated_gpu import SimulatedBlock
-
-            SimulatedBlock.connect = lambda *_: what()  # type: ignore[method-assign]
-        return met
-
-    def gather_tensors(self: GroupRendezvous, *arguments: Any) -> list[Any]:
-        at["sent"] += 1
-        if (at["step"], at["sent"], moment) == (step, 2, "meeting"):
-            what()
-        return send(self, *arguments)
-
-    GroupRendezvous.all_gather = all_gather  # type: ignore[method-assign]
-    GroupRendezvous._gather_tensors = gather_tensors  # type: ignore[method-assign]
-
-
-def what_remains() -> list[str]:
-    gc.collect()
-    # The memory of GPUs is freed when the next Buffer is made.
-    postponed.do_postponed(lambda: None)
-    threads = [thread.name for thread in threading.enumerate() if "anyep" in thread.name]
-    descriptors = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    mapped = Path("/proc/self/maps").read_text().splitlines()
-    return threads + [
-        line for line in (*descriptors, *mapped) if "memfd:anyep-" in line and "-test-" not in line
-    ]
-
-
-def make(context: RankContext, kind: str = "one node", comm: Any = None) -> Outcome:
-    """Make a Buffer; what was raised, after how long, and what remains of it."""
-    arguments = {"device": "cpu"} | KINDS[kind]
-    started = time.monotonic()
-    try:
-        Buffer(None if comm else dist.group.WORLD, 1 << 20, comm=comm, **arguments).destroy()
-    except AnyEPError as error:
-        text, seconds = f"{type(error).__name__}: {error}", time.monotonic() - started
-    else:
-        return Outcome("nothing was raised")
-    # Only now, as the error's traceback held what was made.
-    return Outcome(text, seconds, what_remains())
+@pytest.fixture(autouse=True)
+def living_ranks(request: pytest.FixtureRequest) -> None:
+    """Whoever was lost in the test before is there again."""
+    for name in {"world", "simulated"} & set(request.fixturenames):
+        request.getfixturevalue(name).revive()
 
 
 def make_until_it_fails(context: RankContext, fault: Fault) -> Outcome:
     if fault.kind == "simulated gpu":
-        from tests.normal.test_simulated_gpu import simulate
+        os.environ["ANYEP_TIMEOUT_S"] = DEADLINE_S
+    if context.rank != fault.rank:
+        return make(fault.kind)
+    if fault.step == 0:
+        die()
+    with struck(fault.step, fault.moment, die):
+        return make(fault.kind)
 
-        simulate(context, "2")
-    if context.rank == fault.rank:
-        if fault.step == 0:
-            die()
-        strike(fault.step, fault.moment, die)
-    return make(context, fault.kind)
 
-
-def check_survivors(world: World, fault: Fault, pid: int | None = None) -> None:
+def check_survivors(world: World, fault: Fault, knows_pid: bool = True) -> None:
+    who = f"rank {fault.rank} (pid {world.pids[fault.rank]})"
     outcomes = world.gather(make_until_it_fails, fault, timeout=60)
     assert isinstance(outcomes[fault.rank], RankDied), outcomes[fault.rank]
-    who = f"rank {fault.rank} (pid {pid})" if pid else f"rank {fault.rank}"
     for rank, outcome in enumerate(outcomes):
         if rank == fault.rank:
             continue
-        if pid:
+        if knows_pid:
             assert outcome.error == f"PeerLost: {who} died while the Buffer was being made"
         else:
             assert outcome.error.startswith(
-                f"PeerLost: {who} died, or is out of reach, while the Buffer was being made ("
+                f"PeerLost: rank {fault.rank} died, or is out of reach, while the Buffer was being made ("
             )
         assert outcome.seconds < SOON_S
         assert outcome.left_behind == []
 
 
 MOMENTS = ("working", "meeting", "met")
+# After the last step of all, it is the first call that notices.
+UNNOTICED = (3, "met")
+FEW = [
+    Fault(3, 0, 1, "meeting"),
+    Fault(3, 1, 1, "met"),
+    Fault(3, 1, 2, "working"),
+    Fault(3, 0, 2, "met"),
+    Fault(3, 2, 3, "meeting"),
+    Fault(3, 1, 2, "working", "low latency"),
+    Fault(3, 2, 1, "working", "virtual nodes"),
+    Fault(3, 0, 3, "meeting", "virtual nodes"),
+    Fault(3, 2, 2, "working", "nixl"),
+    Fault(3, 2, 5, "meeting", "nixl"),
+]
+FEW_ON_A_GPU = [
+    Fault(3, 1, 1, "meeting", "simulated gpu"),
+    Fault(3, 0, 6, "working", "simulated gpu"),
+    Fault(3, 1, 8, "connecting", "simulated gpu"),
+    Fault(3, 2, NUM_STEPS["simulated gpu"], "meeting", "simulated gpu"),
+]
 
 
-def faults() -> list[Fault]:
-    # Every rank in every step, of three; for other numbers of ranks every rank in some step.
+def more_faults() -> list[Fault]:
+    """Every rank in every step, of three; for other numbers of ranks every rank in some step."""
     every = [Fault(3, rank, step, MOMENTS[(rank + step) % 3]) for rank in range(3) for step in (1, 2, 3)]
     some = [
         Fault(num_ranks, rank, (rank + num_ranks) % 3 + 1, MOMENTS[rank % 2])
@@ -167,67 +119,64 @@ def faults() -> list[Fault]:
         Fault(2, 1, 2, "working", "low latency"),
         *(Fault(4, rank, rank % 3 + 1, MOMENTS[rank % 2], "virtual nodes") for rank in range(4)),
         *(Fault(3, step % 3, step, MOMENTS[step % 2], "nixl") for step in range(1, 6)),
-    ]
-    # After the last step of all, it is the first call that notices.
-    last = {fault for fault in [*every, *some] if (fault.step, fault.moment) == (3, "met")}
-    return [fault for fault in [*every, *some, *others] if fault not in last]
-
-
-@pytest.mark.parametrize("fault", faults(), ids=str)
-def test_a_killed_rank(fault: Fault) -> None:
-    if fault.kind == "nixl" and find_spec("nixl_cu12") is None:
-        pytest.skip("NIXL is not installed: pip install 'anyep[network]'")
-    with World(fault.num_ranks) as world:
-        check_survivors(world, fault, world.pids[fault.rank])
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install 'anyep[cuda]'")
-@pytest.mark.parametrize(
-    "fault",
-    [
         *(
             Fault(2 + (step % 6 == 0), step % 2, step, MOMENTS[step % 2], "simulated gpu")
             for step in range(1, NUM_STEPS["simulated gpu"] + 1)
         ),
-        Fault(3, 1, 8, "connecting", "simulated gpu"),
-    ],
-    ids=str,
-)
-def test_a_killed_rank_on_a_gpu(fault: Fault) -> None:
-    with World(fault.num_ranks) as world:
-        check_survivors(world, fault, world.pids[fault.rank])
+    ]
+    faults = [fault for fault in (*every, *some) if (fault.step, fault.moment) != UNNOTICED]
+    return [fault for fault in (*faults, *others) if fault not in (*FEW, *FEW_ON_A_GPU)]
+
+
+def skip_without(kind: str) -> None:
+    package = {"nixl": "nixl_cu12", "simulated gpu": "triton"}.get(kind)
+    if package and find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+@pytest.mark.parametrize("fault", FEW, ids=str)
+def test_a_killed_rank(world: World, fault: Fault) -> None:
+    skip_without(fault.kind)
+    check_survivors(world, fault)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("fault", FEW_ON_A_GPU, ids=str)
+def test_a_killed_rank_on_a_gpu(simulated: World, fault: Fault) -> None:
+    check_survivors(simulated, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", more_faults(), ids=str)
+def test_a_killed_rank_in_any_step(fault: Fault) -> None:
+    skip_without(fault.kind)
+    with World(fault.num_ranks, become_simulated if fault.kind == "simulated gpu" else None) as world:
+        check_survivors(world, fault)
 
 
 def grow(context: RankContext, step: int) -> str:
     """A dispatch finds no window; rank 1 dies in a step of adding some."""
-    from tests.normal.test_simulated_gpu import simulate
     from tests.support.gpu_scenarios import attempt, good_arguments, new_buffer
 
-    simulate(context)
+    os.environ["ANYEP_TIMEOUT_S"] = "20"
     buffer = new_buffer(context)
     windows = buffer.runtime.windows
     assert windows.allocate(windows.num_bytes) is not None
-    if context.rank == 1:
-        strike(step, "working", die)
-    outcome: str = attempt(buffer.dispatch, **good_arguments(buffer))
+    with struck(step, "working", die if context.rank == 1 else lambda: None):
+        outcome: str = attempt(buffer.dispatch, **good_arguments(buffer))
     return outcome
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: pip install 'anyep[cuda]'")
-@pytest.mark.parametrize("step", [1, 3])
-def test_a_rank_that_is_killed_while_windows_grow(step: int) -> None:
-    with World(3) as world:
-        pid = world.pids[1]
-        outcomes = world.gather(grow, step)
+@NEEDS_TRITON
+@pytest.mark.parametrize("step", [pytest.param(1, marks=SLOW), 3])
+def test_a_rank_that_is_killed_while_windows_grow(simulated: World, step: int) -> None:
+    pid = simulated.pids[1]
+    outcomes = simulated.gather(grow, step)
     for rank in (0, 2):
         assert outcomes[rank] == f"PeerLost: rank 1 (pid {pid}) died while the windows of the Buffer grew"
 
 
 def count_steps(context: RankContext, kind: str) -> tuple[int, str]:
-    if kind == "simulated gpu":
-        from tests.normal.test_simulated_gpu import simulate
-
-        simulate(context)
     steps: list[int] = []
     meet = GroupRendezvous.all_gather
 
@@ -236,31 +185,40 @@ def count_steps(context: RankContext, kind: str) -> tuple[int, str]:
         return meet(self, thing)
 
     GroupRendezvous.all_gather = all_gather  # type: ignore[method-assign]
-    error = make(context, kind).error
+    try:
+        error = make(kind).error
+    finally:
+        GroupRendezvous.all_gather = meet  # type: ignore[method-assign]
     return len(steps), error
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_step_is_in_the_faults(kind: str) -> None:
-    for module in {"nixl": ["nixl_cu12"], "simulated gpu": ["triton"]}.get(kind, []):
-        if find_spec(module) is None:
-            pytest.skip(f"{module} is not installed")
-    with World(2) as world:
-        assert world.run(count_steps, kind) == [(NUM_STEPS[kind], "nothing was raised")] * 2
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "simulated gpu"])
+def test_every_step_is_in_the_faults(world: World, kind: str) -> None:
+    skip_without(kind)
+    assert world.run(count_steps, kind) == [(NUM_STEPS[kind], "nothing was raised")] * NUM_RANKS
 
 
-@pytest.mark.parametrize("fault", [Fault(2, 1, 0), Fault(4, 0, 0), Fault(4, 2, 0)], ids=str)
+@NEEDS_TRITON
+def test_every_step_is_in_the_faults_on_a_gpu(simulated: World) -> None:
+    kind = "simulated gpu"
+    assert simulated.run(count_steps, kind) == [(NUM_STEPS[kind], "nothing was raised")] * NUM_RANKS
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(2, 1, 0), pytest.param(Fault(4, 0, 0), marks=SLOW), pytest.param(Fault(4, 2, 0), marks=SLOW)],
+    ids=str,
+)
 def test_a_rank_that_died_before_it_said_who_it_is(fault: Fault) -> None:
     with World(fault.num_ranks) as world:
-        check_survivors(world, fault)
+        check_survivors(world, fault, knows_pid=False)
 
 
 @pytest.mark.parametrize("fault", [Fault(3, 2, 0), Fault(3, 0, 0)], ids=str)
-def test_a_rank_that_was_met_before(fault: Fault) -> None:
+def test_a_rank_that_was_met_before(world: World, fault: Fault) -> None:
     """Its process is known from an earlier Buffer of the group."""
-    with World(fault.num_ranks) as world:
-        assert world.run(make) == [Outcome("nothing was raised")] * 3
-        check_survivors(world, fault, world.pids[fault.rank])
+    assert world.run(make_until_it_fails, Fault(3, -1, 0)) == [Outcome("nothing was raised")] * 3
+    check_survivors(world, fault)
 
 
 # Where the store of the group goes with a rank
@@ -279,14 +237,23 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault(4, 0, 1), Fault(4, 0, 2, "working"), Fault(3, 0, 3), Fault(4, 2, 2)], ids=str
+    "fault",
+    [
+        Fault(3, 0, 2, "working"),
+        pytest.param(Fault(4, 0, 1), marks=SLOW),
+        pytest.param(Fault(4, 0, 2, "working"), marks=SLOW),
+        pytest.param(Fault(3, 0, 3), marks=SLOW),
+        pytest.param(Fault(4, 2, 2), marks=SLOW),
+    ],
+    ids=str,
 )
 def test_a_store_in_the_process_of_a_rank(fault: Fault) -> None:
     with World(fault.num_ranks) as world:
         world.run(meet_by_tcp, free_port())
-        check_survivors(world, fault, world.pids[fault.rank])
+        check_survivors(world, fault)
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_before_the_ranks_know_each_other() -> None:
     """Whether a survivor has read who rank 0 is depends on its luck; it names rank 0 all the same."""
     with World(4) as world:
@@ -301,93 +268,99 @@ def test_a_store_that_goes_before_the_ranks_know_each_other() -> None:
 # Survivors that leave, ranks that are slow, or give up
 
 
-def one_is_slow_and_others_leave(context: RankContext, slow: int, leave_at_once: bool) -> Outcome:
+def be_quick(context: RankContext) -> None:
+    """Let ranks wait for each other for a shorter time than they usually do."""
+    roll_call.PATIENCE_S, roll_call.LINGER_S = 1.0, 0.25  # type: ignore[misc]
+
+
+def one_is_slow_and_others_leave(context: RankContext, slow: int) -> Outcome:
+    be_quick(context)
     if context.rank == 0:
-        strike(2, "working", die)
+        with struck(2, "working", die):
+            make()
     if context.rank == slow:
-        strike(2, "working", lambda: time.sleep(4))
-    outcome = make(context)
-    if context.rank != slow and leave_at_once:
-        os._exit(1)
-    return outcome
+        # Much longer than the others stay to tell what they know.
+        with struck(2, "working", partial(time.sleep, 2.0)):
+            return make()
+    make()
+    os._exit(1)
 
 
-@pytest.mark.parametrize("slow", [1, 3])
+@pytest.mark.parametrize("slow", [2, pytest.param(1, marks=SLOW)])
 def test_survivors_that_leave_are_not_taken_for_the_lost(slow: int) -> None:
-    with World(4) as world:
+    with World(3) as world:
         pid = world.pids[0]
-        outcomes = world.gather(one_is_slow_and_others_leave, slow, True, timeout=60)
+        outcomes = world.gather(one_is_slow_and_others_leave, slow, timeout=60)
     assert outcomes[slow].error == f"PeerLost: rank 0 (pid {pid}) died while the Buffer was being made"
 
 
-def one_is_slow(context: RankContext, step: int) -> Outcome:
-    if context.rank == 1:
-        strike(step, "working", lambda: time.sleep(7))
-    return make(context)
-
-
-@pytest.mark.parametrize("step", [1, 3])
-def test_a_slow_rank_is_waited_for(step: int) -> None:
-    with World(3) as world:
-        assert [outcome.error for outcome in world.run(one_is_slow, step)] == ["nothing was raised"] * 3
-
-
-def stop_and_interrupt(context: RankContext, working: bool) -> tuple[str, float]:
-    """Rank 1 is interrupted, while it works or while it waits for rank 0."""
-    if context.rank == 1:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
-        if working:
-            # In the work of a step, not in its meeting.
-            do = connection.host_identity
-            connection.host_identity = lambda: (time.sleep(3), do())[1]  # type: ignore[attr-defined]
-        timer.start()
-    elif context.rank == 0 and not working:
-        strike(1, "working", lambda: time.sleep(3))
-    started = time.monotonic()
+def one_is_slow(context: RankContext, step: int, seconds: float) -> Outcome:
+    roll_call.PATIENCE_S, usual = seconds / 2, roll_call.PATIENCE_S  # type: ignore[misc]
     try:
-        error = make(context).error
+        with struck(step, "working", partial(time.sleep, seconds) if context.rank == 1 else lambda: None):
+            return make()
+    finally:
+        roll_call.PATIENCE_S = usual  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("step", [1, pytest.param(3, marks=SLOW)])
+def test_a_slow_rank_is_waited_for(world: World, step: int) -> None:
+    assert world.run(one_is_slow, step, 1.0) == [Outcome("nothing was raised")] * 3
+
+
+def stop_and_interrupt(context: RankContext, working: bool, raised: Path) -> str:
+    """Rank 1 is interrupted, while it works or while it waits for rank 0."""
+    if context.rank == 0 and not working:
+        # It comes only when rank 1 has been interrupted.
+        with struck(1, "working", partial(wait_until, raised.exists)):
+            return make().error
+    if context.rank != 1:
+        return make().error
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    identity = connection.host_identity
+    if working:
+        # In the work of a step, not in its meeting.
+        connection.host_identity = partial(time.sleep, 60)  # type: ignore[attr-defined]
+    timer.start()
+    try:
+        return make().error
     except KeyboardInterrupt:
-        error = "interrupted"
-    return error, time.monotonic() - started
+        return "interrupted"
+    finally:
+        raised.touch()
+        connection.host_identity = identity  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("working", [False, True])
-def test_ctrl_c(working: bool) -> None:
-    with World(3) as world:
-        pid = world.pids[1]
-        outcomes = world.run(stop_and_interrupt, working)
-    assert outcomes[1][0] == "interrupted"
-    assert outcomes[1][1] < 2.5
+def test_ctrl_c(world: World, tmp_path: Path, working: bool) -> None:
+    pid = world.pids[1]
+    first, interrupted, last = world.run(stop_and_interrupt, working, tmp_path / "raised")
+    assert interrupted == "interrupted"
     sentence = f"PeerLost: rank 1 (pid {pid}) gave up while the Buffer was being made: KeyboardInterrupt"
-    assert [outcomes[0][0], outcomes[2][0]] == [sentence] * 2
+    assert [first, last] == [sentence] * 2
 
 
-def one_never_comes(context: RankContext) -> Outcome:
-    from datetime import timedelta
-
+def one_never_comes(context: RankContext, folder: Path) -> str:
     dist.destroy_process_group()
-    store = dist.FileStore(os.environ["ANYEP_TEST_STORE"], context.num_ranks)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(folder / "store"), context.num_ranks)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", store=store, rank=context.rank, world_size=context.num_ranks, timeout=timedelta(seconds=3)
     )
     if context.rank == 1:
-        time.sleep(6)
-        return Outcome("did not come")
-    return make(context)
-
-
-def set_store(context: RankContext, path: str) -> None:
-    os.environ["ANYEP_TEST_STORE"] = path
+        wait_until(lambda: all((folder / str(rank)).exists() for rank in (0, 2)))
+        return "did not come"
+    error = make().error
+    (folder / str(context.rank)).touch()
+    return error
 
 
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     """The group's own timeout is the deadline; the sentence says who is missing."""
     with World(3) as world:
-        world.run(set_store, str(tmp_path / "store"))
-        outcomes = world.run(one_never_comes)
+        outcomes = world.run(one_never_comes, tmp_path)
     for rank in (0, 2):
-        assert outcomes[rank].error.startswith(
+        assert outcomes[rank].startswith(
             f"WaitTimeout: rank {rank} waited for rank 1 while the Buffer was being made, until the timeout"
             f" of the process group"
         )
@@ -407,7 +380,7 @@ def make_with_a_communicator(context: RankContext, step: int) -> Outcome:
         return gather(thing)
 
     comm.allgather = allgather  # type: ignore[method-assign]
-    return make(context, comm=comm)
+    return make(comm=comm)
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -425,7 +398,7 @@ def test_a_communicator(step: int) -> None:
         assert survivor.error == f"PeerLost: rank 1 (pid {pid}) died while the Buffer was being made"
 
 
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("ranks_per_host", [1, pytest.param(2, marks=SLOW)])
 def test_a_rank_of_another_host(ranks_per_host: int) -> None:
     """Alone on its host, only the network tells of its end; else its neighbour does."""
     with TwoHosts(ranks_per_host) as hosts:

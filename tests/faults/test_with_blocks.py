@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 
 from anyep import AnyEPError, Config
 from anyep.buffer import Buffer
-from tests.support.gpu import NEEDS_GPU, new_gpu_world
-from tests.support.world import RankContext, World
+from tests.support.places import Place, buffer_device, tensor_device
+from tests.support.world import RankContext, get_world
 
 HIDDEN, NUM_TOKENS = 256, 4
 FEW_SMS = Config(4)
@@ -39,23 +38,16 @@ ERRORS: dict[str, tuple[Callable[[], BaseException], str]] = {
 }
 
 
-def prepare(context: RankContext, device: str) -> None:
-    if device == "simulated":
-        from tests.support.simulated_gpu import use_simulated_gpu
-
-        use_simulated_gpu()
-    elif device == "cuda":
-        torch.cuda.set_device(0)
-
-
-def normal_call(buffer: Buffer, device: str) -> None:
+def normal_call(buffer: Buffer) -> None:
+    device = tensor_device()
     topk_idx = (torch.arange(NUM_TOKENS, device=device) % buffer.group_size)[:, None]
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, buffer.group_size)
     x = torch.ones(NUM_TOKENS, HIDDEN, device=device)
     buffer.dispatch(x, None, per_rank, None, in_rank, per_expert, config=FEW_SMS)
 
 
-def low_latency_call(buffer: Buffer, device: str) -> None:
+def low_latency_call(buffer: Buffer) -> None:
+    device = tensor_device()
     topk_idx = (torch.arange(NUM_TOKENS, device=device) % buffer.group_size)[:, None]
     x = torch.ones(NUM_TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
     buffer.low_latency_dispatch(x, topk_idx, NUM_TOKENS, buffer.group_size, use_fp8=False)
@@ -63,21 +55,19 @@ def low_latency_call(buffer: Buffer, device: str) -> None:
         torch.cuda.synchronize()
 
 
-def leave(context: RankContext, device: str, mode: str, error: str) -> str:
+def leave(context: RankContext, mode: str, error: str) -> str:
     """Rank 1 leaves its block by an error; the others make calls until they hear of it."""
     ranks = context.num_ranks
-    on_device = "cpu" if device == "cpu" else "cuda"
-    tensors_on = "cuda" if device == "cuda" else "cpu"
     low_latency = mode == "low latency"
     num_bytes = Buffer.get_low_latency_rdma_size_hint(NUM_TOKENS, HIDDEN, ranks, ranks) if low_latency else 0
     call = low_latency_call if low_latency else normal_call
     try:
-        with Buffer(context.group, 1 << 20, num_bytes, low_latency, device=on_device) as buffer:
-            call(buffer, tensors_on)
+        with Buffer(context.group, 1 << 20, num_bytes, low_latency, device=buffer_device()) as buffer:
+            call(buffer)
             if context.rank == 1:
                 raise ERRORS[error][0]()
             for _ in range(4):
-                call(buffer, tensors_on)
+                call(buffer)
     except AnyEPError as heard:
         return f"{type(heard).__name__}: {heard}"
     except BaseException as raised:
@@ -86,57 +76,25 @@ def leave(context: RankContext, device: str, mode: str, error: str) -> str:
     return "nothing was raised"
 
 
-def check_who_hears(world: World, device: str, mode: str, error: str) -> None:
-    outcomes = world.run(leave, device, mode, error)
+@pytest.mark.parametrize(
+    ("place", "mode", "error"),
+    [
+        *(Place("cpu", 3).param("normal", error) for error in ERRORS),
+        Place("cpu", 3).param("low latency", "text"),
+        *(Place("simulated", 2).param(mode, "text") for mode in MODES),
+        *(Place("cuda", 4).param(mode, "text") for mode in MODES),
+    ],
+)
+def test_peers_hear_the_error(place: Place, mode: str, error: str) -> None:
+    outcomes = place.world().run(leave, mode, error)
     text = ERRORS[error][1]
     assert outcomes[1] == text.split(":")[0]
-    for rank in (0, 2):
+    for rank in set(range(place.num_ranks)) - {1}:
         pattern = (
             rf"PeerLost: rank 1 \(pid \d+\) left its `with Buffer\(\.\.\.\)` block by {text},"
             rf" while rank {rank} waited for its \w+"
         )
         assert re.match(pattern, outcomes[rank]), outcomes
-
-
-@pytest.fixture(scope="module")
-def cpu() -> Iterator[World]:
-    with World(3) as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def simulated_gpu() -> Iterator[World]:
-    if find_spec("triton") is None:
-        pytest.skip("triton is not installed: pip install 'anyep[cuda]'")
-    with World(3) as world:
-        world.run(prepare, "simulated")
-        yield world
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[World]:
-    with new_gpu_world(3) as world:
-        world.run(prepare, "cuda")
-        yield world
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_any_error(cpu: World, error: str) -> None:
-    check_who_hears(cpu, "cpu", "normal", error)
-
-
-def test_low_latency(cpu: World) -> None:
-    check_who_hears(cpu, "cpu", "low latency", "text")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_on_a_simulated_gpu(simulated_gpu: World, mode: str) -> None:
-    check_who_hears(simulated_gpu, "simulated", mode, "text")
-
-
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=NEEDS_GPU) for mode in MODES])
-def test_on_a_gpu(gpu: World, mode: str) -> None:
-    check_who_hears(gpu, "cuda", mode, "text")
 
 
 def leave_with_a_call_under_way(context: RankContext) -> str:
@@ -165,7 +123,7 @@ def leave_with_a_call_under_way(context: RankContext) -> str:
             state = str(buffer.status()[1])
             # The second call: the letter of the first one may have come.
             for _ in range(2):
-                normal_call(buffer, "cpu")
+                normal_call(buffer)
     except AnyEPError as heard:
         return f"{state}; {heard}"
     except ValueError:
@@ -173,8 +131,8 @@ def leave_with_a_call_under_way(context: RankContext) -> str:
     return "nothing was raised"
 
 
-def test_the_first_reason_counts(cpu: World) -> None:
-    for heard in cpu.run(leave_with_a_call_under_way)[::2]:
+def test_the_first_reason_counts() -> None:
+    for heard in get_world(3).run(leave_with_a_call_under_way)[::2]:
         left = r"rank 1 \(pid \d+\) left its `with Buffer\(\.\.\.\)` block by ValueError: boom"
         assert re.match(rf"{left}; {left}, while|{left}; the ranks disagree", heard), heard
 
@@ -191,10 +149,10 @@ def leave_in_a_child(context: RankContext) -> Any:
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        normal_call(buffer, "cpu")
+        normal_call(buffer)
         return [status.state for status in buffer.status()]
 
 
-def test_a_forked_child_says_nothing(cpu: World) -> None:
-    for states in cpu.run(leave_in_a_child):
+def test_a_forked_child_says_nothing() -> None:
+    for states in get_world(3).run(leave_in_a_child):
         assert "left" not in states

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from anyep.backends.cuda.mps import MultiProcessService
-from tests.cli.test_commands import descendants
-from tests.cli.test_gpus import folders
-from tests.gpu.test_mps import processes
+from tests.support.commands import descendants_of
+from tests.support.mps import folders, processes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -192,7 +191,7 @@ def test_an_ended_demo_leaves_nothing_behind(ending: int) -> None:
     # The keeper of the service, the service, the fork server, multiprocessing's tracker and the ranks.
     num_expected = 7 if MultiProcessService.is_installed() else 5
     deadline = time.monotonic() + 60
-    while len(pids := descendants(process.pid)) < num_expected and time.monotonic() < deadline:
+    while len(pids := descendants_of(process.pid)) < num_expected and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(15)  # in the middle of kernels
     assert process.poll() is None

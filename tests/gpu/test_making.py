@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from anyep import AnyEPError
 from anyep.buffer import Buffer
 from anyep.rendezvous import GroupRendezvous
-from tests.faults.test_making import SOON_S, Outcome, die, strike
 from tests.support.gpu import NEEDS_GPU, new_gpu_world, prepare_rank
+from tests.support.making import SOON_S, Outcome, die, struck
 from tests.support.world import RankContext, RankDied
 
 pytestmark = NEEDS_GPU
@@ -38,10 +39,10 @@ def make_until_it_fails(context: RankContext, lost: int, step: int, moment: str)
         from anyep.backends.cuda.heap import SymmetricBlock
 
         SymmetricBlock.connect = lambda *_: die()  # type: ignore[method-assign]
-    elif context.rank == lost:
-        strike(step, moment, die)
+    strikes = context.rank == lost and moment != "connecting"
     started = time.monotonic()
-    error = make(context, context.group)
+    with struck(step, moment, die) if strikes else nullcontext():
+        error = make(context, context.group)
     return Outcome(error, time.monotonic() - started)
 
 

@@ -12,26 +12,12 @@ from pathlib import Path
 import pytest
 
 from anyep.backends.cuda.mps import MultiProcessService
+from tests.support.mps import processes
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not MultiProcessService.is_installed(), reason="there is no NVIDIA MPS here"),
 ]
-
-
-def processes(folder: Path | None = None) -> set[str]:
-    """The ids and command lines of the services' processes, or of those of the one in this folder."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            variables = (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        is_wanted = folder is None or f"CUDA_MPS_PIPE_DIRECTORY={folder}".encode() in variables
-        if b"nvidia-cuda-mps" in words[0] and is_wanted:
-            found.add(f"{process.name} {b' '.join(words).decode()}")
-    return found
 
 
 def wait_until_gone(folder: Path) -> None:

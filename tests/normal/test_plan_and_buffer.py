@@ -11,8 +11,8 @@ import torch
 
 from anyep import Config, InvalidCall
 from anyep.buffer import Buffer
-from tests.cli.test_cli import anyep
 from tests.support.cases import buffer_for
+from tests.support.commands import anyep
 from tests.support.world import RankContext, get_world
 
 RANKS = 3

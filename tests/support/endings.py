@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import Config
+from tests.support.programs import ROOT, Program
 
 EXIT_CODE: Final = 3
 CODES: Final = {"return": 0, "exit": EXIT_CODE, "exception": 1}
@@ -86,27 +86,30 @@ class EndingServer:
     or "simulated", which is a GPU of CPU tensors. `env` is added to the environment."""
 
     def __init__(self, device: str, env: dict[str, str] | None = None) -> None:
-        repository = Path(__file__).parents[2]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.endings", device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=repository,
-            env={**os.environ, **(env or {}), "PYTHONPATH": str(repository), "ANYEP_TIMEOUT_S": "100"},
+        theirs, ours = os.pipe()
+        self._requests = os.fdopen(ours, "w")
+        self._process = Program(
+            *("-m", "tests.support.endings", device),
+            stdin=theirs,
+            stderr=2,
+            cwd=ROOT,
+            finalizes=True,
+            env={**(env or {}), "PYTHONPATH": str(ROOT), "ANYEP_TIMEOUT_S": "100"},
         )
+        os.close(theirs)
 
     def __enter__(self) -> EndingServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()
+        self._requests.close()
+        self._process.wait()
+        self._process.__exit__()
 
     def run(self, ending: Ending, num_ranks: int) -> list[Ended]:
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
         request = {"ending": asdict(ending), "num_ranks": num_ranks}
-        print(json.dumps(request), file=self._process.stdin, flush=True)
+        print(json.dumps(request), file=self._requests, flush=True)
         return [Ended(**ended) for ended in json.loads(self._process.stdout.readline())]
 
 
@@ -115,6 +118,7 @@ class EndingServer:
 
 def main(device: str) -> None:
     """Serve requests; a forked rank returns from here when its program is over."""
+    import anyep.backends.cpu.preload
     import anyep.buffer  # noqa: F401 - loaded once for all ranks
 
     if device == "simulated":

@@ -5,8 +5,10 @@
 
 `run_program` is `subprocess.run([sys.executable, ...], capture_output=True, text=True)`, and `Program` is
 `subprocess.Popen`, except that the process is forked from an interpreter that has torch and Numba loaded
-(AnyEP not). It runs its program as `__main__`, and ends as any interpreter does: atexit functions, threads
-and finalization included. Environment, folder, arguments, standard streams and signals are its own.
+(and AnyEP, with `has_anyep`). It runs its program as `__main__`; at the end it waits for its threads and
+calls its atexit functions. The finalization of all modules, which takes a third of a second more, is done
+only with `finalizes`. Environment, folder, arguments, standard streams and signals are its own. The servers
+that multiprocessing forks from are processes of their own, and also forked from it.
 
 Where a new interpreter is the point (what is imported, which packages are found, options such as -X), use
 subprocess. What torch and Numba read from the environment when they are imported is that of the tests.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import gc
 import json
 import os
 import select
@@ -30,7 +33,8 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
-PRELOADED: Final = ("torch.distributed", "torch._dynamo", "numba", "rich.console", "typer")
+PRELOADED: Final = ("torch.distributed", "numba", "rich.console", "typer")
+PRELOADED_WITH_ANYEP: Final = ("torch._dynamo", "anyep.nn", "anyep.backends.cpu.preload")
 START_TIMEOUT_S: Final = 120.0
 _LENGTH_BYTES: Final = 8
 _PR_SET_PDEATHSIG: Final = 1
@@ -41,9 +45,11 @@ def run_program(
     env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
     timeout: float = 120.0,
+    has_anyep: bool = False,
+    finalizes: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """What `python *arguments` prints and returns; `env` is added to the environment of the tests."""
-    with Program(*arguments, env=env, cwd=cwd) as program:
+    with Program(*arguments, env=env, cwd=cwd, has_anyep=has_anyep, finalizes=finalizes) as program:
         output, errors = program.communicate(timeout)
         return subprocess.CompletedProcess(
             [sys.executable, *map(str, arguments)], program.wait(timeout), output, errors
@@ -54,7 +60,7 @@ class Program:
     """A running `python *arguments`, where arguments begin with -c, -m or a path.
 
     As a context manager it is killed at the end. Its standard output and errors are pipes that are read here,
-    unless files are given for them; its standard input is empty.
+    unless files are given for them; its standard input is empty, unless a file is given for it.
     """
 
     def __init__(
@@ -62,22 +68,25 @@ class Program:
         *arguments: str | Path,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
+        stdin: int | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
-        start_new_session: bool = False,
+        has_anyep: bool = False,
+        finalizes: bool = False,
     ) -> None:
         request = {
             "arguments": [str(argument) for argument in arguments],
             "env": {**os.environ, **(env or {})},
             "cwd": str(cwd or Path.cwd()),
-            "new_session": start_new_session,
+            "finalizes": finalizes,
         }
         self._status, theirs = socket.socketpair()
         self.stdout, out = _pipe_unless(stdout)
         self.stderr, err = _pipe_unless(stderr)
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            _warm_interpreter().send(request, [nothing, out, err, theirs.fileno()])
+            source = nothing if stdin is None else stdin
+            _warm_interpreter(has_anyep).send(request, [source, out, err, theirs.fileno()])
         finally:
             theirs.close()
             os.close(nothing)
@@ -165,20 +174,20 @@ def _pipe_unless(descriptor: int | None) -> tuple[IO[bytes] | None, int]:
 
 
 class _WarmInterpreter:
-    """The process from which programs are forked; it ends with this one."""
+    """The process from which programs are forked; it ends with this one. One that has AnyEP is itself forked
+    from one that has not."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_anyep: bool) -> None:
         self.owner = os.getpid()
         self._socket, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-                f"from tests.support import programs\nprograms._serve({theirs.fileno()}, {os.getpid()})",
-            ],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
+        code = (
+            f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+            f"from tests.support import programs\nprograms._serve(0, {has_anyep})"
+        )
+        self._process: Program | subprocess.Popen[bytes] = (
+            Program("-c", code, cwd=ROOT, stdin=theirs.fileno(), stdout=1, stderr=2, finalizes=True)
+            if has_anyep
+            else subprocess.Popen([sys.executable, "-c", code], stdin=theirs.fileno())
         )
         theirs.close()
 
@@ -194,29 +203,28 @@ class _WarmInterpreter:
             self._process.wait(10)
 
 
-_warm: _WarmInterpreter | None = None
+_warm: dict[bool, _WarmInterpreter] = {}
 
 
-def _warm_interpreter() -> _WarmInterpreter:
-    global _warm  # noqa: PLW0603
-    if _warm is None or _warm.owner != os.getpid():
-        _warm = _WarmInterpreter()
-        atexit.register(_warm.close)
-    return _warm
+def _warm_interpreter(has_anyep: bool) -> _WarmInterpreter:
+    if has_anyep not in _warm or _warm[has_anyep].owner != os.getpid():
+        _warm[has_anyep] = _WarmInterpreter(has_anyep)
+        atexit.register(_warm[has_anyep].close)
+    return _warm[has_anyep]
 
 
-def _serve(descriptor: int, parent: int) -> None:
+def _serve(descriptor: int, has_anyep: bool) -> None:
     """The warm interpreter's own program: returns only in the processes that it forks, as their program."""
     import ctypes
     import importlib
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return
-    for name in PRELOADED:
+    for name in (*PRELOADED, *(PRELOADED_WITH_ANYEP if has_anyep else ())):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     _load_what_numba_loads_late()
+    # The garbage collectors of programs need not look at what was loaded.
+    gc.freeze()
     requests = socket.socket(fileno=descriptor)
     woken, wake = os.pipe()
     for end in (woken, wake):
@@ -260,6 +268,8 @@ def _serve(descriptor: int, parent: int) -> None:
         requests.close()
         for child in children.values():
             child.close()
+        if not request["finalizes"]:
+            _run_and_leave(request, descriptors[:3])
         _run(request, descriptors[:3])
         return
 
@@ -269,6 +279,37 @@ def _load_what_numba_loads_late() -> None:
     import numba
 
     numba.njit("int64()")(lambda: 0)
+
+
+def _fork_servers_of_multiprocessing() -> None:
+    """Fork them from this process, where multiprocessing would start new interpreters."""
+    import threading
+    import traceback
+    from itertools import pairwise
+    from multiprocessing import forkserver, util
+
+    start_interpreter = util.spawnv_passfds
+
+    def start(path: Any, arguments: Any, descriptors: Any) -> int:
+        code = arguments[arguments.index("-c") + 1]
+        if "multiprocessing.forkserver" not in code and "multiprocessing.resource_tracker" not in code:
+            # By "spawn": whoever wants that wants a new interpreter.
+            return start_interpreter(path, arguments, descriptors)
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
+            for kept, next_kept in pairwise([*sorted({0, 1, 2, *descriptors}), os.sysconf("SC_OPEN_MAX")]):
+                os.closerange(kept + 1, next_kept)
+            exec(code, {"__name__": "__main__"})
+        except SystemExit:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+
+    util.spawnv_passfds = start  # type: ignore[assignment]
 
 
 def _receive(requests: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
@@ -290,12 +331,36 @@ def _exactly(source: socket.socket, count: int) -> bytes:
     return text
 
 
+def _run_and_leave(request: dict[str, Any], streams: list[int]) -> None:
+    """End as an interpreter does, without finalization."""
+    import threading
+    import traceback
+
+    code: object = None
+    try:
+        _run(request, streams)
+    except SystemExit as end:
+        code = end.code
+    except KeyboardInterrupt:
+        # By a signal, which Python sends itself at the very end.
+        raise
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()  # type: ignore[attr-defined]
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit((code or 0) & 0xFF if isinstance(code, int | None) else 1)
+
+
 def _run(request: dict[str, Any], streams: list[int]) -> None:
     """What `python` does with its arguments."""
     import runpy
 
-    if request["new_session"]:
-        os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -310,6 +375,7 @@ def _run(request: dict[str, Any], streams: list[int]) -> None:
     for name in [name for name in sys.modules if name == "tests" or name.startswith("tests.")]:
         del sys.modules[name]
     main = sys.modules["__main__"]
+    _fork_servers_of_multiprocessing()
     if arguments[0] == "-m":
         sys.path.insert(0, str(Path.cwd()))
         sys.argv = [arguments[1], *arguments[2:]]

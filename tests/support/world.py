@@ -54,6 +54,7 @@ PRELOADED: Final = (
     "hypothesis",
     "anyep.buffer",
     "anyep.backends.cpu.preload",
+    "tests.support.frozen",
 )
 MAX_SHARED_WORLDS: Final = 3
 START_TIMEOUT_S: Final = 120.0
@@ -251,6 +252,7 @@ class _Pool:
         self.dead: dict[int, RankDied] = {}
         self._prepare = prepare
         self._store = os.memfd_create("anyep-test-store")
+        self._old_stores: list[int] = []
         self._stacks = [os.memfd_create(f"anyep-test-stack-{rank}") for rank in range(num_ranks)]
         self._connections: list[Connection] = []
         self.processes: list[ForkServerProcess] = []
@@ -264,7 +266,8 @@ class _Pool:
         self._wait_until_they_met()
 
     def revive(self) -> None:
-        os.close(self._store)
+        # The old one stays open: who drops a group for good looks into its store once more.
+        self._old_stores.append(self._store)
         self._store = os.memfd_create("anyep-test-store")
         request = _pickled((_meet_again, (_path_of(self._store),)))
         for rank, process in enumerate(self.processes):
@@ -403,7 +406,7 @@ class _Pool:
             process.close()
         for connection in self._connections:
             connection.close()
-        for descriptor in (self._store, *self._stacks):
+        for descriptor in (self._store, *self._old_stores, *self._stacks):
             os.close(descriptor)
 
 

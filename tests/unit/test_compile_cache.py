@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from anyep.backends.cpu.compile_cache import Folder, Unusable, open_folder, sour
 from anyep.backends.cpu.kernels import letters, masks, signals
 from anyep.backends.cpu.kernels.compiler import KERNELS, Group, Kernel, kernel
 from anyep.progress import CompileProgress
+from tests.support.programs import run_program
 
 PACKAGE = Path(anyep.__file__).parent
 KEY = "0123456789abcdef" * 2
@@ -460,16 +460,8 @@ def test_when_the_process_that_compiles_is_killed_another_takes_over(base: Path)
     assert second.answer() == len(twins) - 2
 
 
-def run(code: str, *arguments: str, folder: Path = PACKAGE.parent, **variables: str) -> str:
-    finished = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        cwd=folder,
-        env={**os.environ, **variables},
-    )
+def run(*program: str, **variables: str) -> str:
+    finished = run_program(*program, env=variables)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -488,8 +480,8 @@ def test_import_compiles_nothing_and_use_leaves_nothing_in_the_package(base: Pat
         "assert compilation.num_compiled == compilation.num_kernels\n"
         "print(anyep.__file__, compilation.folder, compilation.num_compiled)\n"
     )
-    variables = {"PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": ""}
-    where, folder, number = run(code, folder=copy.parent, **variables).split()
+    code = "import sys; sys.dont_write_bytecode = False; sys.path.remove('')\n" + code
+    where, folder, number = run("-c", code, PYTHONPATH=str(copy.parent)).split()
     assert Path(where).parent == copy
     assert Path(folder).parent == base
     assert len(list(base.glob("*/*.kernel"))) == int(number)
@@ -512,7 +504,7 @@ def test_a_buffer_compiles_all_that_its_calls_use() -> None:
         "compiled = [kernel for kernel in KERNELS if kernel.is_compiled]\n"
         "assert all(len(kernel.dispatcher.overloads) == 1 for kernel in compiled)\n"
     )
-    assert run(code).splitlines() == ["control normal", "control low_latency normal"]
+    assert run("-c", code).splitlines() == ["control normal", "control low_latency normal"]
 
 
 # The command
@@ -521,21 +513,14 @@ def test_a_buffer_compiles_all_that_its_calls_use() -> None:
 def test_warmup() -> None:
     sources = PACKAGE.joinpath("backends", "cpu", "kernels").glob("*.py")
     number = sum(source.read_text().count("\n@kernel(") for source in sources if source.name != "compiler.py")
-    record = json.loads(run("from anyep.cli.main import main; main()", "warmup", "--json"))
+    record = json.loads(run("-m", "anyep", "warmup", "--json"))
     assert record["kernels"] == record["compiled"] + record["loaded"] == number
     assert record["seconds"] > 0
     assert len(list(Path(record["folder"]).glob("*.kernel"))) >= number
 
 
 def test_warmup_fails_where_nothing_can_be_kept() -> None:
-    finished = subprocess.run(
-        [sys.executable, "-m", "anyep", "warmup"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-        env={**os.environ, "ANYEP_CACHE_DIR": "/proc/self/fdinfo/anyep"},
-    )
+    finished = run_program("-m", "anyep", "warmup", env={"ANYEP_CACHE_DIR": "/proc/self/fdinfo/anyep"})
     assert finished.returncode == 1
     assert finished.stdout == ""
     assert "anyep: compiled kernels cannot be kept: /proc/self/fdinfo/anyep cannot" in finished.stderr

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-import anyep
 from anyep.errors import NotSupported, Outdated
 from anyep.requirements import MINIMUM, check_requirements, how_to_install, is_older
+from tests.support.programs import ROOT as REPOSITORY
+from tests.support.programs import run_program
 
-REPOSITORY = Path(anyep.__file__).parent.parent
 OLD_TORCH = {
     "torch/__init__.py": "__version__ = '2.9.1+cpu'\nclass Tensor: pass\n",
     "torch/nn/__init__.py": "",
@@ -102,7 +102,8 @@ def test_other_old_packages(tmp_path: Path, package: str, version: str) -> None:
     folder = tmp_path / f"{package}-{version}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-    finished = python(tmp_path, "-c", "from anyep.requirements import *; check_requirements()")
+    code = f"import sys; del sys.modules[{package!r}]\nfrom anyep.requirements import *; check_requirements()"
+    finished = run_program("-c", code, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
     minimum = ".".join(map(str, MINIMUM[package]))
     assert finished.stderr.splitlines()[-1] == (
         f"anyep.errors.Outdated: {package} {version} is too old,"

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,8 @@ from anyep.buffer import Buffer
 from anyep.nn import make_buffer
 from anyep.rendezvous import refuse_one_gpu_twice
 from anyep.roll_call import Process
+from tests.support.commands import anyep as anyep_command
+from tests.support.scripts import run_script
 from tests.support.world import RankContext, get_world
 
 REPOSITORY = Path(anyep.__file__).parent.parent
@@ -273,21 +274,12 @@ def test_making_a_buffer_warns_of_unknown_variables_once() -> None:
 # Where they are shown
 
 
-def run_doctor(*options: str, **variables: str) -> str:
-    finished = subprocess.run(
-        [sys.executable, "-m", "anyep", "doctor", *options],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return finished.stdout
-
-
 def test_doctor() -> None:
     variables = {"ANYEP_RANKS_PER_NODE": "4", "ANYEP_DEVICE": "gpu", "ANYEP_NETWRK": "nixl"}
-    findings = {finding["name"]: finding for finding in json.loads(run_doctor("--json", **variables))}
+    findings = {
+        finding["name"]: finding
+        for finding in json.loads(anyep_command("doctor", "--json", env=variables).stdout)
+    }
     for setting in settings.SETTINGS:
         finding = findings[setting.name]
         text = variables.get(setting.name)
@@ -298,7 +290,7 @@ def test_doctor() -> None:
     assert findings["ANYEP_DEVICE"]["state"] == "note"
     assert findings["ANYEP_DEVICE"]["detail"] == "ANYEP_DEVICE is 'gpu': it must be cpu or cuda"
     assert findings["ANYEP_NETWRK"]["next_step"] == "is ANYEP_NETWORK meant?"
-    printed = " ".join(run_doctor(**variables).split())
+    printed = " ".join(anyep_command("doctor", env=variables).stdout.split())
     assert all(name in printed for name in NAMES)
     assert "4 (from the environment; default: a host is a node)" in printed
 
@@ -427,18 +419,10 @@ main()
 def test_a_program_for_deep_ep_on_virtual_nodes(tmp_path: Path) -> None:
     script = tmp_path / "internode.py"
     script.write_text(PROGRAM)
-    command = (sys.executable, "-m", "anyep", "run", "-n", "4", "-m", "anyep.run_as_deep_ep", str(script))
-    variables = {"ANYEP_DEVICE": "cpu", "PYTHONPATH": str(REPOSITORY)}
 
-    def run(**more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            env=os.environ | variables | more,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+    def run(**variables: str) -> subprocess.CompletedProcess[str]:
+        program = ("-m", "anyep.run_as_deep_ep", script)
+        return run_script(*program, num_ranks=4, env={"ANYEP_DEVICE": "cpu", **variables})
 
     finished = run(ANYEP_RANKS_PER_NODE="2")
     assert finished.returncode == 0, finished.stderr

@@ -1,0 +1,28 @@
+"""NVIDIA's multi-process service, as it is found on a machine: its folders and processes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from anyep.backends.cuda.mps import FOLDER_PREFIX
+
+
+def folders() -> set[Path]:
+    """Of the services that AnyEP has started."""
+    return set(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
+
+
+def processes(folder: Path | None = None) -> set[str]:
+    """The ids and command lines of the services' processes, or of those of the one in this folder."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            variables = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_wanted = folder is None or f"CUDA_MPS_PIPE_DIRECTORY={folder}".encode() in variables
+        if b"nvidia-cuda-mps" in words[0] and is_wanted:
+            found.add(f"{process.name} {b' '.join(words).decode()}")
+    return found
