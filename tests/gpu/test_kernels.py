@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from anyep.backends.cuda.launch import Launcher
-from tests.support.checks import cast_checks, letter_checks, ring_checks, slot_checks, triton_checks
+from tests.support.checks import letters
+from tests.support.checks.catalogue import checks_for
 from tests.support.gpu import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
-MODULES = (triton_checks, letter_checks, cast_checks, slot_checks, ring_checks)
 
 
 @triton.jit
@@ -26,15 +26,13 @@ def copy_values(source, target, SIZE: tl.constexpr):  # noqa: N803
     tl.store(target + index, tl.load(source + index))
 
 
-@pytest.mark.parametrize(
-    "check", [check for module in MODULES for check in module.CHECKS], ids=lambda check: check.__name__
-)
-def test_like_the_cpu(check: Callable[[str], None]) -> None:
-    check("cuda")
+@pytest.mark.parametrize(("backend", "check"), checks_for("cuda"))
+def test_kernel(backend: str, check: Callable[[str], None]) -> None:
+    check(backend)
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    letter_checks.check_ranks_that_wait("cuda")
+    letters.check_ranks_that_wait("cuda")
 
 
 def test_a_launch_is_known_by_the_types_of_its_tensors() -> None:

@@ -1,24 +1,23 @@
-"""Every CPU kernel does what the example in its docstring says."""
+"""CPU kernels do what the examples in their docstrings say; `tests/support/checks/` has more of them."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anyep import digests
 from anyep.backends import cpu
-from anyep.backends.cpu.kernels import counting, letters, rings, sums, windows
+from anyep.backends.cpu.kernels import counting, letters, rings, windows
 from anyep.backends.cpu.kernels import digests as cpu_digests
 from anyep.backends.cpu.kernels.atomics import load_acquire, store_release
-from anyep.backends.cpu.kernels.compiler import kernel
-from anyep.backends.cpu.kernels.floats import bf16_of_float, float_of_bf16, float_of_fp16, fp16_of_float
 from anyep.layout import Window
+from tests.support.depth import examples
 
 Array = np.ndarray[Any, Any]
 
@@ -39,53 +38,17 @@ NOBODY = np.zeros(1, np.int64)
 NO_ALARM = int64([NOBODY.ctypes.data])
 
 
-def test_count_layout() -> None:
-    per_rank, per_expert, in_rank = np.empty(2, np.int32), np.empty(4, np.int32), np.empty((2, 2), np.bool_)
-    assert counting.count_layout(int64([[0, 1], [3, -1]]), 2, per_rank, per_expert, in_rank) == -1
-    assert per_rank.tolist() == [1, 1]
-    assert per_expert.tolist() == [1, 1, 0, 1]
-    assert in_rank.tolist() == [[True, False], [False, True]]
-
-
-def test_place_tokens() -> None:
-    rank_counts, channel_counts = np.empty(2, np.int32), np.empty((2, 2), np.int32)
-    position = np.empty((3, 2), np.int32)
-    in_rank = flags([[1, 0], [1, 1], [0, 1]])
-    assert counting.place_tokens(in_rank, int32([2, 2]), rank_counts, channel_counts, position) == -1
-    assert counting.place_tokens(in_rank, int32([2, 3]), rank_counts, channel_counts, position) == 1
-    assert rank_counts.tolist() == [2, 2]
-    assert channel_counts.tolist() == [[2, 0], [1, 1]]
-    assert position.tolist() == [[0, -1], [1, 0], [-1, 1]]
-
-
 def test_fill_handle() -> None:
     rank_prefix, channel_prefix, recv_prefix = (np.empty((2, 2), np.int32) for _ in range(3))
     send_head = np.empty((1, 2), np.int32)
     counting.fill_handle(
-        1,
-        int32([[2, 1], [1, 3]]),
-        int32([[1, 0], [1, 2]]),
-        int32([[1, 0], [1, 2]]),
-        int32([[0, 0]]),
-        rank_prefix,
-        channel_prefix,
-        recv_prefix,
-        send_head,
+        *(1, int32([[2, 1], [1, 3]]), int32([[1, 0], [1, 2]]), int32([[1, 0], [1, 2]])),
+        *(int32([[0, 0]]), rank_prefix, channel_prefix, recv_prefix, send_head),
     )
     assert rank_prefix.tolist() == [[2, 1], [3, 4]]
     assert channel_prefix.tolist() == [[1, 1], [1, 3]]
     assert recv_prefix.tolist() == [[0, 1], [0, 1]]
     assert send_head.tolist() == [[2, 1]]
-
-
-def test_first_contradiction() -> None:
-    topk_idx, mask = int64([[0, 1], [1, -1]]), flags([[1, 1], [0, 1]])
-    assert counting.first_contradiction(topk_idx, int32([1, 2]), mask) == -1
-    assert counting.first_contradiction(topk_idx, int32([1, 1]), mask) == 1
-    assert counting.first_contradiction(topk_idx, int32([1, 2]), flags([[1, 1], [1, 1]])) == -4
-    assert counting.first_contradiction(topk_idx, int32([1, 2]), flags([[1, 0], [0, 1]])) == -3
-    for value in (2, -2, 2**40, -(2**63), 2**63 - 1):
-        assert counting.first_contradiction(int64([[0, 1], [1, value]]), int32([1, 2]), mask) == 2 + 3
 
 
 def test_ids_that_are_no_expert() -> None:
@@ -100,35 +63,24 @@ def test_ids_that_are_no_expert() -> None:
     assert counting.first_wrong_id(int64(np.zeros((0, 2))), 4) == -1
 
 
-@kernel("int64(int64)")
-def mix(word):
-    return np.int64(cpu_digests.mixed(word))
+@numba.njit
+def digests_in_numba(word, condition, row, token):
+    """Also of what a compiler may work out in advance: with signed numbers it got another result."""
+    return (
+        np.int64(cpu_digests.mixed(word)),
+        np.int64(cpu_digests.mixed(word if condition > 0 else 0)),
+        cpu_digests.row_word(row, token),
+        cpu_digests.channel_word(row, token),
+    )
 
 
-@kernel("int64(int64, int64)")
-def mix_if(word, condition):
-    """What a compiler may work out in advance: with signed numbers it got another result."""
-    return np.int64(cpu_digests.mixed(word if condition > 0 else 0))
-
-
-@kernel("int64(int64, int64)")
-def word_of_row(row, token):
-    return cpu_digests.row_word(row, token)
-
-
-@kernel("int64(int64, int64)")
-def word_of_channel(channel, first_row):
-    return cpu_digests.channel_word(channel, first_row)
-
-
+@examples(100, deep=1000)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_digests(word: int, row: int, token: int) -> None:
     """The same bits as in Python."""
-    assert mix(word) == digests.mixed(word)
-    assert mix_if(word, 1) == digests.mixed(word)
-    assert mix_if(word, 0) == digests.mixed(0)
-    assert word_of_row(row, token) == digests.row_word(row, token)
-    assert word_of_channel(row, token) == digests.channel_word(row, token)
+    words = digests.row_word(row, token), digests.channel_word(row, token)
+    assert digests_in_numba(word, 1, row, token) == (digests.mixed(word), digests.mixed(word), *words)
+    assert digests_in_numba(word, 0, row, token) == (digests.mixed(word), digests.mixed(0), *words)
 
 
 def test_digests_that_differ() -> None:
@@ -165,14 +117,8 @@ def test_check_handle() -> None:
     assert check(recv_channel_prefix=int32([[3]])) == 6
     assert check(recv_channel_prefix=int32([[-1]])) == 6
     two = counting.check_handle(
-        0,
-        int32([[0, 0], [-1, 0]]),
-        int32([[0], [0]]),
-        int32([[0], [0]]),
-        int32([]),
-        flags(np.zeros((0, 2))),
-        int32(np.zeros((0, 2))),
-        np.zeros(4, np.int64),
+        *(0, int32([[0, 0], [-1, 0]]), int32([[0], [0]]), int32([[0], [0]]), int32([])),
+        *(flags(np.zeros((0, 2))), int32(np.zeros((0, 2))), np.zeros(4, np.int64)),
     )
     assert two == 1
 
@@ -188,36 +134,18 @@ def test_letters() -> None:
 
     nobody = np.zeros(2, np.int64)
     alarms = nobody.ctypes.data + 8 * np.arange(2)
-    letters.post_letters(
-        mailboxes_of(0),
-        alarms,
-        7,
-        header,
-        counts_at,
-        1,
-        int32([3, 4]),
-        int32([[1, 2], [4, 0]]),
-        int32([9, 8, 7, 6]),
-    )
-    letters.post_letters(
-        mailboxes_of(1),
-        alarms,
-        7,
-        header,
-        counts_at,
-        1,
-        int32([1, 1]),
-        int32([[0, 0], [1, 0]]),
-        int32([0, 0, 0, 2]),
-    )
+    for sender, counts in enumerate(
+        (
+            (int32([3, 4]), int32([[1, 2], [4, 0]]), int32([9, 8, 7, 6])),
+            (int32([1, 1]), int32([[0, 0], [1, 0]]), int32([0, 0, 0, 2])),
+        )
+    ):
+        letters.post_letters(mailboxes_of(sender), alarms, 7, header, counts_at, 1, *counts)
     assert mailboxes[:, :, 0].tolist() == [[5, 5], [5, 5]]
     assert mailboxes[0, 0, 32:].view(np.int32)[:6].tolist() == [3, 4, 1, 2, 9, 8]
     at_peer_1 = int64([mailboxes[1, sender].ctypes.data for sender in range(2)])
-    matrix, by_channel, experts = (
-        np.empty((2, 2), np.int32),
-        np.empty((2, 2), np.int32),
-        np.empty(2, np.int64),
-    )
+    matrix, by_channel = np.empty((2, 2), np.int32), np.empty((2, 2), np.int32)
+    experts = np.empty(2, np.int64)
     letters.read_counts(at_peer_1, counts_at, matrix, by_channel, experts)
     assert matrix.tolist() == [[3, 4], [1, 1]]
     assert by_channel.tolist() == [[4, 0], [1, 0]]
@@ -259,66 +187,6 @@ def test_announce_and_await() -> None:
     assert 10**9 <= waited[0] < 60 * 10**9
     assert waited[1:].tolist() == [0, 0]
     assert letters.await_counters(addresses, 4, missing, 0, 1, NO_ALARM[0], 7, np.zeros(0, np.int64), 0) == 0
-
-
-def test_send_to_windows() -> None:
-    x = torch.arange(2 * 4, dtype=torch.int32).view(2, 4)  # rows of 16 bytes
-    results = [
-        {
-            "x": np.zeros((4, 4), np.int32),
-            "source": np.full(4, -9, np.int32),
-            "ids": np.full((4, 1), -9, np.int64),
-            "weights": np.full((4, 1), -9, np.float32),
-            "scales": np.zeros((4, 2), np.float32),
-        }
-        for _ in range(2)
-    ]
-    places = int64([[part.ctypes.data for part in result.values()] for result in results])
-    send_head = int32([[0, 2], [-1, 3]])
-    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()  # strides (1, 2)
-    windows.send_to_windows(
-        0,
-        2,
-        0,
-        send_head,
-        places,
-        x.data_ptr(),
-        16,
-        scales.data_ptr(),
-        scales.stride(0),
-        scales.stride(1),
-        2,
-        int64([[1], [3]]),
-        np.array([[0.5], [0.25]], np.float32),
-        2,
-    )
-    assert results[0]["x"].tolist() == [[0, 1, 2, 3], [0] * 4, [0] * 4, [0] * 4]
-    assert results[1]["x"].tolist() == [[0] * 4, [0] * 4, [0, 1, 2, 3], [4, 5, 6, 7]]
-    assert results[0]["source"][0] == 0
-    assert results[1]["source"][2:].tolist() == [0, 1]
-    assert results[0]["ids"][0, 0] == 1
-    assert results[1]["ids"][2:].tolist() == [[-1], [1]]
-    assert results[1]["weights"][2:].tolist() == [[0.0], [0.25]]
-    assert results[1]["scales"][2:].tolist() == [[1.0, 3.0], [2.0, 4.0]]
-
-
-def test_a_receiver_without_a_window_gets_nothing() -> None:
-    windows.send_to_windows(
-        0,
-        1,
-        0,
-        int32([[0]]),
-        int64([[0] * 5]),
-        0,
-        16,
-        0,
-        0,
-        0,
-        0,
-        np.zeros((0, 0), np.int64),
-        np.zeros((0, 0), np.float32),
-        0,
-    )
 
 
 @pytest.mark.parametrize("row_bytes", [16, 112, 128, 144, 1024, 1040])
@@ -391,6 +259,7 @@ def test_choose_windows() -> None:
     assert choose(int64([[2, 0, 0, 0]]), int32([[3]]), [64, 4, 0, 0, 0])[0] == 0
 
 
+@examples(50, deep=500)
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
 def test_windows_of_the_kernel_are_those_of_the_layout(rows: int, words: int, topk: int, scales: int) -> None:
     window = Window(rows, 16 * words, topk, scales)
@@ -400,48 +269,6 @@ def test_windows_of_the_kernel_are_those_of_the_layout(rows: int, words: int, to
     assert offsets == [256]
     assert [place - 4096 - 256 for place in places[0]] == list(window.offsets)
     assert choose(int64([[-1, 1, 256, needed - 1]]), int32([[rows]]), bytes_per_row)[2] == [-1]
-
-
-def test_pull_and_sum() -> None:
-    of_rank = [torch.randn(4, 8), torch.randn(4, 8)]
-    weights = [torch.rand(4, 2), torch.rand(4, 2)]
-    out, out_weights = torch.empty(2, 8), torch.empty(2, 2)
-    sums.pull_and_sum(
-        0,
-        2,
-        int32([[0, 2], [-1, 3]]),
-        int64([part.data_ptr() for part in of_rank]),
-        int64([part.data_ptr() for part in weights]),
-        out.data_ptr(),
-        0,
-        0,
-        8,
-        32,
-        sums.FP32,
-        out_weights.numpy(),
-    )
-    assert torch.equal(out, torch.stack([of_rank[0][0] + of_rank[1][2], of_rank[1][3]]))
-    assert torch.equal(out_weights, torch.stack([weights[0][0] + weights[1][2], weights[1][3]]))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("hidden", [8, 1024, 1032])
-def test_sums_start_from_the_biases_and_round_once(dtype: torch.dtype, hidden: int) -> None:
-    code = {torch.bfloat16: sums.BF16, torch.float16: sums.FP16, torch.float32: sums.FP32}[dtype]
-    x, bias_0, bias_1 = (torch.randn(1, hidden).to(dtype) for _ in range(3))
-    out = torch.empty(1, hidden, dtype=dtype)
-    row_bytes = hidden * dtype.itemsize
-    arguments = (hidden, row_bytes, code, np.zeros((1, 0), np.float32))
-    x_of, weights_of = int64([x.data_ptr()]), int64([0])
-    sums.pull_and_sum(
-        0, 1, int32([[0]]), x_of, weights_of, out.data_ptr(), bias_0.data_ptr(), bias_1.data_ptr(), *arguments
-    )
-    assert torch.equal(out, (bias_0.float() + bias_1.float() + x.float()).to(dtype))
-    minus_zero = torch.full((1, hidden), -0.0).to(dtype)
-    sums.pull_and_sum(
-        0, 1, int32([[0]]), int64([minus_zero.data_ptr()]), weights_of, out.data_ptr(), 0, 0, *arguments
-    )
-    assert not torch.signbit(out.float()).any()
 
 
 def test_a_ring_of_two_rows() -> None:
@@ -458,40 +285,13 @@ def test_a_ring_of_two_rows() -> None:
     rings.read_counters(tail_at, values)
     assert values.tolist() == [[7]]
     unfinished = rings.dispatch_through_rings(
-        0,
-        1,
-        1,
-        ring_at,
-        tail_at,
-        head_at,
-        base,
-        ring_at,
-        tail_at,
-        head_at,
-        base,
-        cursor,
-        sent,
-        taken,
-        2,
-        1,
-        int64([16, 24, 24, 24, slot_bytes]),
-        int32([[0], [1]]),
-        x.ctypes.data,
-        16,
-        0,
-        0,
-        0,
-        0,
-        np.zeros((0, 0), np.int64),
-        np.zeros((0, 0), np.float32),
-        0,
-        int32([[0, 2]]),
-        int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0]),
-        0,
-        NO_ALARM,
-        bells,
-        0,
-        0,
+        *(0, 1, 1),
+        *(ring_at, tail_at, head_at, base) * 2,
+        *(cursor, sent, taken, 2, 1, int64([16, 24, 24, 24, slot_bytes])),
+        *(int32([[0], [1]]), x.ctypes.data, 16, 0, 0, 0, 0),
+        *(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32), 0),
+        *(int32([[0, 2]]), int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0])),
+        *(0, NO_ALARM, bells, 0, 0),
     )
     assert unfinished == 0
     assert (tail[0, 0], head[0, 0]) == (9, 9)
@@ -510,41 +310,16 @@ def test_a_token_from_two_rings() -> None:
     out, zeros = np.zeros((1, 8), np.float32), np.zeros((1, 2), np.int64)
     taken = np.zeros((1, 2), np.int64)
     unfinished = rings.combine_through_rings(
-        0,
-        1,
-        1,
-        zeros,
-        zeros,
-        zeros,
-        zeros,
+        *(0, 1, 1),
+        *(zeros, zeros, zeros, zeros),
         int64([[slots[0].ctypes.data, slots[1].ctypes.data]]),
         tails.ctypes.data + 8 * np.arange(2).reshape(1, 2),
         heads.ctypes.data + 8 * np.arange(2).reshape(1, 2),
         int64([[7, 2]]),
-        np.zeros(1, np.int64),
-        np.zeros((1, 2), np.int64),
-        taken,
-        2,
-        1,
-        int64([32, 40, 40, 40, 48]),
-        np.zeros((2, 2), np.int32),
-        0,
-        0,
-        int32([[0, 0]]),
-        np.zeros(2, np.int64),
-        np.zeros(2, np.int64),
-        out.ctypes.data,
-        0,
-        0,
-        8,
-        32,
-        sums.FP32,
-        np.zeros((1, 0), np.float32),
-        0,
-        np.repeat(NO_ALARM, 2),
-        bells.ctypes.data + 8 * np.arange(2),
-        0,
-        0,
+        *(np.zeros(1, np.int64), np.zeros((1, 2), np.int64), taken, 2, 1, int64([32, 40, 40, 40, 48])),
+        *(np.zeros((2, 2), np.int32), 0, 0, int32([[0, 0]]), np.zeros(2, np.int64), np.zeros(2, np.int64)),
+        *(out.ctypes.data, 0, 0, 8, 32, cpu.FP32, np.zeros((1, 0), np.float32)),
+        *(0, np.repeat(NO_ALARM, 2), bells.ctypes.data + 8 * np.arange(2), 0, 0),
     )
     assert unfinished == 0
     assert out.tolist() == [[10 + value for value in range(8)]]
@@ -552,66 +327,7 @@ def test_a_token_from_two_rings() -> None:
     assert taken.tolist() == [[1, 1]]
 
 
-@kernel("void(uint16[::1], float32[::1], int64)")
-def widen(halves, values, dtype):  # type: ignore[no-untyped-def]
-    for index in range(halves.shape[0]):
-        values[index] = float_of_bf16(halves[index]) if dtype == 1 else float_of_fp16(halves[index])
-
-
-@kernel("void(float32[::1], uint16[::1], int64)")
-def narrow(values, halves, dtype):  # type: ignore[no-untyped-def]
-    for index in range(halves.shape[0]):
-        halves[index] = bf16_of_float(values[index]) if dtype == 1 else fp16_of_float(values[index])
-
-
-DTYPES = {1: torch.bfloat16, 2: torch.float16}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_half_widens_exactly(dtype: int) -> None:
-    halves = np.arange(65536, dtype=np.uint16)
-    values = np.empty(65536, np.float32)
-    widen(halves, values, dtype)
-    expected = torch.from_numpy(halves.view(np.int16)).view(DTYPES[dtype]).float()
-    nan = expected.isnan()
-    assert torch.equal(torch.from_numpy(values).isnan(), nan)
-    ours = torch.from_numpy(values).view(torch.int32)
-    assert torch.equal(ours[~nan], expected.view(torch.int32)[~nan])
-
-
-def assert_narrows_like_torch(values: Array, dtype: int) -> None:
-    halves = np.empty(len(values), np.uint16)
-    narrow(values, halves, dtype)
-    expected = torch.from_numpy(values).to(DTYPES[dtype])
-    ours = torch.from_numpy(halves.view(np.int16)).view(DTYPES[dtype])
-    nan = expected.isnan()
-    assert torch.equal(ours.isnan(), nan)
-    assert torch.equal(ours.view(torch.int16)[~nan], expected.view(torch.int16)[~nan])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_floats_narrow_to_nearest_even(dtype: int) -> None:
-    # All halves, all midpoints between neighbours, and what lies next to them on both sides.
-    halves = np.arange(65536, dtype=np.uint16)
-    exact = np.empty(65536, np.float32)
-    widen(halves, exact, dtype)
-    finite = exact[np.isfinite(exact)]
-    finite.sort()
-    middles = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)
-    near = [np.nextafter(middles, np.float32(side), dtype=np.float32) for side in (-np.inf, np.inf)]
-    special = np.array([np.inf, -np.inf, np.nan, 65519.99, 65520, 65536, 1e-45, -1e-45, 3.4e38], np.float32)
-    assert_narrows_like_torch(np.concatenate([exact, middles, *near, special]), dtype)
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 2**32 - 1))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_random_floats_narrow_like_torch(dtype: int, seed: int) -> None:
-    bits = np.random.default_rng(seed).integers(0, 2**32, 10_000, dtype=np.uint32)
-    assert_narrows_like_torch(bits.view(np.float32), dtype)
-
-
-@kernel("int64(int64, int64)")
+@numba.njit
 def store_then_load(address, value):  # type: ignore[no-untyped-def]
     store_release(address, value)
     return load_acquire(address)

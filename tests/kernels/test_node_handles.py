@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels import node_handles
-from anyep.backends.cpu.kernels.compiler import kernel
 from anyep.digests import mixed
 from anyep.errors import InvalidCall
 from anyep.modes.node_routing import (
@@ -24,6 +24,7 @@ from anyep.modes.node_routing import (
 )
 from anyep.sizes import SOURCE_META_BYTES
 from anyep.topology import Topology
+from tests.support.depth import examples
 
 Array = np.ndarray[Any, Any]
 
@@ -43,27 +44,27 @@ def test_place_in_nodes() -> None:
     assert numbers.tolist() == [[0, -1], [1, 0]]
 
 
-@kernel("int64(boolean[:,::1], int64, int64, int64)")
+@numba.njit
 def mask(in_rank, token, first, ranks_per_node):
     return node_handles.mask_of(in_rank, token, first, ranks_per_node)
 
 
-@kernel("int64(uint8[::1], int64)")
+@numba.njit
 def word(octets, first):
     return node_handles.word_in(octets, first)
 
 
-@kernel("int64(int64, int64, int64)")
+@numba.njit
 def hash_of_row(row, mask, node):
     return np.int64(node_handles.row_and_mask(row, mask, node))
 
 
-@kernel("boolean(boolean[:,::1], int64, int64, int32[::1])")
+@numba.njit
 def count_marks(marks, column, num_columns, prefix):
     return node_handles.counts_marks(marks, column, num_columns, prefix)
 
 
-@kernel("boolean(int32[::1])")
+@numba.njit
 def fall(prefix):
     return node_handles.falls(prefix)
 
@@ -200,6 +201,7 @@ def said_by(handles: list[NodeRouting], topology: Topology) -> Array:
     return np.stack([checked(cpu, handle, topology, rank).said for rank, handle in enumerate(handles)])
 
 
+@examples(40, deep=400)
 @given(routings())
 def test_handles_of_one_dispatch_fit_and_agree(routing: tuple[list[Array], Topology, int]) -> None:
     masks, topology, num_channels = routing
@@ -224,6 +226,7 @@ def test_handles_of_one_dispatch_fit_and_agree(routing: tuple[list[Array], Topol
         assert np.array_equal(lanes.first_relayed.T.ravel(), np.cumsum(tokens) - tokens)
 
 
+@examples(40, deep=400)
 @given(routings(), st.randoms(use_true_random=False))
 def test_a_handle_of_another_dispatch_is_found(
     routing: tuple[list[Array], Topology, int], random: Any
@@ -248,6 +251,7 @@ def test_a_handle_of_another_dispatch_is_found(
         assert agree == (len(concerned) == 1)
 
 
+@examples(40, deep=400)
 @given(routings(), st.randoms(use_true_random=False))
 def test_a_handle_of_another_dispatch_with_the_same_counts_is_found(
     routing: tuple[list[Array], Topology, int], random: Any
@@ -282,6 +286,7 @@ def test_a_handle_of_another_dispatch_with_the_same_counts_is_found(
 PARTS = NodeRouting._fields[: len(ONE_TOKEN) - 1]
 
 
+@examples(40, deep=400)
 @given(routings(), st.sampled_from([part for part in PARTS if part != "recv_src_meta"]), st.data())
 def test_a_changed_part_is_refused_or_stays_inside(
     routing: tuple[list[Array], Topology, int], name: str, data: st.DataObject

@@ -89,21 +89,15 @@ def change_the_language_once() -> None:
     """Let Triton's language stay what the interpreter makes of it.
 
     The interpreter changes hundreds of functions with every call of a kernel, and of every function that a
-    kernel calls. In a process that only interprets, once is enough.
+    kernel calls. In a process that only interprets, once is enough: all modules of the language at once, as
+    what was changed for one of them must not be changed again for another.
     """
+    import triton.language as tl
+
     interpreter = importlib.import_module("triton.runtime.interpreter")
-    change = interpreter._patch_lang
-    changed_for: set[int] = set()
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     stays = SimpleNamespace(restore=lambda: None)
-
-    def change_once(function: Any) -> Any:
-        # Functions of one module see the same parts of the language; modules live as long as the process.
-        if (module := id(function.__globals__)) not in changed_for:
-            change(function)
-            changed_for.add(module)
-        return stays
-
-    interpreter._patch_lang = change_once
+    interpreter._patch_lang = lambda function: stays
 
 
 def remember_types() -> None:

@@ -25,7 +25,7 @@ from anyep.headers import REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field
 from anyep.layout import ControlRegion, Window
 from anyep.modes.gpu_talk import GpuTalk
 from anyep.modes.letters import NUM_WORDS, Kind, signature
-from tests.support.checks.triton_checks import (
+from tests.support.checks.normal import (
     GUARD,
     Array,
     assert_same_words,
@@ -201,22 +201,13 @@ class Call:
 
         def start() -> None:
             launch(
-                letters.exchange_letters,
-                self.device,
-                1,
-                self.facts,
-                self.addresses,
-                self.bases,
-                self.state,
-                self.places,
-                int(header.ctypes.data),
+                *(letters.exchange_letters, self.device, 1, self.facts, self.addresses, self.bases),
+                *(self.state, self.places, int(header.ctypes.data)),
                 routing if routing is not None else self.state,
                 self.digests,
                 topk_idx if topk_idx is not None else self.state,
                 *tables,
-                int(self.totals.ctypes.data),
-                int(self.rows_of.ctypes.data),
-                ticket,
+                *(int(self.totals.ctypes.data), int(self.rows_of.ctypes.data), ticket),
                 *sizes,
                 num_warps=1,
                 **self.blocks,
@@ -237,12 +228,7 @@ class Call:
 
     def start_to_meet(self, flags_at: int, unless_rings: bool = False) -> None:
         launch(
-            letters.meet,
-            self.device,
-            1,
-            self.facts,
-            self.addresses,
-            self.state,
+            *(letters.meet, self.device, 1, self.facts, self.addresses, self.state),
             num_warps=1,
             FLAGS_AT=flags_at,
             UNLESS_RINGS=unless_rings,
@@ -336,16 +322,8 @@ def check_letters_with_counts(device: str) -> None:
         token = headers[0]
         window = Window(1, int(token[Field.ROW_BYTES]), int(token[Field.TOPK]), int(token[Field.SCALES]))
         bad = cpu.choose_windows(
-            headers,
-            matrix,
-            int(Field.RESULT_ROWS),
-            int(Field.NUM_OFFERS),
-            int(Field.OFFERS),
-            np.array(window.sizes),
-            call.bases[:, 0].cpu().numpy().copy(),
-            num_rows,
-            offsets,
-            places,
+            *(headers, matrix, int(Field.RESULT_ROWS), int(Field.NUM_OFFERS), int(Field.OFFERS)),
+            *(np.array(window.sizes), call.bases[:, 0].cpu().numpy().copy(), num_rows, offsets, places),
         )
         assert bad == -1
         arriving = matrix.sum(0)
@@ -803,16 +781,8 @@ def check_new_block(device: str) -> None:
     call.places.copy_(int64([[0, 0, 0, 0, 0, 3], has_window, [0, 0, 0, 0, 0, 0]]))
     call.state[facts.USES_RINGS] = 1
     launch(
-        letters.place_in_new_block,
-        device,
-        1,
-        call.bases,
-        call.state,
-        call.places,
-        (1 << facts.WINDOW_BLOCK_BITS) + 256,
-        64,
-        2,
-        1,
+        *(letters.place_in_new_block, device, 1, call.bases, call.state, call.places),
+        *((1 << facts.WINDOW_BLOCK_BITS) + 256, 64, 2, 1),
         num_warps=1,
         **call.blocks,
     )
@@ -858,7 +828,7 @@ def check_ranks_that_wait(device: str) -> None:
     assert [int(call.state[facts.NUM_ROWS]) for call in calls] == matrix_of(said).sum(0).tolist()
 
 
-CHECKS = (
+ON_TRITON: tuple[Any, ...] = (
     check_letters_with_counts,
     check_examples_of_letters,
     check_letters_without_counts,

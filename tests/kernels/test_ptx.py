@@ -1,0 +1,446 @@
+"""What Triton's kernels are compiled to, for an H100 that need not be there.
+
+The interpreter tells whether the arithmetic is right, the compiled code whether a GPU would do the same:
+flags are released behind a barrier and acquired where they are waited for, rows move 16 bytes at a time, each
+product and each sum is rounded, and nothing spills into local memory. What was compiled is kept in Triton's
+cache.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
+
+from anyep import formats
+from anyep.backends import cpu
+from anyep.backends.cuda import facts
+from anyep.backends.cuda.kernels import casts, counting, digests, letters, rings, slots, sums, windows
+from tests.support.checks.casts import FP8_MODES
+from tests.support.ptx import ptx_of, spilled_bytes
+
+RELEASE = r"(atom|red)\S*release\S*max|st\.release\.sys\.global"
+"""How a kernel tells other ranks, or the host, that what it stored is there."""
+BARRIER = r"bar\.sync|bar\.warp\.sync|barrier\.sync"
+LOADS_OF_128_BITS = r"\bld\.global\S*\.v4\.b32|\bld\.global\S*\.b128"
+STORES_OF_128_BITS = r"\bst\.global\S*\.v4\.b32|\bst\.global\S*\.b128"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel, what it is compiled for, and what its code must be like."""
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    aspects: tuple[Callable[[str], None], ...] = ()
+
+    def ptx(self) -> str:
+        return ptx_of(self.kernel, self.types, self.constants, self.options)
+
+
+def places_of(pattern: str, text: str) -> list[int]:
+    return [match.start() for match in re.finditer(pattern, text)]
+
+
+# What the code of a kernel must be like
+
+
+def releases(least: int, most: int, text: str) -> None:
+    """So many flags, each behind a barrier that nobody comes around."""
+    found = places_of(RELEASE, text)
+    assert least <= len(found) <= most
+    for release in found:
+        # With one warp the barrier may be that of a warp.
+        since_barrier = text[max(place for place in places_of(BARRIER, text) if place < release) : release]
+        assert "st.global" not in since_barrier
+        assert "\n$L__BB" not in since_barrier
+
+
+def releases_the_note_last(text: str) -> None:
+    note = places_of(RELEASE, text)[-1]
+    last_store = max(place for place in places_of(r"\bst\.global", text) if place < note)
+    assert any(last_store < barrier < note for barrier in places_of(BARRIER, text))
+
+
+def waits(text: str) -> None:
+    acquired = re.findall(r"atom\S*(?:\.acquire\.sys|\.sys\.acquire)\S*add", text)
+    assert len(acquired) >= 3, "before the loop, in it, and once more at its end"
+    # When the wait begins, and whenever it looks again.
+    assert text.count("globaltimer") == 2
+
+
+def waits_for_notes(text: str) -> None:
+    assert len(places_of(r"\.acquire\.sys|\.sys\.acquire", text)) >= 2, "once before the loop, once in it"
+    assert "globaltimer" in text
+
+
+def asks_by_one_thread(text: str) -> None:
+    """One thread reads the alarm and the outcome for all."""
+    alone = re.findall(r"ld\.global\S*acquire\S* (%rd\d+).*\n(?:.*\n){1,4}?.*st\.shared\.b64 .*, \1;", text)
+    # The outcome at the beginning; then for each side the alarm while it waits, and both when it gives up.
+    assert len(alone) >= 1 + 2 * 3
+
+
+def tells_by_its_last_program(text: str) -> None:
+    """The last program sees what all have stored, and only it tells others anything."""
+    (counted,) = places_of(r"atom\S*acq_rel\S*\.add", text)
+    assert ".gpu." in text[counted : counted + 60]
+    # Whatever way led there: the barrier lies in the same piece of code.
+    label = max(place for place in places_of(r"(?m)^\$L\w+:", text) if place < counted)
+    assert any(label < barrier < counted for barrier in places_of(BARRIER, text))
+    assert all(place > counted for place in places_of(RELEASE, text))
+
+
+def moves_words_of_128_bits(num_loads: int, num_stores: int, text: str, narrow: str = "ld|st") -> None:
+    """At least so many; and no `narrow` ones, as for rows of 16 bits or pieces of words."""
+    assert len(re.findall(LOADS_OF_128_BITS, text)) >= num_loads
+    assert len(re.findall(STORES_OF_128_BITS, text)) >= num_stores
+    assert not narrow or not re.search(rf"\b({narrow})\.global\S*\.b(8|16)\b", text)
+
+
+def moves_only(loads: list[str], stores: list[str], text: str, exactly: bool = False) -> None:
+    """The widths of all loads and stores in global memory: "v4.b32", "b32", ..."""
+    for verb, widths in (("ld", loads), ("st", stores)):
+        found = re.findall(rf"\b{verb}\.global\.((?:v\d\.)?b\d+)", text)
+        assert set(found) == set(widths)
+        assert not exactly or len(found) == len(widths)
+
+
+def copies_into_shared_memory(widths: set[str], text: str) -> None:
+    assert set(re.findall(r"cp\.async\.c[ag]\.\S+ \[.*\], \[.*\], (0x\w+)", text)) == widths
+
+
+def adds_up(text: str) -> None:
+    """Without fusing a product and a sum, and with the smallest numbers."""
+    assert "fma.rn.f32" not in text
+    assert re.search(r"add(\.rn)?\.f32", text)
+    assert not re.search(r"add\S*\.ftz", text)
+
+
+def rounds_every_step(text: str) -> None:
+    assert "fma." not in text
+    assert "mul.rn.f32" in text
+    # Without a rounding mode a product may be fused with a sum later; with it, never.
+    assert not re.search(r"\b(mul|add|sub)(\.ftz)?\.f32", text)
+    assert not re.search(r"\b(mul|add|sub)\.rn\.ftz", text)
+    assert ".approx" not in text
+
+
+def divides_exactly(text: str) -> None:
+    assert set(re.findall(r"\bdiv\.\w+(?:\.\w+)*\.f32", text)) == {"div.rn.f32"}
+
+
+def needs_no_more_registers(text: str) -> None:
+    assert spilled_bytes(text) == 0
+
+
+def counts_bits_by_one_instruction(text: str) -> None:
+    assert "popc.b64" in text
+
+
+def finds_the_smallest_missing_row(text: str) -> None:
+    assert re.search(r"(atom|red)\S*\.min\.s64", text)
+
+
+# Casts
+
+CAST_TYPES = {"x": "*u16", "data": "*u8", "scales": "*fp32", "messages": "*u8", "out": "*fp32"}
+TILE = {"TILE_BLOCKS": casts.TILE_BLOCKS}
+EXACT = (rounds_every_step, divides_exactly)
+
+
+def cast(power_of_two: bool, as_ue8m0: bool) -> Source:
+    types = CAST_TYPES | ({"scales": "*u8"} if as_ue8m0 else {})
+    constants = TILE | {"POWER_OF_TWO": power_of_two, "AS_UE8M0": as_ue8m0}
+    # Per thread 16 values of bf16, 16 codes; and a few scales.
+    moves = partial(moves_only, ["v4.b32"] * 2, ["v4.b32", "b8" if as_ue8m0 else "b32"], exactly=True)
+    return Source(casts.cast_to_fp8_kernel, types, constants, casts.OPTIONS, (*EXACT, moves))
+
+
+def logfmt(kernel: Any, loads: list[str], stores: list[str]) -> Source:
+    aspects = (*EXACT, counts_bits_by_one_instruction, partial(moves_only, loads, stores))
+    return Source(kernel, CAST_TYPES, TILE, casts.OPTIONS, aspects)
+
+
+# Normal mode
+
+BLOCKS = {"NUM_RANKS": 4, "RANK_BLOCK": 4}
+INT32 = (
+    *("tokens_per_rank", "tokens_per_expert", "position", "rank_prefix", "channel_counts", "counts"),
+    *("expert_counts", "channel_prefix", "recv_channel_prefix", "routing", "send_head", "x", "scales"),
+    "source",
+)
+INT64 = ("digests", "topk_idx", "facts", "heaps", "bases", "state", "places", "ids")
+NUMBERS_OF_64_BITS = ("told", "letter", "totals", "rows_of", "ticket", "offset", "row_bytes", "own_x")
+TYPES = {
+    "in_rank": "*i8",
+    **dict.fromkeys(INT32, "*i32"),
+    **dict.fromkeys(INT64, "*i64"),
+    **dict.fromkeys(NUMBERS_OF_64_BITS, "i64"),
+    **dict.fromkeys(("topk_weights", "out_weights"), "*fp32"),
+}
+
+
+def normal(kernel: Any, num_warps: int, num_releases: int = 0, does_wait: bool = False, **how: Any) -> Source:
+    aspects = (partial(releases, num_releases, num_releases), *([waits] if does_wait else []))
+    return Source(kernel, TYPES | how.pop("types", {}), how, {"num_warps": num_warps}, aspects)
+
+
+def exchange(num_releases: int, is_combine: bool = False, is_refused: bool = False, **blocks: int) -> Source:
+    """Of letters: their flags, this rank's alarm, the two words of who gives up, a report; and totals."""
+    how = {"IS_COMBINE": is_combine, "IS_REFUSED": is_refused, "CHANNEL_BLOCK": 0, "EXPERT_BLOCK": 0}
+    return normal(letters.exchange_letters, 1, num_releases, True, **BLOCKS, **(how | blocks))
+
+
+def send(num_ranks: int, tile_tokens: int, tile_words: int, num_warps: int, all_or_none: bool) -> Source:
+    source = normal(
+        windows.send_to_windows,
+        num_warps,
+        NUM_RECEIVERS=num_ranks,
+        RECEIVER_BLOCK=num_ranks,
+        SCALE_BLOCK=64,
+        TOPK_BLOCK=8,
+        ALL_OR_NONE=all_or_none,
+        TILE_TOKENS=tile_tokens,
+        TILE_WORDS=tile_words,
+        CHUNK_TOKENS=256,
+    )
+    # A token's row is read once, and written to all.
+    moves = partial(moves_words_of_128_bits, 1, num_ranks)
+    return replace(source, aspects=(*source.aspects, moves, needs_no_more_registers))
+
+
+def pull(num_ranks: int, tile_tokens: int, dtype: int, num_biases: int) -> Source:
+    values = dict.fromkeys(("out", "bias_0", "bias_1"), "*fp32" if dtype == cpu.FP32 else "*u16")
+    source = normal(
+        sums.pull_and_sum,
+        32,
+        types=values | {f"bias_{index}": "*i64" for index in range(num_biases, 2)},
+        TILE_TOKENS=tile_tokens,
+        TILE_VALUES=1024,
+        CHUNK_TOKENS=256,
+        TOPK_BLOCK=8,
+        DTYPE=dtype,
+        NUM_BIASES=num_biases,
+        NUM_RANKS=num_ranks,
+        RANK_BLOCK=num_ranks,
+        IN_HARDWARE=True,
+    )
+    # Read from all, with biases, and written once.
+    moves = partial(moves_words_of_128_bits, num_ranks + num_biases, 1)
+    # With biases a few words of a thread go to memory, in sums that are bound by the rows' bytes.
+    registers = [] if num_biases else [needs_no_more_registers]
+    options = source.options | {"enable_fp_fusion": False}
+    return replace(source, options=options, aspects=(*source.aspects, moves, adds_up, *registers))
+
+
+def copy_for_peers() -> Source:
+    how = {"types": {"window": "*i32"}, "NUM_RANKS": 4, "TILE_WORDS": 16384}
+    source = normal(sums.copy_for_peers, 32, **how)
+    moves = partial(moves_words_of_128_bits, 4, 1)
+    return replace(source, aspects=(*source.aspects, moves, needs_no_more_registers))
+
+
+COUNTING = {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 32, "TILE_TOKENS": 2048}
+
+# Rings
+
+RING_TYPES = {
+    **dict.fromkeys(("topk_idx", "places", "heaps", "outcome"), "*i64"),
+    **dict.fromkeys(("x", "scales", "send_head", "rank_prefix", "recv_channel_prefix"), "*i32"),
+    **dict.fromkeys(("topk_weights", "out_weights"), "*fp32"),
+    **dict.fromkeys(("results", "alarm", "patience_ns"), "i64"),
+}
+
+
+def ring_aspects(stages: int, num_stores: int) -> tuple[Callable[[str], None], ...]:
+    return (
+        # Those of tails and heads, and the alarm of each wait.
+        partial(releases, 4, 1000),
+        asks_by_one_thread,
+        partial(copies_into_shared_memory, set() if stages == 1 else {"0x10"}),
+        partial(moves_words_of_128_bits, int(stages == 1), num_stores, narrow="st"),
+    )
+
+
+def ring_dispatch(num_ranks: int, num_warps: int, stages: int, scale_block: int = 0) -> Source:
+    blocks = {"NUM_RANKS": num_ranks, "RANK_BLOCK": num_ranks, "SCALE_BLOCK": scale_block, "TOPK_BLOCK": 8}
+    tile = {"TILE_TOKENS": 16, "TILE_WORDS": 256, "STAGES": stages}
+    # To all receivers, and to the result.
+    aspects = ring_aspects(stages, 1 + num_ranks)
+    return Source(rings.dispatch_through_rings, RING_TYPES, blocks | tile, {"num_warps": num_warps}, aspects)
+
+
+def ring_combine(num_ranks: int, num_warps: int, stages: int, dtype: int, num_biases: int = 0) -> Source:
+    values = dict.fromkeys(("out", "bias_0", "bias_1"), "*fp32" if dtype == cpu.FP32 else "*u16")
+    blocks = {"NUM_RANKS": num_ranks, "RANK_BLOCK": num_ranks, "TOPK_BLOCK": 8}
+    # 16 bytes per thread at least.
+    tile = {"TILE_TOKENS": 16, "TILE_WORDS": 8 * num_warps, "TILE_VALUES": 16 * num_warps, "STAGES": stages}
+    kind = {"DTYPE": dtype, "NUM_BIASES": num_biases, "IN_HARDWARE": True}
+    options = {"num_warps": num_warps, "enable_fp_fusion": False}
+    aspects = (*ring_aspects(stages, 2), adds_up)
+    return Source(rings.combine_through_rings, RING_TYPES | values, blocks | tile | kind, options, aspects)
+
+
+# Low latency
+
+RANKS = {"NUM_RANKS": 8, "RANK_BLOCK": 8}
+TOPK = {"NUM_TOPK": 8, "SLOT_BLOCK": 8}
+SLOT_INT64 = ("facts", "heaps", "generations", "state", "topk_idx", "lists", "messages", "layout_range")
+SLOT_TYPES = {
+    **dict.fromkeys((*SLOT_INT64, "stats"), "*i64"),
+    "generation": "i64",
+    "src_info": "*i32",
+    "topk_weights": "*fp32",
+    "x": "*u16",
+    "out": "*u16",
+}
+PACK_TYPES = SLOT_TYPES | dict.fromkeys(("x", "scales", "counts", "stats"), "*i32")
+PACK = {"TILE_ROWS": 4, "TILE_WORDS": 512, "TILE_SCALES": 64, "CAN_SHRINK": False}
+ONE_WARP = {"num_warps": 1}
+COPIES_ROWS = partial(moves_words_of_128_bits, 2, 2, narrow="st")
+
+
+def of_call(kernel: Any, *aspects: Callable[[str], None], **constants: Any) -> Source:
+    """A kernel of one warp."""
+    return Source(kernel, SLOT_TYPES, RANKS | constants, ONE_WARP, aspects)
+
+
+def open_call(posts: bool = False, can_shrink: bool = False) -> Source:
+    aspects = (waits_for_notes, *([releases_the_note_last] if posts else []))
+    return of_call(slots.open_call, *aspects, ADVANCES=True, POSTS=posts, CAN_SHRINK=can_shrink)
+
+
+def receive(has_stats: bool = False, can_shrink: bool = False) -> Source:
+    how = {"HAS_STATS": has_stats, "CAN_SHRINK": can_shrink, "TILE_EXPERTS": 32}
+    return of_call(slots.receive_notes, waits_for_notes, **how)
+
+
+def send_tokens(travel: int) -> Source:
+    constants = RANKS | TOPK | TILE | {"NUM_SHARES": 2, "TILE_TOKENS": 128, "TRAVEL": travel}
+    aspects = (rounds_every_step, partial(moves_words_of_128_bits, 1, 1, narrow=""), releases_the_note_last)
+    if travel == formats.RAW:
+        aspects = (COPIES_ROWS, tells_by_its_last_program)
+    return Source(slots.send_tokens, SLOT_TYPES, constants, casts.OPTIONS, aspects)
+
+
+def pack(has_scales: bool, has_stats: bool) -> Source:
+    constants = RANKS | PACK | {"HAS_SCALES": has_scales, "HAS_STATS": has_stats}
+    aspects = (COPIES_ROWS, tells_by_its_last_program)
+    return Source(slots.pack_tokens, PACK_TYPES, constants, {"num_warps": 4}, aspects)
+
+
+def return_rows(use_logfmt: bool) -> Source:
+    how = {"USE_LOGFMT": use_logfmt, "NUM_TOPK": 8, "NUM_SHARES": 8, "TILE_ROWS": 128}
+    raw = (COPIES_ROWS, releases_the_note_last, tells_by_its_last_program)
+    aspects = (rounds_every_step,) if use_logfmt else raw
+    return Source(slots.return_rows, SLOT_TYPES, RANKS | TILE | how, casts.OPTIONS, aspects)
+
+
+def add_up(use_logfmt: bool, can_shrink: bool = False) -> Source:
+    how = {"USE_LOGFMT": use_logfmt, "CAN_SHRINK": can_shrink, "TILE_LIST": 32, "IN_HARDWARE": True}
+    # Each of the 8 slots loads 16 values per thread.
+    moves = partial(moves_words_of_128_bits, 0 if use_logfmt else 16, 1, narrow="")
+    aspects = (rounds_every_step, moves, tells_by_its_last_program, finds_the_smallest_missing_row)
+    return Source(slots.sum_tokens, SLOT_TYPES, RANKS | TOPK | TILE | how, casts.OPTIONS, aspects)
+
+
+SLOTS = {
+    "open": open_call(),
+    "open and post": open_call(posts=True),
+    "open where ranks can be masked": open_call(can_shrink=True),
+    "send as it is": send_tokens(formats.RAW),
+    "send as FP8": send_tokens(formats.FP8),
+    "send as rounded FP8": send_tokens(formats.FP8_ROUNDED),
+    "send as UE8M0": send_tokens(formats.FP8_UE8M0),
+    "receive": receive(),
+    "receive with statistics": receive(has_stats=True),
+    "receive where ranks can be masked": receive(has_stats=True, can_shrink=True),
+    "pack": pack(False, False),
+    "pack with scales": pack(True, True),
+    "return as it is": return_rows(False),
+    "return in LogFMT": return_rows(True),
+    "sum": add_up(False),
+    "sum of LogFMT": add_up(True),
+    "sum where ranks can be masked": add_up(False, True),
+    "finish": of_call(slots.finish_call, CAN_SHRINK=False),
+    "finish where ranks can be masked": of_call(slots.finish_call, CAN_SHRINK=True),
+    "mask": of_call(slots.mask_rank),
+}
+KERNELS: dict[str, Source] = {
+    **{f"cast to FP8, {mode}": cast(*mode) for mode in FP8_MODES},
+    # Blocks begin at multiples of 4 bytes; the mask is two words of 64 bits.
+    "encode LogFMT": logfmt(casts.encode_logfmt_kernel, ["v4.b32"], ["b32", "b64"]),
+    "decode LogFMT": logfmt(casts.decode_logfmt_kernel, ["b32", "b64"], ["v4.b32"]),
+    "count_layout": normal(counting.count_layout, 32, 1, **COUNTING),
+    "place_tokens": normal(counting.place_tokens, 32, **COUNTING),
+    "exchange of a dispatch": exchange(6, CHANNEL_BLOCK=16, EXPERT_BLOCK=32),
+    "exchange of a cached dispatch": exchange(5),
+    "exchange of a combine": exchange(5, is_combine=True),
+    "exchange of a refusal": exchange(5, is_refused=True),
+    # At once, or after a wait.
+    "meet": normal(letters.meet, 1, 7, True, **BLOCKS, FLAGS_AT=facts.ARRIVED_AT, UNLESS_RINGS=True),
+    "place_in_new_block": normal(
+        letters.place_in_new_block, 1, types={"num_topk": "i64", "num_scales": "i64"}, **BLOCKS
+    ),
+    "copy_for_peers": normal(
+        sums.copy_for_peers, 32, types={"window": "*i32"}, NUM_RANKS=4, TILE_WORDS=16384
+    ),
+    "fill_send_head": normal(letters.fill_send_head, 4, **BLOCKS, TILE_TOKENS=128),
+    "send between 2": send(2, 32, 512, 32, True),
+    "send short rows between 2": send(2, 64, 256, 32, False),
+    "send between 4": send(4, 8, 512, 16, False),
+    "send between 8": send(8, 8, 512, 16, True),
+    "unpack_window": normal(windows.unpack_window, 4, NUM_RANKS=8, PAD=True, BLOCK=1024),
+    "digest_handle": normal(digests.digest_handle, 16, NUM_RANKS=8, CHANNEL_BLOCK=16, TILE_ROWS=2048),
+    "sums of bf16 between 2": pull(2, 32, cpu.BF16, 0),
+    "sums of bf16 between 4": pull(4, 8, cpu.BF16, 0),
+    "sums of bf16 between 8": pull(8, 16, cpu.BF16, 2),
+    "sums of fp16": pull(4, 8, cpu.FP16, 1),
+    "sums of float32": pull(2, 32, cpu.FP32, 2),
+    "dispatch through rings between 2": ring_dispatch(2, 32, 3),
+    "dispatch through rings between 8": ring_dispatch(8, 16, 4, scale_block=64),
+    "dispatch through rings in one stage": ring_dispatch(4, 32, 1),
+    "combine of bf16 through rings between 8": ring_combine(8, 16, 4, cpu.BF16),
+    "combine of bf16 through rings in one stage": ring_combine(4, 16, 1, cpu.BF16),
+    "combine of fp16 through rings": ring_combine(2, 32, 3, cpu.FP16, num_biases=1),
+    "combine of float32 through rings": ring_combine(2, 16, 3, cpu.FP32, num_biases=2),
+    **SLOTS,
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiled(name: str) -> None:
+    text = KERNELS[name].ptx()
+    assert ".local" not in text
+    for aspect in KERNELS[name].aspects:
+        aspect(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["encode LogFMT", "sum"])
+def test_products_would_be_fused_without_the_options(name: str) -> None:
+    source = KERNELS[name]
+    text = replace(source, options=source.options | {"enable_fp_fusion": True}).ptx()
+    assert "fma.rn.f32" in text
+
+
+ONES = {"NUM_RANKS": 1, "RANK_BLOCK": 2, "NUM_TOPK": 1, "SLOT_BLOCK": 2}
+INTEGERS = ("local_experts", "num_scale_words", "max_tokens", "rows_per_expert", "num_experts")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOTS)
+def test_one_rank_one_expert_one_choice(name: str) -> None:
+    """An integer that is 1 becomes a constant of the kernel."""
+    source = SLOTS[name]
+    ones = {name: ONES.get(name, 1) for name in (*ONES, *INTEGERS) if name in source.kernel.arg_names}
+    assert ".visible .entry" in replace(source, constants=source.constants | ones).ptx()
