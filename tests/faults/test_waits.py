@@ -1,4 +1,4 @@
-"""When a wait gives up: once nothing has come for as long as the timeout says, however long it has waited."""
+"""When a wait gives up: nothing has come for as long as the timeout says, or who is waited for is gone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import time
 
 import pytest
+import torch.distributed as dist
 
-from anyep import WaitTimeout
+from anyep import PeerLost, WaitTimeout
 from anyep.buffer import Buffer
 from anyep.modes.conversation import Stall
 from anyep.modes.letters import Kind
@@ -52,3 +53,34 @@ def wait_slowly(context: RankContext) -> int:
 
 def test_the_deadline_counts_from_what_came_last() -> None:
     assert get_world(2).run(wait_slowly) == [NUM_STEPS] * 2
+
+
+def wait_for_a_rank_that_is_gone(context: RankContext) -> list[int]:
+    """Rank 1 has destroyed its Buffer. Rank 0 waits for it three times: what it sent before has come by the
+    first look, by the second one, and never."""
+    buffer = Buffer(context.group, 1 << 20, device="cpu")
+    if context.rank == 1:
+        buffer.destroy()
+    dist.barrier(context.group)
+    looks: list[int] = []
+    if context.rank == 0:
+        assert buffer.runtime is not None
+        conversation = buffer.runtime.conversation
+        call = conversation.begin(Kind.DISPATCH)
+        for comes_at in (2, 3):
+            seen: list[int] = []
+
+            def step(num_spins: int, seen: list[int] = seen, comes_at: int = comes_at) -> int:
+                seen.append(num_spins)
+                return int(len(seen) < comes_at)
+
+            conversation.wait_until(call, step, lambda: Stall([1], "rows", 0, 1))
+            looks.append(len(seen))
+        with pytest.raises(PeerLost, match=r"rank 1 .* destroyed its Buffer"):
+            conversation.wait_until(call, lambda _: 1, lambda: Stall([1], "rows", 0, 1))
+        buffer.destroy()
+    return looks
+
+
+def test_what_was_sent_before_a_rank_was_gone_is_looked_for_once_more() -> None:
+    assert get_world(2).run(wait_for_a_rank_that_is_gone) == [[2, 3], []]
