@@ -386,7 +386,7 @@ def test_ranks_that_disagree(about: str) -> None:
 
 
 def too_many_for_the_worst_case(context: RankContext, relayed: bool) -> tuple[str, bool, bool]:
-    """Rank 2 has room for 3 rows. Either all tokens go to rank 3, half of them by way of rank 2; or those of
+    """Rank 2 has room for 15 rows. Either all tokens go to rank 3, half of them by way of rank 2; or those of
     ranks 1 and 3 go to rank 2, by way of rank 3, and the others to rank 0."""
     buffer = buffer_of(context)
     target = 3 if relayed else 2 if context.rank % 2 else 0
@@ -399,7 +399,7 @@ def too_many_for_the_worst_case(context: RankContext, relayed: bool) -> tuple[st
         "is_token_in_rank": in_rank,
         "topk_idx": topk_idx,
     }
-    arguments["num_worst_tokens"] = 3 if context.rank == 2 else 99
+    arguments["num_worst_tokens"] = 15 if context.rank == 2 else 99
     traffic = buffer.runtime.traffic
     before = (traffic.rows_between_nodes, traffic.rows_within_node)
     try:
@@ -415,8 +415,8 @@ def too_many_for_the_worst_case(context: RankContext, relayed: bool) -> tuple[st
 @pytest.mark.parametrize(
     ("relayed", "sentence"),
     [
-        (False, "num_worst_tokens is 3 on rank 2, but 16 rows would arrive there: nothing was sent;"),
-        (True, "num_worst_tokens is 3 on rank 2, but it relays 16 tokens to its node: nothing was sent;"),
+        (False, "num_worst_tokens is 15 on rank 2, but 16 rows would arrive there: nothing was sent;"),
+        (True, "num_worst_tokens is 15 on rank 2, but it relays 16 tokens to its node: nothing was sent;"),
     ],
 )
 def test_more_rows_than_the_worst_case_allows(relayed: bool, sentence: str) -> None:
