@@ -25,6 +25,7 @@ import torch
 
 from tests.support.recorder import Calls, Replay, differences, load, place_of, store
 from tests.support.recordings import RECORDINGS, replays
+from tests.support.world import RankErrors
 
 MODES = ("normal", "low_latency")
 
@@ -63,6 +64,8 @@ def compare(options: argparse.Namespace) -> int:
                 found[name] = [line for _ in range(options.times or 1) for line in replay.differences()]
         except pytest.skip.Exception as skipped:
             reason = str(skipped)
+        except RankErrors as error:
+            found[name] = str(error).splitlines()
         if reason is not None:
             left_out[name] = reason
         if options.json:
