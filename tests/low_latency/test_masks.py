@@ -1,4 +1,4 @@
-"""A mask that a rank has heard of is passed on to all: whoever set it may be gone before it has told everyone."""
+"""A mask that a rank hears of is passed on to all: who set it may be gone before all have been told."""
 
 from __future__ import annotations
 
