@@ -51,8 +51,7 @@ def mix_here(
 )
 def test_mixed_handles(place: Place, quick: int, deep: int) -> None:
     first, second = one_passes_another(place.num_ranks), all_but_one_do(place.num_ranks)
-    assert is_mixed(first, place.ranks_per_node)
-    assert is_mixed(second, place.ranks_per_node)
+    assert place.num_nodes > 1 or (is_mixed(first) and is_mixed(second))
     paths = (None,) if place.device == "simulated" else (None, 0)
 
     @examples(quick, deep=deep)

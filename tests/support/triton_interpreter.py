@@ -147,6 +147,14 @@ def remember_shapes() -> None:
     core.block_type.__init__ = init_block
 
 
+def copy_no_arguments() -> None:
+    """Arguments are in memory that the interpreter can read. What it would do to copy them from and to a GPU
+    leaves cycles, which keep tensors alive until garbage is collected."""
+    executor = importlib.import_module("triton.runtime.interpreter").GridExecutor
+    executor._init_args_hst = lambda self, arguments, options: (arguments, options)
+    executor._restore_args_dev = lambda self, *_: None
+
+
 def look_for_no_overflow() -> None:
     """Every sum of integers is computed once more with 64 bits, to find an overflow; let it not be."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
@@ -160,5 +168,6 @@ def prepare() -> None:
     let_tensors_be_bounds_of_ranges()
     understand_assembly()
     change_the_language_once()
+    copy_no_arguments()
     remember_types()
     remember_shapes()
