@@ -1,0 +1,175 @@
+"""The tool that changes the sources on purpose: its table fits the sources, and it tells what tests catch."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "mutate.py"
+AREAS = ("anyep/backends/cpu/kernels/", "anyep/backends/cuda/kernels/", "anyep/modes/", "anyep/")
+
+
+@pytest.fixture(scope="module")
+def mutate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutate", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where dataclasses look for the module of their annotations.
+    sys.modules["mutate"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_examples(mutate: ModuleType) -> None:
+    result = doctest.testmod(mutate)
+    assert result.attempted >= 5
+    assert result.failed == 0
+
+
+def test_every_change_of_the_table_can_be_made(mutate: ModuleType) -> None:
+    """The texts are in the sources, what comes of them is Python, and the tests are in files that exist."""
+    mutations = mutate.load_table(mutate.TABLE, ROOT)
+    assert len(mutations) >= 70
+    for mutation in mutations:
+        ast.parse(mutation.source)
+        assert mutation.tests, mutation.id
+        for test in mutation.tests:
+            assert (ROOT / test.partition("::")[0]).is_file(), (mutation.id, test)
+    for area in AREAS:
+        assert sum(mutation.file.startswith(area) for mutation in mutations) >= 15
+
+
+def test_every_test_of_the_table_exists(mutate: ModuleType) -> None:
+    """By its function: what it is drawn from is known when it is collected."""
+    functions: dict[str, set[str]] = {}
+    for mutation in mutate.load_table(mutate.TABLE, ROOT):
+        for test in mutation.tests:
+            file, _, name = test.partition("::")
+            if file not in functions:
+                tree = ast.parse((ROOT / file).read_text())
+                functions[file] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            if file.startswith("tests/") and name:
+                assert name.partition("[")[0] in functions[file], (mutation.id, test)
+
+
+@pytest.mark.parametrize(
+    ("old", "occurrence", "sentence"),
+    [
+        ("c", 0, "there is no 'c'"),
+        ("a", 0, "'a' is there 2 times"),
+        ("b", 2, "there is no 'b' \\(number 2\\)"),
+    ],
+)
+def test_a_text_that_is_not_in_its_file_once(
+    mutate: ModuleType, old: str, occurrence: int, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        mutate.changed_text("a b a", old, "x", occurrence)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "kernels"),
+    [
+        ("counting.py", "tokens_per_rank[:] = 0", "pass", {"counting.count_layout"}),
+        ("windows.py", "all_ids[index] = -1", "pass", {"windows.pad_ids", "windows.unpack_window"}),
+        ("masks.py", '"""Masks: ', '"""Other masks: ', set()),
+        ("sums.py", "BLOCK = 1024", "BLOCK = 512", {"sums.pull_and_sum", "slots.sum_tokens"}),
+        (
+            "../../../layout.py",
+            "NOTE_HEADER_BYTES: Final = 64",
+            "NOTE_HEADER_BYTES: Final = 80",
+            {"slots.read_notes"},
+        ),
+        ("../../../settings.py", '"ANYEP_"', '"EP_"', set()),
+    ],
+)
+def test_kernels_that_a_change_reaches(
+    mutate: ModuleType, file: str, old: str, new: str, kernels: set[str]
+) -> None:
+    path = (ROOT / "anyep/backends/cpu/kernels" / file).resolve()
+    source = mutate.changed_text(path.read_text(), old, new)
+    reached = mutate.kernels_reached(ROOT, str(path.relative_to(ROOT)), source)
+    assert kernels <= reached
+    assert bool(kernels) == bool(reached)
+    assert "rings.read_counters" not in reached
+
+
+TOY = """\
+import time
+
+def larger(a, b):
+    return a if a > b else b
+
+def add(a, b):
+    return a + b
+
+def rest():
+    time.sleep(0)
+"""
+TESTS_OF_THE_TOY = """\
+from toy import add, larger, rest
+
+def test_larger():
+    assert larger(1, 2) == 2
+
+def test_add():
+    assert add(2, 2) == 4
+
+def test_rest():
+    rest()
+
+def test_that_fails():
+    assert add(2, 2) == 5
+"""
+CHANGES_OF_THE_TOY = {
+    "caught": ("a > b", "a < b", "test_larger"),
+    "survives": ("a + b", "a * b", "test_add"),
+    "hangs": ("sleep(0)", "sleep(100)", "test_rest"),
+    "invalid": ("a + b", "a - b", "test_that_fails"),
+}
+ENTRY = """\
+[[mutation]]
+id = "{}"
+file = "toy.py"
+what = ""
+old = "{}"
+new = "{}"
+tests = ["test_toy.py::{}"]
+limit_s = {}
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "test_toy.py").write_text(TESTS_OF_THE_TOY)
+    entries = (
+        ENTRY.format(name, *change, 3 if name == "hangs" else 60)
+        for name, change in CHANGES_OF_THE_TOY.items()
+    )
+    (tmp_path / "table.toml").write_text("".join(entries))
+    return tmp_path
+
+
+def test_a_toy(mutate: ModuleType, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--root", str(toy), "--table", str(toy / "table.toml"), "--jobs", "2"]
+    found = toy / "found.json"
+    assert mutate.main([*arguments, "--json", str(found)]) == 2
+    outcomes = {result["id"]: (result["outcome"], result["by"]) for result in json.loads(found.read_text())}
+    assert outcomes == {
+        "caught": ("caught", "test_toy.py::test_larger"),
+        "survives": ("SURVIVED", ""),
+        "hangs": ("caught", "a hang"),
+        "invalid": ("INVALID", "its tests fail without it"),
+    }
+    assert "2 of 4 were caught, 1 survived" in capsys.readouterr().out
+    assert (toy / "toy.py").read_text() == TOY
