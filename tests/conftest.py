@@ -19,6 +19,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         compile_kernels()
 
 
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Workers and ranks share the cores: threads of torch would only wait for each other, busily."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):

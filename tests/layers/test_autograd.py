@@ -158,7 +158,7 @@ def check_compiled(
     ("backend", "dtype", "ranks_per_node", "num_worst"),
     [
         ("aot_eager", torch.float32, None, 20),
-        ("aot_eager", torch.bfloat16, 1, 0),
+        pytest.param("aot_eager", torch.bfloat16, 1, 0, marks=pytest.mark.slow),
         pytest.param("aot_eager", torch.float32, None, 0, marks=pytest.mark.slow),
         pytest.param("aot_eager", torch.bfloat16, 1, 20, marks=pytest.mark.slow),
         pytest.param("eager", torch.bfloat16, None, 0, marks=pytest.mark.slow),

@@ -114,6 +114,7 @@ def check_compiled_layer(context: RankContext) -> None:
         assert torch.equal(ours, eager)
 
 
+@pytest.mark.slow
 def test_compiled_layer_gives_the_same_bits() -> None:
     get_world(2).run(check_compiled_layer, timeout=TIMEOUT_S)
 

@@ -11,7 +11,8 @@ only with `finalizes`. Environment, folder, arguments, standard streams and sign
 that multiprocessing forks from are processes of their own, and also forked from it.
 
 Where a new interpreter is the point (what is imported, which packages are found, options such as -X), use
-subprocess. What torch and Numba read from the environment when they are imported is that of the tests.
+subprocess. What torch and Numba read from the environment when they are imported is that of the tests, except
+for OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -367,6 +368,11 @@ def _run(request: dict[str, Any], streams: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if "OMP_NUM_THREADS" in os.environ:
+        # Torch has read it already.
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     arguments = request["arguments"]
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     # As set up by _WarmInterpreter: the repository, the folder of -c, then those of PYTHONPATH.
