@@ -32,7 +32,7 @@ def test_kernel(backend: str, check: Callable[[str], None]) -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    letters.check_ranks_that_wait("cuda")
+    letters.let_ranks_wait("cuda")
 
 
 def test_a_launch_is_known_by_the_types_of_its_tensors() -> None:

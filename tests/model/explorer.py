@@ -7,14 +7,17 @@ first, so the trace to a problem is a shortest one. States and steps must be has
 
     exploration = explore(model)
     assert exploration.problem is None, exploration.problem
+
+`assert_right` does so for several models. A model has `rules`, of which each is needed: a `Hole` switches one
+off in a model that was right, and `assert_needed` sees it go wrong in the way that is expected.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 DEADLOCK = "deadlock"
 
@@ -89,3 +92,48 @@ def _trace(came_from: dict[State, tuple[State, Hashable] | None], state: State) 
         state, step = arrival
         steps.append(step)
     return tuple(reversed(steps))
+
+
+def assert_right(*models: Model[Any]) -> set[Any]:
+    """Explore them all; the steps that occurred."""
+    num_states, steps = 0, set()
+    for model in models:
+        exploration = explore(model)
+        assert exploration.problem is None, f"{model}\n{exploration.problem}"
+        num_states += exploration.num_states
+        steps |= exploration.steps_taken
+    print(f"{len(models)} models, {num_states} states")
+    return steps
+
+
+def actions(steps: Iterable[Any]) -> set[str]:
+    return {step.action for step in steps}
+
+
+class Hole(NamedTuple):
+    """A rule that is switched off, the kind of problem that follows, and the model where it does."""
+
+    rules: Any
+    kind: str
+    model: Any
+
+
+def assert_needed(hole: Hole) -> None:
+    """The model goes wrong without the rule. It is right with it: `models_of` lists what to explore."""
+    exploration = explore(replace(hole.model, rules=hole.rules))
+    assert exploration.problem is not None
+    print(f"{exploration.num_states} states until\n{exploration.problem}")
+    assert exploration.problem.kind == hole.kind
+
+
+def models_of(holes: Iterable[Hole], explored: Iterable[Any] = ()) -> list[Any]:
+    """Each model of these once, unless it is explored elsewhere."""
+    others = {repr(model) for model in explored}
+    models = {repr(hole.model): hole.model for hole in holes}
+    return [model for name, model in models.items() if name not in others]
+
+
+def assert_no_rule_without_a_hole(holes: Iterable[Hole]) -> None:
+    rules = [hole.rules for hole in holes]
+    for rule in fields(rules[0]):
+        assert any(getattr(changed, rule.name) != rule.default for changed in rules), rule.name

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from functools import cache
+from dataclasses import replace
 from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
 
-from tests.model.explorer import DEADLOCK, explore
+from tests.model.explorer import (
+    DEADLOCK,
+    Hole,
+    actions,
+    assert_needed,
+    assert_no_rule_without_a_hole,
+    assert_right,
+    models_of,
+)
 from tests.model.low_latency import Call, LowLatency, Rules, Step
 
 BY_0, BY_1, BY_2 = (frozenset({rank}) for rank in range(3))
@@ -24,22 +32,16 @@ KINDS = (
     Call(disagreed_by=BY_1),
     Call(refused_by=BY_1, is_clean=True),
 )
+ACTIONS = {"fill", "send", "receive", "return from", "raise from"}
 SLOW_1, SLOW_2 = frozenset({(0, 1)}), frozenset({(0, 2)})
 
 
-explored = cache(explore)
-
-
-def assert_right(*models: LowLatency) -> set[Step]:
-    """Explores them all; returns the steps that occurred."""
-    num_states, steps = 0, set()
-    for model in models:
-        exploration = explored(model)
-        assert exploration.problem is None, f"{model}\n{exploration.problem}"
-        num_states += exploration.num_states
-        steps |= {step for step in exploration.steps_taken if isinstance(step, Step)}
-    print(f"{len(models)} models, {num_states} states")
-    return steps
+def params(models: dict[str, LowLatency], slow: set[str]) -> list[Any]:
+    """For `parametrize`: those that take seconds are for `make test-all`."""
+    return [
+        pytest.param(model, id=name, marks=[pytest.mark.slow] if name in slow else [])
+        for name, model in models.items()
+    ]
 
 
 def orders(num_calls: int, at_once: frozenset[int] = frozenset()) -> Iterator[str]:
@@ -89,13 +91,23 @@ def some_models(num_ranks: int, num_calls: int, num_models: int, is_fine: bool =
 
 
 def test_two_ranks_some_programs_of_five_calls() -> None:
-    actions = {step.action for step in assert_right(*some_models(2, 5, 150))}
-    assert actions == {"fill", "send", "receive", "return from", "raise from"}
+    assert actions(assert_right(*some_models(2, 5, 150))) == {
+        "fill",
+        "send",
+        "receive",
+        "return from",
+        "raise from",
+    }
 
 
 def test_three_ranks_some_programs_of_four_calls() -> None:
-    actions = {step.action for step in assert_right(*some_models(3, 4, 50))}
-    assert actions == {"fill", "send", "receive", "return from", "raise from"}
+    assert actions(assert_right(*some_models(3, 4, 50))) == {
+        "fill",
+        "send",
+        "receive",
+        "return from",
+        "raise from",
+    }
 
 
 def test_all_ranks_raise_from_a_call_that_one_refuses_and_later_calls_work() -> None:
@@ -113,6 +125,7 @@ def test_a_third_call_before_the_first_is_received_fails_and_harms_nobody() -> N
     assert {Step(rank, "return from", call) for rank in range(2) for call in (1, 2, 3, 4)} <= steps
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_by_merging() -> None:
     """The same with a step for each peer and each part."""
     assert_right(
@@ -145,7 +158,16 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("model", MASKS.values(), ids=MASKS)
+SLOW_MASKS = {
+    "one is slow, hooks",
+    "one is slow, the sizes change",
+    "one is slow, who masks it dies",
+    "one is slow and dies, as does who masks it",
+    "each finds the next one slow",
+}
+
+
+@pytest.mark.parametrize("model", params(MASKS, SLOW_MASKS))
 def test_who_is_left_goes_on_with_the_same_masks(model: LowLatency) -> None:
     last = model.programs[0].split()[-1]
     assert Step(0, "return from", int(last[1:])) in assert_right(model)
@@ -164,9 +186,11 @@ EARLY = LowLatency(
 ASKING = LowLatency(("s1 r1 w2 u012 s3 r3", "s1 r1 w2 u012 s3 r3", "s1 r1 w2 a2 u012 s3 r3"), slow=SLOW_2)
 """The same, but nobody waits until it has given up."""
 TWO_ROUNDS = LowLatency(("s1 r1 u1 u2 s3 r3", "u1 u2 s3 r3", "u1 u2 s3 r3"), slow=frozenset({(0, 1), (0, 2)}))
+TWICE = LowLatency(("s1 r1 u1 u1 s3 r3",) * 2, slow=SLOW_1)
 ROUNDS = {
     "nobody is masked": LowLatency(("s1 s2 r1 r2 u012 s3 s4 r4 r3",) * 3),
     "once": LowLatency(("s1 r1 s2 r2 u1 s3 s4 r3 r4",) * 2, slow=SLOW_1),
+    "twice in a row": TWICE,
     "and again": LowLatency(("s1 r1 u1 s2 r2 u1 s3 r3",) * 2, slow=SLOW_1, num_slow=2),
     "both": LowLatency(("s1 r1 u01 s3 r3",) * 2, slow=frozenset({(0, 1), (1, 0)}), num_slow=2),
     "of three": LowLatency(("s1 r1 u2 s3 r3",) * 3, slow=SLOW_2),
@@ -190,7 +214,19 @@ ROUNDS = {
 }
 
 
-@pytest.mark.parametrize("model", ROUNDS.values(), ids=ROUNDS)
+SLOW_ROUNDS = {
+    "whoever is masked",
+    "who was ahead and may die",
+    "who missed a clean",
+    "who asks and asks again",
+    "two, one after the other",
+    "two at once",
+    "who masked it dies",
+    "slow in the round, too",
+}
+
+
+@pytest.mark.parametrize("model", params(ROUNDS, SLOW_ROUNDS))
 def test_a_masked_rank_comes_back(model: LowLatency) -> None:
     steps = assert_right(model)
     for rank, program in enumerate(model.programs):
@@ -207,13 +243,6 @@ def test_after_a_round_all_take_rows_from_all() -> None:
 
 
 # Each rule is needed: without it, what was right goes wrong, and in the way that is expected.
-
-
-@dataclass(frozen=True)
-class Hole:
-    rules: Rules
-    kind: str
-    model: LowLatency
 
 
 HOLES = {
@@ -279,6 +308,9 @@ HOLES = {
     ),
     "one offer at a time": Hole(Rules(num_offers=1), DEADLOCK, TWO_ROUNDS),
     "a masked rank joins the round of another": Hole(Rules(named_round=False), "verdict", TWO_ROUNDS),
+    "a masked rank skips the round that took it back": Hole(
+        Rules(stay_where_taken_back=False), "verdict", TWICE
+    ),
     "the offer of who gave up lies there": Hole(Rules(ignore_other_offers=False), "verdict", EARLY),
     "a masked rank knows better whom to unmask": Hole(Rules(follow=False), "verdict", ASKING),
     "masks of before": Hole(Rules(take_masks=False), DEADLOCK, TWO_ROUNDS),
@@ -302,20 +334,17 @@ HOLES = {
 }
 
 
+@pytest.mark.parametrize(
+    "model", models_of(HOLES.values(), ROUNDS.values()), ids=lambda model: " | ".join(model.programs)
+)
+def test_with_all_rules_it_is_right(model: LowLatency) -> None:
+    assert_right(model)
+
+
 @pytest.mark.parametrize("hole", HOLES.values(), ids=HOLES)
 def test_without_this_rule_it_fails(hole: Hole) -> None:
-    assert_right(hole.model)
-    exploration = explore(replace(hole.model, rules=hole.rules))
-    assert exploration.problem is not None
-    print(f"{exploration.num_states} states until\n{exploration.problem}")
-    assert exploration.problem.kind == hole.kind
+    assert_needed(hole)
 
 
 def test_no_rule_is_left_without_a_hole() -> None:
-    changed = {
-        field.name
-        for hole in HOLES.values()
-        for field in fields(Rules)
-        if getattr(hole.rules, field.name) != field.default
-    }
-    assert changed == {field.name for field in fields(Rules)}
+    assert_no_rule_without_a_hole(HOLES.values())

@@ -39,18 +39,22 @@ def assert_finishes(call: RingCall) -> None:
     assert exploration.problem is None, f"{call}\n{exploration.problem}"
 
 
+FEW = ((1, 1), (1, 2), (3, 1))
+MANY = pytest.param((*FEW, (2, 2), (3, 3)), marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_programs(kind: Kind) -> None:
+@pytest.mark.parametrize("counts", [FEW, MANY])
+def test_any_number_of_programs(kind: Kind, counts: tuple[tuple[int, int], ...]) -> None:
     """Each rank has its own number of senders, and of receivers; rings hold one row."""
     num_channels = 3
-    counts = [(1, 1), (2, 2), (3, 3), (1, 2), (3, 1)]
     for of_rank_0, of_rank_1 in product(counts, repeat=2):
         programs = (ascending(num_channels, *of_rank_0), ascending(num_channels, *of_rank_1))
         assert_finishes(RingCall(all_to_all(num_channels, 1), programs, kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ring_rows", [1, 2])
+@pytest.mark.parametrize("ring_rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_more_rows_than_a_ring_holds(kind: Kind, ring_rows: int) -> None:
     for num_programs in product((1, 2), repeat=2):
         programs = tuple(ascending(2, number) for number in num_programs)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from random import Random
 
 import pytest
 
-from tests.model.explorer import DEADLOCK, Violation, explore
-from tests.model.protocol import Call, Protocol, Rules, Step, put
+from tests.model.explorer import (
+    DEADLOCK,
+    Hole,
+    Violation,
+    actions,
+    assert_needed,
+    assert_no_rule_without_a_hole,
+    assert_right,
+    explore,
+    models_of,
+)
+from tests.model.protocol import Call, Protocol, Rules, put
 
 # The explorer itself, on toys: threads that run a list of steps on a shared tuple.
 
@@ -102,33 +112,24 @@ ONE_WAY = Call(silent=frozenset({(1, 0)}), frees="any")
 KINDS = (DISPATCH, CACHED, COMBINE, COMBINE_OTHER, REFUSED_BY_0, REFUSED_BY_1, ONE_WAY)
 
 
-def assert_right(*protocols: Protocol) -> set[str]:
-    """Explores them all; returns the actions that occurred."""
-    num_states, actions = 0, set()
-    for protocol in protocols:
-        exploration = explore(protocol)
-        assert exploration.problem is None, f"{protocol}\n{exploration.problem}"
-        num_states += exploration.num_states
-        actions |= {step.action for step in exploration.steps_taken if isinstance(step, Step)}
-    print(f"{len(protocols)} programs, {num_states} states")
-    return actions
-
-
-def test_two_ranks_every_program_of_three_calls() -> None:
+@pytest.mark.parametrize("num_calls", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_two_ranks_every_program(num_calls: int) -> None:
     """With one window per rank, and results freed or kept, a call meets a window that is free or is not."""
-    actions = assert_right(*(Protocol((1, 1), calls) for calls in product(KINDS, repeat=3)))
-    assert actions >= WINDOW | RING | PULL
+    moves = actions(assert_right(*(Protocol((1, 1), calls) for calls in product(KINDS, repeat=num_calls))))
+    assert moves >= WINDOW | RING | PULL
 
 
-@pytest.mark.parametrize("num_blocks", [(2, 2), (2, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "num_blocks", [(1, 0), *(pytest.param(num, marks=pytest.mark.slow) for num in ((2, 2), (2, 1)))]
+)
 def test_two_ranks_some_programs_of_six_calls(num_blocks: tuple[int, ...]) -> None:
     random = Random(6)
     programs = [tuple(random.choices(KINDS, k=6)) for _ in range(16)]
     programs.append((DISPATCH, CACHED, COMBINE, REFUSED_BY_1, COMBINE_OTHER, DISPATCH))
     programs.append((DISPATCH, COMBINE, ONE_WAY, COMBINE, CACHED, COMBINE))
     programs.append((DISPATCH, REFUSED_BY_1, REFUSED_BY_1, REFUSED_BY_0, REFUSED_BY_0, COMBINE))
-    actions = assert_right(*(Protocol(num_blocks, calls) for calls in programs))
-    assert actions >= WINDOW | RING | PULL
+    moves = actions(assert_right(*(Protocol(num_blocks, calls) for calls in programs)))
+    assert moves >= WINDOW | RING | PULL
 
 
 def test_two_ranks_rings_of_changing_size() -> None:
@@ -141,7 +142,7 @@ def test_two_ranks_rings_of_changing_size() -> None:
         Call("dispatch", num_rows=1, ring_rows=1),
         Call("combine", num_rows=3, ring_rows=2),
     )
-    assert assert_right(Protocol((0, 0), calls)) == LETTERS | RING
+    assert actions(assert_right(Protocol((0, 0), calls))) == LETTERS | RING
 
 
 SPARSE = frozenset({(1, 0), (2, 1)})
@@ -173,90 +174,85 @@ THREE_RANKS = {
 }
 
 
-@pytest.mark.parametrize(("num_blocks", "calls", "moves"), THREE_RANKS.values(), ids=THREE_RANKS)
+SLOW = ("any result is kept", "one rank without windows", "full rings")
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "calls", "moves"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name, case in THREE_RANKS.items()
+    ],
+)
 def test_three_ranks(num_blocks: tuple[int, ...], calls: tuple[Call, ...], moves: set[str]) -> None:
-    assert assert_right(Protocol(num_blocks, calls)) == LETTERS | moves
+    assert actions(assert_right(Protocol(num_blocks, calls))) == LETTERS | moves
 
 
 # Each rule is needed: without it, a program that was right goes wrong, and in the way that is expected.
 
 
-@dataclass(frozen=True)
-class Hole:
-    rules: Rules
-    kind: str
-    num_blocks: tuple[int, ...]
-    calls: tuple[Call, ...]
-
-
 HOLES = {
     "combine returns before x is pulled": Hole(
-        Rules(exit_ack=False), "pull", (1, 1), (Call(), Call("combine"))
+        Rules(exit_ack=False), "pull", Protocol((1, 1), (Call(), Call("combine")))
     ),
     "combine returns before a staged x is pulled": Hole(
-        Rules(exit_ack=False), "pull", (1, 1), (Call("combine"), Call("combine"))
+        Rules(exit_ack=False), "pull", Protocol((1, 1), (Call("combine"), Call("combine")))
     ),
     "cached dispatch without a letter, into windows": Hole(
-        Rules(letter_for_cached=False), "block", (1, 1), (Call(), Call("cached"))
+        Rules(letter_for_cached=False), "block", Protocol((1, 1), (Call(), Call("cached")))
     ),
     "cached dispatch without a letter, into rings": Hole(
-        Rules(letter_for_cached=False), "ring", (0, 0), (Call(num_rows=2, ring_rows=1), Call("cached"))
+        Rules(letter_for_cached=False),
+        "ring",
+        Protocol((0, 0), (Call(num_rows=2, ring_rows=1), Call("cached"))),
     ),
     "a rank that refuses twice runs ahead": Hole(
         Rules(await_previous_letters=False),
         "letter",
-        (1, 1),
-        (Call(refused_by=BY_1), Call(refused_by=BY_1), Call()),
+        Protocol((1, 1), (Call(refused_by=BY_1), Call(refused_by=BY_1), Call())),
     ),
     "one mailbox, refused call": Hole(
-        Rules(num_mailboxes=1), "letter", (1, 1), (Call(refused_by=BY_1), Call())
+        Rules(num_mailboxes=1), "letter", Protocol((1, 1), (Call(refused_by=BY_1), Call()))
     ),
-    "one mailbox, no rows to wait for": Hole(Rules(num_mailboxes=1), "letter", (1, 1), (ONE_WAY, Call())),
+    "one mailbox, no rows to wait for": Hole(
+        Rules(num_mailboxes=1), "letter", Protocol((1, 1), (ONE_WAY, Call()))
+    ),
     "rows move before a refusal is read": Hole(
-        Rules(all_letters_first=False), "block", (1, 1, 1), (Call(refused_by=BY_2), Call())
+        Rules(all_letters_first=False), "block", Protocol((1, 1, 1), (Call(refused_by=BY_2), Call()))
     ),
     "x is pulled before a refusal is read": Hole(
-        Rules(all_letters_first=False), "pull", (1, 1, 1), (Call("combine", refused_by=BY_2),)
+        Rules(all_letters_first=False), "pull", Protocol((1, 1, 1), (Call("combine", refused_by=BY_2),))
     ),
     "a refusal overtakes the call before it": Hole(
-        Rules(letters_in_order=False),
-        "letter",
-        (1, 1),
-        (ONE_WAY, Call(refused_by=BY_1), Call()),
+        Rules(letters_in_order=False), "letter", Protocol((1, 1), (ONE_WAY, Call(refused_by=BY_1), Call()))
     ),
-    "number before letter": Hole(Rules(flag_before="letter"), "letter", (1, 1), (Call(),)),
-    "arrived before rows": Hole(Rules(flag_before="write"), "rows", (1, 1), (Call(),)),
-    "pulled before pull": Hole(Rules(flag_before="pull"), "pull", (1, 1), (Call("combine"),)),
-    "tail before row": Hole(Rules(flag_before="put"), "rows", (0, 0), (Call(),)),
+    "number before letter": Hole(Rules(flag_before="letter"), "letter", Protocol((1, 1), (Call(),))),
+    "arrived before rows": Hole(Rules(flag_before="write"), "rows", Protocol((1, 1), (Call(),))),
+    "pulled before pull": Hole(Rules(flag_before="pull"), "pull", Protocol((1, 1), (Call("combine"),))),
+    "tail before row": Hole(Rules(flag_before="put"), "rows", Protocol((0, 0), (Call(),))),
     "head before row is taken": Hole(
-        Rules(flag_before="take"), "ring", (0, 0), (Call(num_rows=2, ring_rows=1),)
+        Rules(flag_before="take"), "ring", Protocol((0, 0), (Call(num_rows=2, ring_rows=1),))
     ),
     "no look at the room in a ring": Hole(
-        Rules(ring_has_room=False), "ring", (0, 0), (Call(num_rows=2, ring_rows=1),)
+        Rules(ring_has_room=False), "ring", Protocol((0, 0), (Call(num_rows=2, ring_rows=1),))
     ),
     "send everything, then receive": Hole(
-        Rules(both_at_once=False), DEADLOCK, (0, 0), (Call(num_rows=2, ring_rows=1),)
+        Rules(both_at_once=False), DEADLOCK, Protocol((0, 0), (Call(num_rows=2, ring_rows=1),))
     ),
     "push everything, then receive": Hole(
-        Rules(both_at_once=False), DEADLOCK, (0, 0), (Call("combine", num_rows=2, ring_rows=1),)
+        Rules(both_at_once=False), DEADLOCK, Protocol((0, 0), (Call("combine", num_rows=2, ring_rows=1),))
     ),
 }
 
 
+def test_with_all_rules_it_is_right() -> None:
+    assert_right(*models_of(HOLES.values()))
+
+
 @pytest.mark.parametrize("hole", HOLES.values(), ids=HOLES)
 def test_without_this_rule_it_fails(hole: Hole) -> None:
-    assert_right(Protocol(hole.num_blocks, hole.calls))
-    exploration = explore(Protocol(hole.num_blocks, hole.calls, hole.rules))
-    assert exploration.problem is not None
-    print(f"{exploration.num_states} states until\n{exploration.problem}")
-    assert exploration.problem.kind == hole.kind
+    assert_needed(hole)
 
 
 def test_no_rule_is_left_without_a_hole() -> None:
-    changed = {
-        field.name
-        for hole in HOLES.values()
-        for field in fields(Rules)
-        if getattr(hole.rules, field.name) != field.default
-    }
-    assert changed == {field.name for field in fields(Rules)}
+    assert_no_rule_without_a_hole(HOLES.values())

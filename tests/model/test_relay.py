@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from itertools import product
 from random import Random
 
 import pytest
 
-from tests.model.explorer import DEADLOCK, explore
-from tests.model.relay import Combine, Dispatch, Mask, Nodes, Rules, Step
-
-Model = Dispatch | Combine
+from tests.model.explorer import (
+    DEADLOCK,
+    Hole,
+    actions,
+    assert_needed,
+    assert_no_rule_without_a_hole,
+    assert_right,
+    models_of,
+)
+from tests.model.relay import Combine, Dispatch, Mask, Nodes, Rules
 
 
 def to(*tokens: str) -> Mask:
     """A rank's tokens; `to("02", "1")` has two, of which the first goes to ranks 0 and 2."""
     return tuple(frozenset(map(int, token)) for token in tokens)
-
-
-def assert_right(*models: Model) -> set[str]:
-    """Explores them all; returns the actions that occurred."""
-    num_states, actions = 0, set()
-    for model in models:
-        exploration = explore(model)
-        assert exploration.problem is None, f"{model}\n{exploration.problem}"
-        num_states += exploration.num_states
-        actions |= {step.action for step in exploration.steps_taken if isinstance(step, Step)}
-    print(f"{len(models)} routings, {num_states} states")
-    return actions
 
 
 def random_masks(random: Random, num_ranks: int, num_tokens: int) -> tuple[Mask, ...]:
@@ -60,7 +53,7 @@ ROUTINGS = {
 def test_combine_through_rings_of_few_rows(
     masks: tuple[Mask, ...], per_node: int, rows: tuple[int, int]
 ) -> None:
-    assert "add" in assert_right(Combine(masks, per_node, *rows))
+    assert "add" in actions(assert_right(Combine(masks, per_node, *rows)))
 
 
 DISPATCHES = ROUTINGS | {
@@ -72,7 +65,7 @@ DISPATCHES = ROUTINGS | {
 
 @pytest.mark.parametrize(("masks", "per_node"), DISPATCHES.values(), ids=DISPATCHES)
 def test_dispatch_through_rings_of_one_row(masks: tuple[Mask, ...], per_node: int) -> None:
-    assert "take" in assert_right(Dispatch(masks, per_node, 1, 1))
+    assert "take" in actions(assert_right(Dispatch(masks, per_node, 1, 1)))
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "num_tokens"), [(2, 1, 4), (3, 1, 2), (2, 2, 1)])
@@ -96,46 +89,34 @@ def test_windows_on_some_nodes() -> None:
 # Each rule is needed: without it, a routing that was right goes wrong, and in the way that is expected.
 
 
-@dataclass(frozen=True)
-class Hole:
-    rules: Rules
-    kind: str
-    model: type[Model]
-    masks: tuple[Mask, ...]
-    per_node: int = 1
-
-
 HOLES = {
-    "two nodes serve each other first": Hole(Rules(order="rotated"), DEADLOCK, Combine, TWO_NODES),
-    "three nodes serve the next one first": Hole(Rules(order="rotated"), DEADLOCK, Combine, THREE_NODES),
-    "relays serve nodes in another order than rows come": Hole(
-        Rules(order="rotated", pushed_alike=False), "row", Combine, TWO_NODES
+    "two nodes serve each other first": Hole(Rules(order="rotated"), DEADLOCK, Combine(TWO_NODES, 1, 1, 1)),
+    "three nodes serve the next one first": Hole(
+        Rules(order="rotated"), DEADLOCK, Combine(THREE_NODES, 1, 1, 1)
     ),
-    "relay everything, then take": Hole(Rules(both_at_once=False), DEADLOCK, Dispatch, TWO_NODES),
-    "no look at the room for tokens": Hole(Rules(looks_for_room=False), "ring", Dispatch, TWO_NODES),
+    "relays serve nodes in another order than rows come": Hole(
+        Rules(order="rotated", pushed_alike=False), "row", Combine(TWO_NODES, 1, 1, 1)
+    ),
+    "relay everything, then take": Hole(Rules(both_at_once=False), DEADLOCK, Dispatch(TWO_NODES, 1, 1, 1)),
+    "no look at the room for tokens": Hole(Rules(looks_for_room=False), "ring", Dispatch(TWO_NODES, 1, 1, 1)),
     "no look at the room for rows and sums": Hole(
-        Rules(looks_for_room=False), "ring", Combine, TWO_BY_TWO, 2
+        Rules(looks_for_room=False), "ring", Combine(TWO_BY_TWO, 2, 1, 1)
     ),
 }
 
 
+def test_with_all_rules_it_is_right() -> None:
+    explored = [Combine(masks, per_node, 1, 1) for masks, per_node in ROUTINGS.values()]
+    assert_right(*models_of(HOLES.values(), explored))
+
+
 @pytest.mark.parametrize("hole", HOLES.values(), ids=HOLES)
 def test_without_this_rule_it_fails(hole: Hole) -> None:
-    assert_right(hole.model(hole.masks, hole.per_node, 1, 1))
-    exploration = explore(hole.model(hole.masks, hole.per_node, 1, 1, hole.rules))
-    assert exploration.problem is not None
-    print(f"{exploration.num_states} states until\n{exploration.problem}")
-    assert exploration.problem.kind == hole.kind
+    assert_needed(hole)
 
 
 def test_no_rule_is_left_without_a_hole() -> None:
-    changed = {
-        field.name
-        for hole in HOLES.values()
-        for field in fields(Rules)
-        if getattr(hole.rules, field.name) != field.default
-    }
-    assert changed == {field.name for field in fields(Rules)}
+    assert_no_rule_without_a_hole(HOLES.values())
 
 
 def test_rings_between_nodes_alone_need_no_order() -> None:

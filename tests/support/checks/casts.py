@@ -17,6 +17,7 @@ import torch
 
 from anyep import formats
 from anyep.backends.cpu.kernels import casts as cpu_casts
+from tests.support.checks import deeper
 from tests.support.depth import IS_DEEP
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
@@ -315,6 +316,7 @@ def check_special_values_of_fp8(backend: str) -> None:
     assert_fp8_like_the_slow_one(casts_of(backend), rows)
 
 
+@deeper
 def check_rows_become_fp8(backend: str) -> None:
     kernels = casts_of(backend)
     for seed, (num_rows, num_blocks) in enumerate([(1, 1), (3, 16), (7, 5), (5, 56), (2, 128)]):
@@ -500,18 +502,3 @@ def check_no_rows_are_no_work(backend: str) -> None:
     assert (data.shape, scales.shape) == ((0, 256), (0, 2))
     assert kernels.encode(rows, 528).shape == (0, 528)
     assert kernels.decode(np.empty((0, 528), np.uint8), 256).shape == (0, 256)
-
-
-ON_ALL_BACKENDS: tuple[Any, ...] = (
-    check_floats_narrow_like_torch,
-    check_the_example_of_cast_to_fp8,
-    check_special_values_of_fp8,
-    check_rows_become_fp8,
-    check_the_examples_of_logfmt,
-    check_which_blocks_are_raw,
-    check_a_message_has_its_raw_blocks_and_its_encoded_ones,
-    check_rows_become_logfmt,
-    check_all_codes_mean_what_they_mean,
-    check_no_rows_are_no_work,
-)
-ON_TRITON: tuple[Any, ...] = (check_bf16,)

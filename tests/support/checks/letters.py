@@ -2,7 +2,7 @@
 interpreter ("cpu"). Each kernel's example is among them.
 
 A kernel that waits for other ranks finds here what they have sent already, or has no patience, or is told by
-the alarm. Only `check_ranks_that_wait` lets two of them wait for each other: that takes a GPU.
+the alarm. Only `let_ranks_wait` lets two of them wait for each other: that takes a GPU.
 """
 
 from __future__ import annotations
@@ -796,7 +796,7 @@ def check_new_block(device: str) -> None:
     assert call.state[facts.USES_RINGS] == 0
 
 
-def check_ranks_that_wait(device: str) -> None:
+def let_ranks_wait(device: str) -> None:
     """Two ranks on two streams that wait for each other's letters, and meet; on a GPU only."""
     header = dispatch_header(2, 2, 3)
     random = np.random.default_rng(1)
@@ -826,24 +826,3 @@ def check_ranks_that_wait(device: str) -> None:
     assert [call.load("window arrival", call.me, 1 - call.me) for call in calls] == [9, 9]
     assert [call.load("status", call.me) for call in calls] == [9, 9]
     assert [int(call.state[facts.NUM_ROWS]) for call in calls] == matrix_of(said).sum(0).tolist()
-
-
-ON_TRITON: tuple[Any, ...] = (
-    check_letters_with_counts,
-    check_examples_of_letters,
-    check_letters_without_counts,
-    check_digests_in_letters,
-    check_letters_of_a_combine,
-    check_letters_that_differ,
-    check_letters_of_wrong_counts,
-    check_letters_that_refuse,
-    check_letters_that_do_not_come,
-    check_letters_after_giving_up,
-    check_a_call_left_out,
-    check_reports,
-    check_meet,
-    check_meet_unless_rings,
-    check_meet_after_trouble,
-    check_what_the_host_says,
-    check_new_block,
-)

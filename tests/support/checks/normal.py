@@ -26,6 +26,7 @@ from anyep.backends.cuda.kernels import digests as digest_kernels
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows
 from anyep.backends.cuda.launch import Launcher
 from anyep.backends.cuda.pinned import pinned_words
+from tests.support.checks import deeper
 from tests.support.depth import IS_DEEP
 
 Array = np.ndarray[Any, Any]
@@ -245,6 +246,7 @@ def wrong_word_of(layout: Layout, wrong_rank: int, with_ids: bool) -> int:
     return facts.wrong_word(facts.WRONG_RANK_COUNT, wrong_rank) if wrong_rank >= 0 else 0
 
 
+@deeper
 def check_place_tokens(backend: str) -> None:
     """place_tokens, where the counts are right."""
     in_rank = np.array([[1, 0], [1, 1], [0, 1]], np.bool_)
@@ -990,24 +992,3 @@ def check_floats_that_are_not_loaded(device: str) -> None:
         ours = copied(device, values, torch.float32, 7, from_zero=True)
         assert not ours.signbit().any()
         assert ours.tolist() == [1.0] * 7 + [0.0] * 293
-
-
-ON_ALL_BACKENDS: tuple[Any, ...] = (
-    check_layout,
-    check_place_tokens,
-    check_contradictions,
-    check_windows,
-    check_sums,
-    check_floats,
-)
-ON_TRITON: tuple[Any, ...] = (
-    check_layout_of_wrong_ids,
-    check_digests,
-    check_send_head,
-    check_rows_that_are_not_there,
-    check_unpack,
-    check_sums_that_are_not_made,
-    check_copies_for_peers,
-    check_parts,
-    check_floats_that_are_not_loaded,
-)

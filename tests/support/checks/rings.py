@@ -26,6 +26,7 @@ from anyep.backends import cpu
 from anyep.backends.cuda import facts
 from anyep.backends.cuda.pinned import pinned_words
 from anyep.sizes import TokenLayout
+from tests.support.checks import deeper
 from tests.support.depth import IS_DEEP
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
@@ -450,6 +451,7 @@ def sizes_of_kinds(device: str, tokens: tuple[TokenLayout, ...]) -> list[tuple[i
     ]
 
 
+@deeper
 def check_dispatch(device: str) -> None:
     """Rows and all that goes beside them; the counters go around their rings over several calls."""
     for _, sizes, num_tokens in sizes_of_kinds(device, TOKENS):
@@ -459,6 +461,7 @@ def check_dispatch(device: str) -> None:
         assert_rings_are_empty(ranks)
 
 
+@deeper
 def check_dispatch_beside_windows(device: str) -> None:
     """Who has a window gets nothing through rings, and nobody writes rows that there is no room for."""
     for sizes, num_tokens in all_sizes(device, TOKENS[1])[:: step_of(device)]:
@@ -621,6 +624,7 @@ def check_combine_example(device: str) -> None:
         assert torch.equal(found, call.x[sender][row].view(torch.uint8))
 
 
+@deeper
 def check_combine(device: str) -> None:
     """Sums of all types, with biases, with weights; the counters go around their rings over several calls."""
     tokens = (TokenLayout(160), TokenLayout(80, num_topk=2), TokenLayout(128, num_topk=3))
@@ -632,6 +636,7 @@ def check_combine(device: str) -> None:
         assert_rings_are_empty(ranks)
 
 
+@deeper
 def check_combine_beside_windows(device: str) -> None:
     """Rows that lie in a window are read there, and added in the same order as the others."""
     for sizes, num_tokens in all_sizes(device, TokenLayout(160, num_topk=2))[1 :: step_of(device)]:
@@ -801,20 +806,3 @@ def check_parts(device: str) -> None:
 def check_types(device: str) -> None:
     """Types have the same numbers as in the CPU's kernels."""
     assert (floats.BF16, floats.FP16, floats.FP32) == (cpu.BF16, cpu.FP16, cpu.FP32)
-
-
-ON_TRITON: tuple[Any, ...] = (
-    check_parts,
-    check_types,
-    check_dispatch_example,
-    check_dispatch,
-    check_dispatch_beside_windows,
-    check_combine_example,
-    check_combine,
-    check_combine_beside_windows,
-    check_who_waits_in_vain_says_so,
-    check_no_channel_is_begun_after_a_failure,
-    check_who_finds_no_room_says_so,
-    check_nothing_is_done_after_a_failure,
-    check_rows_that_a_window_does_not_have,
-)

@@ -1095,25 +1095,3 @@ def check_sending_wrong_ids(device: str) -> None:
         finish(setting)
         assert_wrong_id(setting, ids, 5)
         assert [setting.packed(rank, 1) for rank in range(2)] == [7, 7]
-
-
-ON_ALL_BACKENDS: tuple[Any, ...] = (
-    check_send_tokens,
-    check_lists_of_tokens,
-    check_pack_tokens,
-    check_return_rows,
-    check_handles,
-    check_sum_tokens,
-    check_sum_tokens_of_logfmt,
-    check_a_sum_begins_with_plus_zero,
-    check_rows_that_are_missing,
-)
-ON_TRITON: tuple[Any, ...] = (
-    check_open_call,
-    check_masks,
-    check_finish_call,
-    check_receive_notes,
-    check_what_the_host_says,
-    check_returns_for_wrong_ids,
-    check_sending_wrong_ids,
-)
