@@ -93,7 +93,9 @@ def connect(context: RankContext) -> None:
 
 
 def disconnect(context: RankContext) -> None:
-    context.keep.pop("side").close()
+    side = context.keep.pop("side", None)
+    if side is not None:
+        side.close()
 
 
 def check_puts(context: RankContext) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from anyep.buffer import Buffer
 from anyep.errors import AnyEPError
 from tests.support.cases import NVL_BYTES, Case, check_case, poison_windows
+from tests.support.depth import IS_DEEP
 from tests.support.gpu_pairs import soak
 from tests.support.gpu_scenarios import (
     GOOD,
@@ -56,8 +57,9 @@ def run_pairs(context: RankContext, num_pairs: int) -> None:
     soak(context, num_pairs, 1 << 20, 3)
 
 
+@pytest.mark.property
 def test_pairs_of_all_kinds() -> None:
-    world(2).run(run_pairs, 8)
+    world(2).run(run_pairs, 30 if IS_DEEP else 4)
 
 
 # Windows
@@ -92,7 +94,7 @@ def grow(context: RankContext, first_bytes: int) -> list[int]:
     return num_blocks
 
 
-@pytest.mark.parametrize("first_bytes", [0, 8192])
+@pytest.mark.parametrize("first_bytes", [pytest.param(0, marks=pytest.mark.slow), 8192])
 def test_windows_grow(first_bytes: int) -> None:
     first, *others = world(2).run(grow, first_bytes)
     assert others == [first]
@@ -201,7 +203,13 @@ def test_nothing_is_left_of_a_buffer_that_has_no_windows() -> None:
         assert outcome == (["RuntimeError: no windows"] * 3, [0, 0, 0])
 
 
-@pytest.mark.parametrize("step", ["gpu", "talk", "bases", "normal mode", "low latency"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        *("gpu", "low latency"),
+        *(pytest.param(step, marks=pytest.mark.slow) for step in ("talk", "bases", "normal mode")),
+    ],
+)
 def test_nothing_is_left_of_a_buffer_that_one_rank_cannot_make(step: str) -> None:
     reason = f"RuntimeError: no {step}"
     for rank, outcome in enumerate(world(3).run(fail_to_make_a_buffer, step, [1])):
@@ -314,7 +322,25 @@ def test_a_buffer_dropped_while_calls_are_under_way() -> None:
 # What goes wrong
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+OFTEN = (
+    "rows of 8 bytes",
+    "another hidden size",
+    "a wider dtype and no choices",
+    "contradictory ranks",
+    "contradictory experts in the worst case",
+    "a refused combine",
+    "dispatch and combine",
+    "more rows than the worst case allows",
+    "a combine with a handle of another dispatch",
+    "a handle with rows far outside",
+)
+"""What differs most; the others in `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.slow]) for name in SCENARIOS],
+)
 def test_wrong_calls(name: str) -> None:
     SCENARIOS[name].check(world(3))
 

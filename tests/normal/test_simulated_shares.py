@@ -17,6 +17,7 @@ import pytest
 from anyep import Config
 from anyep.buffer import Buffer
 from tests.support.cases import NVL_BYTES, Case, check_case, poison_windows
+from tests.support.depth import IS_DEEP
 from tests.support.gpu_scenarios import good_arguments
 from tests.support.places import Place
 from tests.support.share_checks import (
@@ -103,8 +104,19 @@ CASES = {
 """With the SMs of the GPU that the ranks share."""
 
 
-@pytest.mark.parametrize("num_window_bytes", [None, pytest.param(0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "num_window_bytes"),
+    [
+        ("simple", 0),
+        ("fp8, asynchronous", None),
+        *(
+            pytest.param(name, size, marks=pytest.mark.slow)
+            for name in CASES
+            for size in (None, 0)
+            if (name, size) not in (("simple", 0), ("fp8, asynchronous", None))
+        ),
+    ],
+)
 def test_case(name: str, num_window_bytes: int | None) -> None:
     """Results and handles are those of 12 channels, whatever number of programs serves them."""
     num_sms, case = CASES[name]
@@ -115,11 +127,12 @@ def test_case(name: str, num_window_bytes: int | None) -> None:
 
 def say_once(context: RankContext) -> None:
     # Each Buffer speaks for itself.
-    for _ in range(2):
+    for _ in range(2 if IS_DEEP else 1):
         with new_buffer(context, 4, None) as buffer:
             check_what_is_said(buffer, 2)
 
 
+@pytest.mark.property
 def test_it_is_said_once() -> None:
     world(2).run(say_once, timeout=TIMEOUT_S)
 
@@ -131,7 +144,7 @@ def mix(context: RankContext, num_window_bytes: int | None) -> None:
         check_mixed_configs(context, buffer, configs, Case((11, 20), combine_weights=True))
 
 
-@pytest.mark.parametrize("num_window_bytes", [None, 0])
+@pytest.mark.parametrize("num_window_bytes", [None, pytest.param(0, marks=pytest.mark.slow)])
 def test_mixed_configs(num_window_bytes: int | None) -> None:
     world(2).run(mix, num_window_bytes, timeout=TIMEOUT_S)
 
@@ -148,7 +161,7 @@ def share_unevenly(context: RankContext, num_window_bytes: int | None) -> list[i
         return [num_programs, handle[1].shape[1]]
 
 
-@pytest.mark.parametrize("num_window_bytes", [None, 0])
+@pytest.mark.parametrize("num_window_bytes", [None, pytest.param(0, marks=pytest.mark.slow)])
 def test_ranks_with_different_shares(num_window_bytes: int | None) -> None:
     """Each has its own number of programs; but a config that none has chosen has one number of channels."""
     found = world(3).run(share_unevenly, num_window_bytes, timeout=TIMEOUT_S)
@@ -161,6 +174,7 @@ def try_all_ways(context: RankContext, num_window_bytes: int | None) -> None:
         check_like_an_intranode_test(context, buffer, config, 26, 256, 4, 8, tuned, is_short=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_window_bytes", [None, 0])
 def test_like_an_intranode_test(num_window_bytes: int | None) -> None:
     world(2).run(try_all_ways, num_window_bytes, timeout=TIMEOUT_S)

@@ -97,8 +97,10 @@ class Calls:
         assert combined[:, 0].tolist() == ranks
 
 
-def refuse_in_normal_mode(context: RankContext, value: int, how: dict[str, Any]) -> dict[str, list[str]]:
-    """By name: what is heard of a wrong call, and of the next ones."""
+def refuse_in_normal_mode(
+    context: RankContext, value: int, how: dict[str, Any], names: tuple[str, ...] = ()
+) -> dict[str, list[str]]:
+    """By name (all, unless some are given): what is heard of a wrong call, and of the next ones."""
     calls = Calls(context, cases.buffer_for(context, None, **how))
     worst = {"num_worst_tokens": TOKENS * context.num_ranks}
     answers = {}
@@ -111,13 +113,17 @@ def refuse_in_normal_mode(context: RankContext, value: int, how: dict[str, Any])
         # The counts of a wrong layout.
         "both": lambda: calls.dispatch(value, counts=calls.layout(value, wait=False, async_finish=True)),
     }.items():
+        if names and name not in names:
+            continue
         # What a layout has found is raised where no peer waits for this rank: by the next layout.
         answers[name] = [heard(wrong), heard(calls.layout), heard(calls.dispatch), heard(calls.good)]
         calls.good()
     return answers
 
 
-def refuse_in_low_latency_mode(context: RankContext, value: int, how: dict[str, Any]) -> dict[str, list[str]]:
+def refuse_in_low_latency_mode(
+    context: RankContext, value: int, how: dict[str, Any], names: tuple[str, ...] = ()
+) -> dict[str, list[str]]:
     buffer = low_latency_cases.buffer_for(context, **how)
     num_experts = LOCAL_EXPERTS * context.num_ranks
     buffer.clean_low_latency_buffer(8, HIDDEN, num_experts)
@@ -152,6 +158,8 @@ def refuse_in_low_latency_mode(context: RankContext, value: int, how: dict[str, 
         "combine": lambda: combine(value),
         "asynchronous combine": lambda: combine(value, async_finish=True),
     }.items():
+        if names and name not in names:
+            continue
         answers[name] = [heard(wrong), heard(good), heard(good)]
         good()
     return answers
