@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,43 +43,21 @@ def test_place_in_nodes() -> None:
     assert numbers.tolist() == [[0, -1], [1, 0]]
 
 
-@numba.njit
-def mask(in_rank, token, first, ranks_per_node):
-    return node_handles.mask_of(in_rank, token, first, ranks_per_node)
-
-
-@numba.njit
-def word(octets, first):
-    return node_handles.word_in(octets, first)
-
-
-@numba.njit
-def hash_of_row(row, mask, node):
-    return np.int64(node_handles.row_and_mask(row, mask, node))
-
-
-@numba.njit
-def count_marks(marks, column, num_columns, prefix):
-    return node_handles.counts_marks(marks, column, num_columns, prefix)
-
-
-@numba.njit
-def fall(prefix):
-    return node_handles.falls(prefix)
-
-
 def test_helpers() -> None:
-    assert mask(flags([[0, 1, 1]]), 0, 1, 2) == 3
-    assert word(np.array([9, 1, 1, 0, 0], np.uint8), 1) == 257
-    assert word(np.array([255] * 4, np.uint8), 0) == 2**32 - 1
-    hashes = {hash_of_row(row, mask, node) for row in range(3) for mask in (1, 2, -1) for node in range(3)}
+    """What kernels call; from here each is compiled with its first call."""
+    assert node_handles.mask_of(flags([[0, 1, 1]]), 0, 1, 2) == 3
+    assert node_handles.word_in(np.array([9, 1, 1, 0, 0], np.uint8), 1) == 257
+    assert node_handles.word_in(np.array([255] * 4, np.uint8), 0) == 2**32 - 1
+    hash_of = node_handles.row_and_mask
+    hashes = {hash_of(row, mask, node) for row in range(3) for mask in (1, 2, -1) for node in range(3)}
     assert len(hashes) == 27
-    assert hash_of_row(2, -1, 0) == hash_of_row(2, 2**32 - 1, 0)
+    assert hash_of(2, -1, 0) == hash_of(2, 2**32 - 1, 0)
     marks = flags([[1, 0], [0, 1], [0, 0]])
-    assert count_marks(marks, 0, 2, int32([2, 2]))
-    assert count_marks(marks, 0, 1, int32([1, 1]))
-    assert not count_marks(marks, 0, 1, int32([1, 2]))
-    assert [fall(int32(prefix)) for prefix in ([0, 2, 2], [0, 2, 1], [-1, 0])] == [False, True, True]
+    assert node_handles.counts_marks(marks, 0, 2, int32([2, 2]))
+    assert node_handles.counts_marks(marks, 0, 1, int32([1, 1]))
+    assert not node_handles.counts_marks(marks, 0, 1, int32([1, 2]))
+    falls = [node_handles.falls(int32(prefix)) for prefix in ([0, 2, 2], [0, 2, 1], [-1, 0])]
+    assert falls == [False, True, True]
 
 
 ONE_TOKEN = NodeRouting(

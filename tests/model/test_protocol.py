@@ -174,7 +174,7 @@ THREE_RANKS = {
 }
 
 
-SLOW = ("any result is kept", "one rank without windows", "full rings")
+SLOW = ("any result is kept", "one rank without windows", "full rings", "no windows")
 
 
 @pytest.mark.parametrize(
