@@ -92,6 +92,10 @@ def good_handle(buffer: Buffer, **changes: Any) -> Any:
     return buffer.low_latency_dispatch(**good_dispatch(buffer.group_size, **changes))[2]
 
 
+def dispatch_by_hook(buffer: Buffer) -> Any:
+    return buffer.low_latency_dispatch(**good_dispatch(), return_recv_hook=True)
+
+
 def empty_handle(num_ranks: int = 2) -> Any:
     """A handle of a dispatch that brought nothing: it is judged by its contents."""
     ranges = torch.zeros(LOCAL_EXPERTS, num_ranks).long()
@@ -600,11 +604,10 @@ def refuse_at_first(context: RankContext) -> None:
 def change_sizes_in_flight(context: RankContext) -> None:
     """A second size while the first call is not yet received."""
     with new_buffer(context) as buffer:
-        *_, hook = buffer.low_latency_dispatch(**good_dispatch(), return_recv_hook=True)
+        *_, hook = dispatch_by_hook(buffer)
         expect(outcome(good_handle, buffer, **{MAX: 16}), invalid(not_laid_out(16, 128, 4)))
         cleaning = outcome(buffer.clean_low_latency_buffer, 16, HIDDEN, EXPERTS)
         expect(cleaning, invalid(f"{DISPATCH} (call 1) was sent and is not yet received", True))
-        assert hook is not None
         hook()
         buffer.clean_low_latency_buffer(16, HIDDEN, EXPERTS)
         check_case(context.rank, replace(GOOD, max_tokens=16), buffer)
@@ -696,8 +699,7 @@ def ask_wrongly_for_the_combine_buffer(context: RankContext) -> None:
 
 def combine_before_the_hook(context: RankContext) -> None:
     buffer = ready_buffer(context)
-    _, _, handle, _, hook = buffer.low_latency_dispatch(**good_dispatch(), return_recv_hook=True)
-    assert hook is not None
+    _, _, handle, _, hook = dispatch_by_hook(buffer)
     sentence = "the handle's dispatch is not yet received: call its hook first"
     if context.rank == 0:
         expect(outcome(buffer.get_next_low_latency_combine_buffer, handle), invalid(sentence))
@@ -717,40 +719,30 @@ def send_a_third_call(context: RankContext, what: str) -> None:
     def last_call() -> int:
         return buffer.status()[context.rank].call
 
-    def third() -> Any:
-        if what == "dispatch":
-            *_, hook = buffer.low_latency_dispatch(**good_dispatch(), return_recv_hook=True)
-        elif what == "combine":
-            *_, hook = buffer.low_latency_combine(**good_combine(handle), return_recv_hook=True)
-        elif what == "async":
-            buffer.low_latency_dispatch(**good_dispatch(), async_finish=True)[3].current_stream_wait()
-            hook = None
-        elif what == "wrong":
-            *_, hook = buffer.low_latency_dispatch(**good_dispatch() | {"x": None})
-        else:
-            buffer.get_next_low_latency_combine_buffer(handle).fill_(1)
-            *_, hook = buffer.low_latency_combine(**good_combine(handle), zero_copy=True)
-        return hook
+    def zero_copy() -> Any:
+        buffer.get_next_low_latency_combine_buffer(handle).fill_(1)
+        return buffer.low_latency_combine(**good_combine(handle), zero_copy=True)
 
-    *_, hook_1 = buffer.low_latency_dispatch(**good_dispatch(), return_recv_hook=True)
-    combined, _, hook_2 = buffer.low_latency_combine(**good_combine(handle), return_recv_hook=True)
-    assert hook_1 is not None
-    assert hook_2 is not None
+    calls: dict[str, Callable[[], Any]] = {
+        "dispatch": lambda: buffer.low_latency_dispatch(**good_dispatch(), **HOWS["hook"]),
+        "combine": lambda: buffer.low_latency_combine(**good_combine(handle), **HOWS["hook"]),
+        "async": lambda: buffer.low_latency_dispatch(**good_dispatch(), **HOWS["async"]),
+        "wrong": lambda: buffer.low_latency_dispatch(**good_dispatch(x=None)),
+        "zero copy": zero_copy,
+    }
+    hook_1 = dispatch_by_hook(buffer)[4]
+    combined, _, hook_2 = calls["combine"]()
     before = last_call()
     sentence = (
         f"{DISPATCH} (call {before - 1}) was sent and is not yet received, and its slots are needed: call its"
         f" hook. At most 2 low-latency calls may be in flight"
     )
-    expect(outcome(third), invalid(sentence))
+    expect(outcome(calls[what]), invalid(sentence))
     # Nothing was sent, and no number taken: the same call later has the next one.
     assert last_call() == before
     hook_1()
-    if what == "wrong":
-        expect(outcome(third), invalid("x is of type NoneType", True))
-    else:
-        hook_3 = third()
-        if hook_3 is not None:
-            hook_3()
+    message = outcome(lambda: finish(*calls[what]()[-2:]))
+    expect(message, invalid("x is of type NoneType", True) if what == "wrong" else NOTHING)
     assert last_call() == before + 1
     hook_2()
     check_sums(combined)
@@ -818,11 +810,10 @@ def use_masks_wrongly(context: RankContext) -> None:
 
 def unmask_in_flight(context: RankContext) -> None:
     buffer = ready_buffer(context, enable_shrink=True)
-    *_, hook = buffer.low_latency_dispatch(**good_dispatch(), return_recv_hook=True)
+    *_, hook = dispatch_by_hook(buffer)
     pattern = f"InvalidCall: {DISPATCH} \\(call \\d+\\) was sent and is not yet received: call its hook first"
     expect(outcome(buffer.low_latency_update_mask_buffer, 1), pattern)
     expect(outcome(buffer.low_latency_clean_mask_buffer), pattern)
-    assert hook is not None
     hook()
     buffer.low_latency_update_mask_buffer(1)
     check_case(context.rank, GOOD, buffer)
@@ -859,8 +850,7 @@ def refuse_without_rank_2(context: RankContext) -> None:
 
 def use_after_destroy(context: RankContext) -> None:
     buffer = new_buffer(context, enable_shrink=True)
-    *_, hook = buffer.low_latency_dispatch(**good_dispatch(), return_recv_hook=True)
-    assert hook is not None
+    *_, hook = dispatch_by_hook(buffer)
     buffer.destroy()
     buffer.destroy()
     call_everything(buffer, "BufferBroken: this Buffer was destroyed: make a new one")
