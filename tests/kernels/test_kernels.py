@@ -17,22 +17,8 @@ from anyep.backends.cpu.kernels import counting, letters, rings, windows
 from anyep.backends.cpu.kernels import digests as cpu_digests
 from anyep.backends.cpu.kernels.atomics import load_acquire, store_release
 from anyep.layout import Window
+from tests.support.arrays import Array, flags, int32, int64
 from tests.support.depth import examples
-
-Array = np.ndarray[Any, Any]
-
-
-def int32(values: Any) -> Array:
-    return np.array(values, np.int32)
-
-
-def int64(values: Any) -> Array:
-    return np.array(values, np.int64)
-
-
-def flags(values: Any) -> Array:
-    return np.array(values, np.bool_)
-
 
 NOBODY = np.zeros(1, np.int64)
 NO_ALARM = int64([NOBODY.ctypes.data])

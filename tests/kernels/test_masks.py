@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from anyep.backends.cpu.kernels import masks
-
-Array = np.ndarray[Any, Any]
+from tests.support.arrays import Array
 
 
 def adopt(of_writers: list[list[int]], generations: Array, masked: Array, changed: Array) -> int:

@@ -23,17 +23,8 @@ from anyep.modes.node_routing import (
 )
 from anyep.sizes import SOURCE_META_BYTES
 from anyep.topology import Topology
+from tests.support.arrays import Array, flags, int32
 from tests.support.depth import examples
-
-Array = np.ndarray[Any, Any]
-
-
-def int32(values: Any) -> Array:
-    return np.array(values, np.int32)
-
-
-def flags(values: Any) -> Array:
-    return np.array(values, np.bool_)
 
 
 def test_place_in_nodes() -> None:

@@ -15,19 +15,11 @@ from anyep.backends.cpu.kernels import relay
 from anyep.layout import NUM_RING_LAYERS
 from anyep.modes.intranode import slot_offsets
 from anyep.sizes import token_layout
+from tests.support.arrays import Array, int32, int64
 
-Array = np.ndarray[Any, Any]
 BASE = 5
 """The rows that went through each ring in earlier calls."""
 NODES = 2
-
-
-def int32(values: Any) -> Array:
-    return np.array(values, np.int32)
-
-
-def int64(values: Any) -> Array:
-    return np.array(values, np.int64)
 
 
 class Nodes:

@@ -10,6 +10,7 @@ import torch
 from anyep import formats
 from anyep.backends.cpu.kernels import slots
 from anyep.modes.notes import Format
+from tests.support.arrays import Array, flags, int64
 from tests.support.checks.slots import (
     GUARD,
     NOTE_WORDS,
@@ -25,16 +26,6 @@ from tests.support.checks.slots import (
     routing,
     words,
 )
-
-Array = np.ndarray[Any, Any]
-
-
-def int64(values: Any) -> Array:
-    return np.array(values, np.int64)
-
-
-def flags(values: Any) -> Array:
-    return np.array(values, np.bool_)
 
 
 def addresses(parts: Array) -> Array:
