@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
+import torch
+
 from anyep.buffer import Buffer
 from tests.support.cases import Case, check_case
+from tests.support.places import Place, buffer_device, tensor_device
 from tests.support.world import RankContext, get_world
 
 NAP_S = 0.2
@@ -31,3 +35,31 @@ def send_late(context: RankContext) -> None:
 
 def test_a_rank_that_copies_late() -> None:
     get_world(3).run(send_late)
+
+
+def dispatch_again_late(context: RankContext) -> list[float]:
+    """Rank 0 is slow in a dispatch along a known routing. What it brought."""
+    num_tokens, num_ranks, device = 4, context.num_ranks, tensor_device()
+    topk_idx = torch.arange(num_tokens * num_ranks, device=device).view(num_tokens, num_ranks) % num_ranks
+    with Buffer(context.group, 1 << 20, device=buffer_device(), num_window_bytes=1 << 20) as buffer:
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_ranks)
+        x = torch.zeros(num_tokens, 64, dtype=torch.bfloat16, device=device)
+        counts = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert}
+        *_, handle, _ = buffer.dispatch(x, is_token_in_rank=in_rank, **counts)
+        runtime: Any = buffer.runtime
+        transfer = runtime._transfer
+
+        def transfer_late(*arguments: Any, **options: Any) -> None:
+            time.sleep(NAP_S)
+            transfer(*arguments, **options)
+
+        if context.rank == 0:
+            runtime._transfer = transfer_late
+        again = buffer.dispatch(x + context.rank + 1, handle=handle)[0]
+        found: list[float] = again.float().unique().tolist()  # type: ignore[union-attr]
+        return found
+
+
+@pytest.mark.parametrize("place", [place.param() for place in (Place("cpu", 2), Place("simulated", 2))])
+def test_a_dispatch_along_a_known_routing(place: Place) -> None:
+    assert place.world().run(dispatch_again_late) == [[1.0, 2.0]] * 2
