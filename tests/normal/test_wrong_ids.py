@@ -17,8 +17,8 @@ SIMULATED_GROUP = pytest.mark.xdist_group("oracle of simulated-2")
 
 
 def params(values: tuple[int, ...], names: tuple[str, ...]) -> list[Any]:
-    """All values on one node, and one each elsewhere; on the simulated GPU in calls of a few names. The rest is
-    for `make test-all`."""
+    """All values on one node, and one each elsewhere; on the simulated GPU in calls of a few names only. The
+    rest is for `make test-all`."""
     quick = [CPU.param({}, value, (), name=f"{CPU}-{value}") for value in values]
     quick.append(CPU.param(NODES, values[0], (), name="nodes"))
     quick.append(CPU.param(LOOPBACK, values[1], (), name="loopback"))
