@@ -162,7 +162,7 @@ def finish_and_exit(context: RankContext, place: Place, path: Any) -> str:
 
 
 @pytest.mark.parametrize("path", ["window", "ring"])
-@pytest.mark.parametrize("place", each([ONE, NODES, SIMULATED], slow=[PAIR, HOSTS]))
+@pytest.mark.parametrize("place", each([ONE, NODES], slow=[PAIR, HOSTS, SIMULATED]))
 def test_a_rank_that_is_done_may_die(place: Place, path: str) -> None:
     if place.device != "cpu" and path == "ring":
         pytest.skip("programs of kernels that wait for each other cannot be simulated")
@@ -190,10 +190,10 @@ def test_a_rank_that_is_done_may_die(place: Place, path: str) -> None:
             Fault(NODES, 1, COMBINE, "rings", "raise", "ring"),
             Fault(PAIR, 1, DISPATCH, "notify", "raise"),
             Fault(HOSTS, 3, 3 + CACHED, "rings", "raise"),
-            Fault(SIMULATED, 1, DISPATCH, "", "raise"),
             Fault(SIMULATED, 1, COMBINE, "", "raise"),
             Fault(GPU, 1, CACHED, "", "raise"),
-        ]
+        ],
+        slow=[Fault(SIMULATED, 1, DISPATCH, "", "raise")],
     ),
 )
 def test_a_rank_that_raises(fault: Fault) -> None:
@@ -494,7 +494,7 @@ def fail_to_grow(context: RankContext, step: int) -> str:
     return outcome
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", each([SIMULATED]))
 def test_a_rank_that_fails_before_windows_grow(place: Place, step: int) -> None:
     for rank, outcome in enumerate(place.world().run(fail_to_grow, step)):
