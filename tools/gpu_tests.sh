@@ -41,10 +41,11 @@ case $shard in
 *) echo "which part: 1, 2 or 3, not $shard" >&2; exit 2 ;;
 esac
 
+export SHRINK_EXAMPLES=0
 started=$SECONDS
 for lane in "${!lanes[@]}"; do
     # shellcheck disable=SC2086 -- several paths
-    $python -m pytest -p no:cacheprovider -o addopts="--strict-markers -q" -o timeout=300 -m gpu \
+    $python -m pytest -p no:cacheprovider -o addopts="--strict-markers -q" -o timeout=600 -m gpu \
         --durations=8 ${lanes[$lane]} "$@" >"$logs/shard-$shard-$lane.log" 2>&1 &
     pids[lane]=$!
 done

@@ -53,7 +53,6 @@ MARK: Final = "MUTATE_RUN"
 CAUGHT, SURVIVED, INVALID = "caught", "SURVIVED", "INVALID"
 KERNELS: Final = "anyep/backends/cpu/kernels"
 PYTEST: Final = (
-    "-x",
     "-q",
     "-rfE",
     "--tb=line",
@@ -61,6 +60,8 @@ PYTEST: Final = (
     "-p",
     "no:cacheprovider",
 )
+
+NOT_SLOW: Final = ("-m", "not slow")
 
 OPERATORS: Final[dict[type[ast.AST], type[ast.AST]]] = {
     ast.Add: ast.Sub,
@@ -87,6 +88,8 @@ class Mutation:
     source: str = field(repr=False)
     environment: dict[str, str] = field(default_factory=dict)
     limit_s: float = LIMIT_S
+    slow: bool = False
+    """Whether its tests are slow ones; else the slow ones among them are left out."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ def load_table(path: Path, root: Path) -> list[Mutation]:
             ),
             entry.get("environment", {}),
             entry.get("limit_s", LIMIT_S),
+            entry.get("slow", False),
         )
         for entry in entries
     ]
@@ -287,9 +291,9 @@ class Tree:
             path.write_bytes(original)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def test(self, arguments: Sequence[str], environment: dict[str, str], limit_s: float) -> Run:
+    def test(self, tests: Sequence[str], slow: bool, environment: dict[str, str], limit_s: float) -> Run:
         """Run pytest here."""
-        return self._run("", [*PYTEST, *arguments], environment, limit_s)
+        return self._run("", [*PYTEST, *([] if slow else NOT_SLOW), *tests], environment, limit_s)
 
     def do(self, code: str, arguments: Sequence[str], environment: dict[str, str]) -> Run:
         """Run a piece of Python here."""
@@ -502,28 +506,25 @@ class Trial:
 
     def failing_tests(self, mutations: Sequence[Mutation]) -> dict[str, str]:
         """The tests that do not pass on the sources as they are, and what they print."""
-        batches: dict[tuple[tuple[str, str], ...], dict[str, set[str]]] = {}
+        batches: dict[tuple[str, bool, tuple[tuple[str, str], ...]], set[str]] = {}
         for mutation in mutations:
-            by_file = batches.setdefault(tuple(sorted(mutation.environment.items())), {})
             for test in mutation.tests:
-                by_file.setdefault(test.partition("::")[0], set()).add(test)
-        runs = [
-            (dict(variables), sorted(tests))
-            for variables, files in batches.items()
-            for tests in files.values()
-        ]
+                variables = tuple(sorted(mutation.environment.items()))
+                key = test.partition("::")[0], mutation.slow, variables
+                batches.setdefault(key, set()).add(test)
 
-        def run(batch: tuple[dict[str, str], list[str]]) -> dict[str, str]:
-            variables, tests = batch
+        def run(key: tuple[str, bool, tuple[tuple[str, str], ...]]) -> dict[str, str]:
+            _, slow, variables = key
+            tests = sorted(batches[key])
             with self._tree() as tree:
-                done = tree.test(["--maxfail=1000", *tests], variables, BASELINE_LIMIT_S)
+                done = tree.test(tests, slow, dict(variables), BASELINE_LIMIT_S)
             if done.exit_code == 0:
                 return {}
             # An error of collection has no names of tests.
             known = [name for name in done.failures if name in tests] or tests
             return dict.fromkeys(known, done.output)
 
-        return {name: output for failed in self._each(run, runs) for name, output in failed.items()}
+        return {name: output for failed in self._each(run, list(batches)) for name, output in failed.items()}
 
     def try_all(self, mutations: Sequence[Mutation], show: Callable[[Result], None]) -> list[Result]:
         def attempt(mutation: Mutation) -> Result:
@@ -554,7 +555,8 @@ class Trial:
                 variables["ANYEP_CACHE_DIR"] = str(tree.compiled)
                 reached = kernels_reached(self._root, mutation.file, mutation.source)
                 tree.do(_FILL_CACHE, [self._compiled, *sorted(reached)], variables)
-            run = tree.test(mutation.tests, variables, mutation.limit_s * crowding())
+            limit_s = mutation.limit_s * crowding()
+            run = tree.test(["-x", *mutation.tests], mutation.slow, variables, limit_s)
             shutil.rmtree(tree.compiled, ignore_errors=True)
         outcome, by = judge(run)
         seconds = round(time.monotonic() - started, 1)

@@ -20,7 +20,7 @@ from tests.support.depth import examples
 from tests.support.places import Place
 from tests.support.strategies import cases_at, with_many_sms
 
-TIMEOUT_S = 200.0
+TIMEOUT_S = 400.0
 HOSTS = Place("cpu", 4, num_nodes=2, hosts=True)
 NODES = Place("cpu", 4, num_nodes=2)
 

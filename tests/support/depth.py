@@ -12,9 +12,11 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 IS_DEEP: Final = os.environ.get("DEEP_TESTS") == "1"
+SHRINKS: Final = os.environ.get("SHRINK_EXAMPLES") != "0"
+"""Whether the smallest example that fails is looked for. On a GPU, whose time is short, any one will do."""
 
 
 def examples(quick: int, *, deep: int) -> settings:
@@ -22,5 +24,6 @@ def examples(quick: int, *, deep: int) -> settings:
     return settings(
         max_examples=deep if IS_DEEP else quick,
         deadline=None,
+        phases=[phase for phase in Phase if SHRINKS or phase not in (Phase.shrink, Phase.explain)],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )

@@ -30,6 +30,8 @@ from tests.support.world import World, shared_world
 
 Device = Literal["cpu", "simulated", "cuda"]
 SIMULATED_TIMEOUT_S = "20"
+CUDA_TIMEOUT_S = "300"
+"""A rank whose kernels are still being compiled is waited for."""
 _device: Device = "cpu"
 
 
@@ -128,6 +130,7 @@ def become_cuda(variables: dict[str, str], rank: int) -> None:
     """A rank on GPU 0, by way of NVIDIA's multi-process service."""
     global _device  # noqa: PLW0603
     _device = "cuda"
+    os.environ.setdefault("ANYEP_TIMEOUT_S", CUDA_TIMEOUT_S)
     os.environ.update(variables)
     torch.cuda.set_device(0)
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -47,7 +47,7 @@ from tests.support.world import RankContext
 
 FOLDER: Final = Path(__file__).with_name("recorded")
 NUM_DIGITS: Final = 8
-TIMEOUT_S: Final = 100.0
+TIMEOUT_S: Final = 400.0
 Value = str | None
 Part = Value | list[Value]
 """The value of all ranks, or of each of them."""
