@@ -256,7 +256,7 @@ class Tree:
             to = self.path / name
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, to, follow_symlinks=False)
-        preloaded = PRELOADED if (root / KERNELS).is_dir() else ("pytest",)
+        preloaded = PRELOADED if (root / KERNELS).is_dir() else ("hypothesis", "pytest")
         # Without a buffer: what has been read cannot be waited for any more.
         self._server = subprocess.Popen(
             [sys.executable, "-c", _SERVER, *preloaded],
@@ -506,23 +506,22 @@ class Trial:
 
     def failing_tests(self, mutations: Sequence[Mutation]) -> dict[str, str]:
         """The tests that do not pass on the sources as they are, and what they print."""
-        batches: dict[tuple[str, bool, tuple[tuple[str, str], ...]], set[str]] = {}
+        batches: dict[tuple[bool, tuple[tuple[str, str], ...], int], set[str]] = {}
+        files = sorted({test.partition("::")[0] for mutation in mutations for test in mutation.tests})
         for mutation in mutations:
             for test in mutation.tests:
                 variables = tuple(sorted(mutation.environment.items()))
-                key = test.partition("::")[0], mutation.slow, variables
-                batches.setdefault(key, set()).add(test)
+                share = files.index(test.partition("::")[0]) % self._jobs
+                batches.setdefault((mutation.slow, variables, share), set()).add(test)
 
-        def run(key: tuple[str, bool, tuple[tuple[str, str], ...]]) -> dict[str, str]:
-            _, slow, variables = key
+        def run(key: tuple[bool, tuple[tuple[str, str], ...], int]) -> dict[str, str]:
+            slow, variables, _ = key
             tests = sorted(batches[key])
             with self._tree() as tree:
                 done = tree.test(tests, slow, dict(variables), BASELINE_LIMIT_S)
-            if done.exit_code == 0:
-                return {}
-            # An error of collection has no names of tests.
-            known = [name for name in done.failures if name in tests] or tests
-            return dict.fromkeys(known, done.output)
+            failed = [test for test in tests if any(belongs_to(name, test) for name in done.failures)]
+            # Errors of collection, and crashes, have no names.
+            return dict.fromkeys(failed or tests, done.output) if done.exit_code != 0 else {}
 
         return {name: output for failed in self._each(run, list(batches)) for name, output in failed.items()}
 
@@ -561,6 +560,15 @@ class Trial:
         outcome, by = judge(run)
         seconds = round(time.monotonic() - started, 1)
         return Result(mutation.id, mutation.file, mutation.what, outcome, by, seconds)
+
+
+def belongs_to(name: str, test: str) -> bool:
+    """Whether a test that ran is one that a name of the table stands for.
+
+    >>> belongs_to("tests/test_a.py::test_b[1]", "tests/test_a.py::test_b"), belongs_to("a.py::b", "a.py")
+    (True, True)
+    """
+    return name == test or name.startswith((f"{test}[", f"{test}::"))
 
 
 def crowding() -> float:

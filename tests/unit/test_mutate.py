@@ -161,7 +161,7 @@ def toy(tmp_path: Path) -> Path:
 
 
 def test_a_toy(mutate: ModuleType, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--root", str(toy), "--table", str(toy / "table.toml"), "--jobs", "2"]
+    arguments = ["--root", str(toy), "--table", str(toy / "table.toml"), "--jobs", "1"]
     found = toy / "found.json"
     assert mutate.main([*arguments, "--json", str(found)]) == 2
     outcomes = {result["id"]: (result["outcome"], result["by"]) for result in json.loads(found.read_text())}
