@@ -45,7 +45,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 ROOT: Final = Path(__file__).resolve().parents[1]
 TABLE: Final = Path(__file__).with_name("mutations.toml")
-LIMIT_S: Final = 90.0
+LIMIT_S: Final = 30.0
 """A change whose tests take longer counts as caught: it made something hang."""
 BASELINE_LIMIT_S: Final = 1200.0
 MARK: Final = "MUTATE_RUN"

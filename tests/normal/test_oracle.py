@@ -57,9 +57,9 @@ def drawn(place: Place, quick: int, deep: int, *, slow: bool = False) -> Any:
         drawn(Place("simulated", 1), 1, 6),
         drawn(Place("simulated", 2), 2, 16),
         drawn(Place("simulated", 3), 1, 10),
-        drawn(Place("cuda", 2), 40, 80),
-        drawn(Place("cuda", 4), 30, 60),
-        drawn(Place("cuda", 8), 20, 40),
+        drawn(Place("cuda", 2), 20, 80),
+        drawn(Place("cuda", 4), 12, 60),
+        drawn(Place("cuda", 8), 8, 40),
     ],
 )
 def test_any_case(place: Place, quick: int, deep: int) -> None:
@@ -74,7 +74,7 @@ def test_any_case(place: Place, quick: int, deep: int) -> None:
 @pytest.mark.property
 @pytest.mark.parametrize("place", [Place("cuda", 8).param()])
 def test_any_case_with_more_sms_than_a_rank_has(place: Place) -> None:
-    @examples(30, deep=60)
+    @examples(8, deep=60)
     @given(with_many_sms(cases_at(place, max_tokens=60)))
     def check(case: Case) -> None:
         place.world().run(run_case, case, timeout=TIMEOUT_S)
