@@ -625,6 +625,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutation in mutations:
             print(f"{mutation.id:<32} {mutation.file:<44} {mutation.what}")
         return 0
+    for mutation in mutations:
+        # What cannot be compiled would be caught by any test.
+        compile(mutation.source, mutation.id, "exec", dont_inherit=True)
     started = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="anyep-mutate-") as folder,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -36,29 +36,20 @@ def test_its_examples(mutate: ModuleType) -> None:
 
 
 def test_every_change_of_the_table_can_be_made(mutate: ModuleType) -> None:
-    """The texts are in the sources, what comes of them is Python, and the tests are in files that exist."""
+    """The texts are in the sources, and the tests in files that exist; of their names, the function is looked
+    at: what it is drawn from is known when it is collected."""
     mutations = mutate.load_table(mutate.TABLE, ROOT)
     assert len(mutations) >= 70
-    for mutation in mutations:
-        ast.parse(mutation.source)
-        assert mutation.tests, mutation.id
-        for test in mutation.tests:
-            assert (ROOT / test.partition("::")[0]).is_file(), (mutation.id, test)
     for area in AREAS:
         assert sum(mutation.file.startswith(area) for mutation in mutations) >= 15
-
-
-def test_every_test_of_the_table_exists(mutate: ModuleType) -> None:
-    """By its function: what it is drawn from is known when it is collected."""
     functions: dict[str, set[str]] = {}
-    for mutation in mutate.load_table(mutate.TABLE, ROOT):
+    for mutation in mutations:
+        assert mutation.tests, mutation.id
         for test in mutation.tests:
             file, _, name = test.partition("::")
             if file not in functions:
-                tree = ast.parse((ROOT / file).read_text())
-                functions[file] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-            if file.startswith("tests/") and name:
-                assert name.partition("[")[0] in functions[file], (mutation.id, test)
+                functions[file] = set(re.findall(r"^def (\w+)", (ROOT / file).read_text(), re.MULTILINE))
+            assert not name or name.partition("[")[0] in functions[file], (mutation.id, test)
 
 
 @pytest.mark.parametrize(
