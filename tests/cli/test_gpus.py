@@ -22,6 +22,9 @@ from tests.support.mps import folders
 from tests.support.programs import Program
 from tests.support.world import start_server
 
+# They look for what services of other tests would leave, too.
+pytestmark = pytest.mark.xdist_group("services")
+
 SERVES = """#!/bin/sh
 here="$CUDA_MPS_PIPE_DIRECTORY"
 if [ "$1" = -f ]; then

@@ -309,6 +309,9 @@ def call_until_it_fails(context: RankContext, faults: tuple[Fault, ...]) -> Outc
                     if fault.call == number:
                         times[1] = _strike_between_calls(buffer, fault) or times[1]
                 call()
+                if mode == "low latency" and tensor_device() == "cuda":
+                    # What went wrong is heard of in the next call, once kernels have noticed it.
+                    torch.cuda.synchronize()
                 number += num_calls
     except BaseException as error:
         kind, message = type(error).__name__, str(error)
