@@ -90,6 +90,8 @@ class Mutation:
     limit_s: float = LIMIT_S
     slow: bool = False
     """Whether its tests are slow ones; else the slow ones among them are left out."""
+    uses_kernels: bool = True
+    """Whether its tests may call CPU kernels."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ def operator_mutations(root: Path, file: str) -> list[Mutation]:
     tests = (f"tests/unit/test_{Path(file).stem}.py",)
     changes = changes_of(Path(root, file).read_text())
     return [
-        Mutation(f"{Path(file).stem}-{number}", file, what, tests, source)
+        # Hypothesis takes its time to find the smallest example.
+        Mutation(f"{Path(file).stem}-{number}", file, what, tests, source, limit_s=300.0, uses_kernels=False)
         for number, (what, source) in enumerate(changes, 1)
     ]
 
@@ -550,7 +553,8 @@ class Trial:
         with self._tree() as tree, tree.changed(mutation.file, mutation.source):
             variables = dict(mutation.environment)
             started = time.monotonic()
-            if self._compiled and module_of(mutation.file) in modules_of_kernels(self._root):
+            is_compiled = module_of(mutation.file) in modules_of_kernels(self._root)
+            if self._compiled and is_compiled and mutation.uses_kernels:
                 variables["ANYEP_CACHE_DIR"] = str(tree.compiled)
                 reached = kernels_reached(self._root, mutation.file, mutation.source)
                 tree.do(_FILL_CACHE, [self._compiled, *sorted(reached)], variables)
