@@ -72,8 +72,8 @@ class Sockets:
         else:
             self._socket = socket.create_connection(addresses[rank.rank - ranks_per_host])
         server.close()
-        self._outgoing = memoryview(torch.ones(num_bytes, dtype=torch.uint8).numpy())
-        self._incoming = memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())
+        self._outgoing = memoryview(bytearray(b"\1" * num_bytes))
+        self._incoming = memoryview(bytearray(num_bytes))
         self._pool = ThreadPoolExecutor(1)
 
     def one_way(self) -> None:
