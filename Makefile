@@ -19,7 +19,7 @@ test: $(READY)
 
 # The rest: soaks, rare sizes, every example, more draws of each property; then coverage and mutations.
 test-all: $(READY)
-	DEEP_TESTS=1 $(PYTEST) -m "slow or property"
+	DEEP_TESTS=1 $(PYTEST) -o timeout=1500 -m "slow or property"
 	$(MAKE) coverage
 	$(MAKE) mutate
 

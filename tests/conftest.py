@@ -5,6 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
+from hypothesis import settings
+
+# A machine may be busy: how long an example takes says nothing.
+settings.register_profile("anyep", deadline=None)
+settings.load_profile("anyep")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

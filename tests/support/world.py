@@ -266,13 +266,15 @@ class _Pool:
         self._wait_until_they_met()
 
     def revive(self) -> None:
-        # The old one stays open: who drops a group for good looks into its store once more.
+        # The old one stays open: a rank that drops its group reads the group's store once more.
         self._old_stores.append(self._store)
         self._store = os.memfd_create("anyep-test-store")
         request = _pickled((_meet_again, (_path_of(self._store),)))
         for rank, process in enumerate(self.processes):
             if rank not in self.dead:
-                self._connections[rank].send_bytes(request)
+                # A rank that has died since is found by the one who waits for it.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    self._connections[rank].send_bytes(request)
                 continue
             process.join()
             process.close()
