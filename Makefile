@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | bench | soak | coverage | mutate | clean: each sets up .venv itself when needed.
+# make demo | test | test-all | lint | bench | soak | coverage | mutate | mutate-arithmetic | clean: each sets up .venv itself when needed.
 # The demo needs the packages of AnyEP alone; the others add what they need to the same environment.
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
 
-.PHONY: demo test test-all lint bench soak coverage mutate clean
+.PHONY: demo test test-all lint bench soak coverage mutate mutate-arithmetic clean
 
 demo: $(READY_FOR_DEMO)
 	$(BIN)/anyep demo --ranks 8
@@ -49,6 +49,10 @@ comma := ,
 # Change the code in one place at a time and check that a test fails. Minutes.
 mutate: $(READY)
 	$(BIN)/python tools/mutate.py --jobs $(WORKERS)
+
+# Every constant and operator of the arithmetic. Many minutes, so not part of test-all.
+mutate-arithmetic: $(READY)
+	$(BIN)/python tools/mutate.py --jobs $(WORKERS) --operators $(ARITHMETIC:%=anyep/%.py)
 
 $(READY): pyproject.toml constraints.txt tools/make_venv.py
 	$(PYTHON) tools/make_venv.py $(VENV) dev,plot,cuda,network,examples
