@@ -297,7 +297,7 @@ def what_a_process_holds() -> tuple[int, int]:
 
 def nothing_is_left(context: RankContext) -> None:
     gc.collect()
-    threads = {thread.name for thread in threading.enumerate()}
+    threads = set(threading.enumerate())
     before = what_a_process_holds()
     for _ in range(3):
         with pytest.raises(anyep.NotSupported):
@@ -308,7 +308,7 @@ def nothing_is_left(context: RankContext) -> None:
         buffer.destroy()
         gc.collect()
         assert what_a_process_holds() == before  # also while the destroyed Buffer is held
-    assert {thread.name for thread in threading.enumerate()} <= threads
+    assert set(threading.enumerate()) <= threads
 
 
 def test_nothing_is_left_of_buffers() -> None:

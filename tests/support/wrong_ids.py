@@ -103,8 +103,7 @@ def refuse_in_normal_mode(
     """By name (all, unless some are given): what is heard of a wrong call, and of the next ones."""
     calls = Calls(context, cases.buffer_for(context, None, **how))
     worst = {"num_worst_tokens": TOKENS * context.num_ranks}
-    answers = {}
-    for name, wrong in {
+    wrong_calls: dict[str, Callable[[], Any]] = {
         "layout": lambda: calls.layout(value),
         "asynchronous layout": lambda: calls.layout(value, async_finish=True),
         "dispatch": lambda: calls.dispatch(value),
@@ -112,7 +111,10 @@ def refuse_in_normal_mode(
         "worst case": lambda: calls.dispatch(value, **worst),
         # The counts of a wrong layout.
         "both": lambda: calls.dispatch(value, counts=calls.layout(value, wait=False, async_finish=True)),
-    }.items():
+    }
+    assert set(names) <= wrong_calls.keys()
+    answers = {}
+    for name, wrong in wrong_calls.items():
         if names and name not in names:
             continue
         # What a layout has found is raised where no peer waits for this rank: by the next layout.
@@ -150,14 +152,16 @@ def refuse_in_low_latency_mode(
         right = (ids_of(context, None) >= 0).sum(1) * 0.5
         assert combine()[:, 0].tolist() == right.tolist()
 
-    answers = {}
-    for name, wrong in {
+    wrong_calls: dict[str, Callable[[], Any]] = {
         "dispatch": lambda: dispatch(value),
         "asynchronous dispatch": lambda: dispatch(value, async_finish=True),
         "dispatch with a hook": lambda: dispatch(value, hooked=True),
         "combine": lambda: combine(value),
         "asynchronous combine": lambda: combine(value, async_finish=True),
-    }.items():
+    }
+    assert set(names) <= wrong_calls.keys()
+    answers = {}
+    for name, wrong in wrong_calls.items():
         if names and name not in names:
             continue
         answers[name] = [heard(wrong), heard(good), heard(good)]
