@@ -391,9 +391,7 @@ KERNELS: dict[str, Source] = {
     "place_in_new_block": normal(
         letters.place_in_new_block, 1, types={"num_topk": "i64", "num_scales": "i64"}, **BLOCKS
     ),
-    "copy_for_peers": normal(
-        sums.copy_for_peers, 32, types={"window": "*i32"}, NUM_RANKS=4, TILE_WORDS=16384
-    ),
+    "copy_for_peers": copy_for_peers(),
     "fill_send_head": normal(letters.fill_send_head, 4, **BLOCKS, TILE_TOKENS=128),
     "send between 2": send(2, 32, 512, 32, True),
     "send short rows between 2": send(2, 64, 256, 32, False),

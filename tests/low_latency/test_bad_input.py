@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -198,8 +199,12 @@ def first(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0]
 
 
-def shorter(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[:-1]
+def longer(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor[:1]])
+
+
+def shorter(tensor: torch.Tensor, dimension: int = 0) -> torch.Tensor:
+    return tensor.narrow(dimension, 0, tensor.shape[dimension] - 1)
 
 
 def wrong_tensors(
@@ -209,9 +214,11 @@ def wrong_tensors(
     other: str,
     shape: str,
     strides: str = "",
-    shorten: bool = True,
 ) -> list[Change]:
-    """What may be wrong with any tensor: it is none, has another dtype, no data, another shape, or gaps."""
+    """What may be wrong with any tensor: it is none, has another dtype, no data, another shape, or gaps.
+
+    `shape` is as sentences show it: the numbers in it are sizes that must be met.
+    """
     right = str(good.dtype).removeprefix("torch.")
 
     def change(how: Callable[[Any], Any]) -> Arguments:
@@ -221,10 +228,14 @@ def wrong_tensors(
         (change(torch.Tensor.tolist), "is of type list: it must be a tensor"),
         (change(lambda tensor: tensor.to(getattr(torch, other))), f"is {other}: it must be {right}"),
         (change(lambda tensor: tensor.to("meta")), ON_META),
-        (change(first), f"has shape {list(first(good).shape)}: it must be {shape}"),
     ]
-    if shorten:
-        rows.append((change(shorter), f"has shape {list(shorter(good).shape)}: it must be {shape}"))
+    fixed = [size.isdigit() for size in shape.strip("[]").split(", ")]
+    reshapes: list[Callable[[Any], Any]] = [first, *([longer] if fixed[0] else [])]
+    reshapes += (partial(shorter, dimension=dimension) for dimension in range(good.ndim) if fixed[dimension])
+    rows += (
+        (change(reshape), f"has shape {list(reshape(good).shape)}: it must be {shape}")
+        for reshape in reshapes
+    )
     if strides:
         gaps = change(lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2])
         rows.append((gaps, f"is not contiguous: {strides}"))
@@ -299,7 +310,7 @@ WRONG: list[Change] = [
     ),
     (COMBINE, {"zero_copy": True}, NOT_ASKED),
     # Tensors of a dispatch
-    *wrong_tensors(DISPATCH, "x", rows_of(), "float16", "[tokens, hidden]", COPY, shorten=False),
+    *wrong_tensors(DISPATCH, "x", rows_of(), "float16", "[tokens, hidden]", COPY),
     (DISPATCH, {"x": (rows_of(), rows_of())}, "x is of type tuple: it must be a tensor"),
     (DISPATCH, {"x": rows_of(hidden=0)}, "x has no columns: the hidden size must be at least 1"),
     (DISPATCH, {"x": rows_of(hidden=4)}, "a row of 8 bytes is no multiple of 16 bytes: choose a hidden size"),
@@ -316,7 +327,7 @@ WRONG: list[Change] = [
     # Tensors of a combine
     *wrong_tensors(COMBINE, "x", torch.ones(2, 16, HIDDEN).bfloat16(), "float32", "[2, 16, 128]", COPY),
     (COMBINE, {"x": None}, "x is of type NoneType: it must be a tensor"),
-    *wrong_tensors(COMBINE, "topk_idx", ids, "int32", "[tokens, top-k]", shorten=False),
+    *wrong_tensors(COMBINE, "topk_idx", ids, "int32", "[tokens, top-k]"),
     (
         COMBINE,
         {"topk_idx": NINE, "topk_weights": torch.ones(9, TOPK)},

@@ -639,7 +639,8 @@ def check_combine(device: str) -> None:
 @deeper
 def check_combine_beside_windows(device: str) -> None:
     """Rows that lie in a window are read there, and added in the same order as the others."""
-    for sizes, num_tokens in all_sizes(device, TokenLayout(160, num_topk=2))[1 :: step_of(device)]:
+    step = step_of(device)
+    for sizes, num_tokens in all_sizes(device, TokenLayout(160, num_topk=2))[step - 1 :: step]:
         ranks = Ranks(sizes, device)
         of_call = routing(sizes, num_tokens, 3)
         Combine(of_call, 3, in_window=(0,), num_biases=1).check(ranks)
