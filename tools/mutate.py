@@ -51,6 +51,8 @@ BASELINE_LIMIT_S: Final = 1200.0
 MARK: Final = "MUTATE_RUN"
 """A variable in the environment of all processes of a run, by which they are found and ended."""
 CAUGHT, SURVIVED, INVALID = "caught", "SURVIVED", "INVALID"
+NOT_TESTED: Final = {3: "an internal error", 4: "a wrong name or option", 5: "no test was found"}
+"""Exit codes of pytest that say nothing about a change, unless a test is named as failing."""
 KERNELS: Final = "anyep/backends/cpu/kernels"
 PYTEST: Final = (
     "-q",
@@ -585,13 +587,18 @@ def judge(run: Run) -> tuple[str, str]:
 
     >>> judge(Run(0, "", 1.0)), judge(Run(None, "", 1.0)), judge(Run(-11, "", 1.0))
     (('SURVIVED', ''), ('caught', 'a hang'), ('caught', 'a crash (SIGSEGV)'))
+    >>> judge(Run(2, "", 1.0)), judge(Run(5, "", 1.0))
+    (('caught', 'pytest ended with 2'), ('INVALID', 'pytest ended with 5: no test was found'))
     """
     if run.exit_code == 0:
         return SURVIVED, ""
     if run.exit_code is None:
         return CAUGHT, "a hang"
     if run.failures:
+        # Where tests are named, an error while they are collected is 4, too.
         return CAUGHT, run.failures[0]
+    if run.exit_code in NOT_TESTED:
+        return INVALID, f"pytest ended with {run.exit_code}: {NOT_TESTED[run.exit_code]}"
     if run.exit_code < 0:
         return CAUGHT, f"a crash ({signal.Signals(-run.exit_code).name})"
     return CAUGHT, f"pytest ended with {run.exit_code}"

@@ -133,6 +133,8 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=4, help="busy processes beside a recording")
     parser.add_argument("--json", action="store_true", help="what differs, as JSON")
     options = parser.parse_args()
+    if not any(is_wanted(options, recording.name, recording.mode) for recording in RECORDINGS.values()):
+        parser.error(f"no such recording has {options.only!r} in its name")
     return record(options) if options.write else compare(options)
 
 
