@@ -1,4 +1,4 @@
-"""What a kernel of a GPU leaves of a call that failed before it."""
+"""GPU kernels after a failed call: what they write."""
 
 from __future__ import annotations
 

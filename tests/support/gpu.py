@@ -13,27 +13,14 @@ import pytest
 import torch
 
 from anyep.backends.cuda.mps import MultiProcessService
-from anyep.buffer import Buffer
-from tests.support.cases import Case, buffer_for, check_case, delays
 from tests.support.gpu_scenarios import closing_threads
-from tests.support.world import RankContext, World, set_environment
+from tests.support.world import World, set_environment
 
 NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use"),
 ]
 _open = ExitStack()
-_worlds: dict[int, World] = {}
-
-
-def gpu_world(num_ranks: int) -> World:
-    """The ranks of this number that tests share; only those that were used last are alive."""
-    for other in [size for size in _worlds if size != num_ranks]:
-        _worlds.pop(other).close()
-    if num_ranks not in _worlds:
-        _worlds[num_ranks] = new_gpu_world(num_ranks)
-        _open.callback(_worlds[num_ranks].close)
-    return _worlds[num_ranks]
 
 
 def new_gpu_world(num_ranks: int) -> World:
@@ -52,28 +39,6 @@ def prepare_rank() -> None:
     """Memory that nobody has written yet holds NaN and the like: who reads it is found out."""
     torch.cuda.set_device(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def poison_windows(buffer: Buffer) -> None:
-    """Fill the windows that are free, on every rank, before any rank goes on."""
-    assert buffer.runtime is not None
-    windows: Any = buffer.runtime.windows
-    windows.fill_free(0xA5)
-    torch.cuda.synchronize()
-    torch.distributed.barrier(group=buffer.group)
-
-
-def run_gpu_case(context: RankContext, case: Case) -> None:
-    """Dispatch, dispatch again by handle, and combine, on CUDA tensors."""
-    prepare_rank()
-    buffer = buffer_for(context, case.num_window_bytes, device="cuda")
-    poison_windows(buffer)
-    conversation = buffer.runtime.conversation
-    conversation.between_steps = None if case.delay_seed is None else delays(case.delay_seed, context.rank)
-    try:
-        check_case(context, case, buffer, "cuda")
-    finally:
-        conversation.between_steps = None
 
 
 def let_die_in_a_capture(dying: list[Any], meanwhile: Callable[[], None] = lambda: None) -> int:

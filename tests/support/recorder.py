@@ -4,7 +4,7 @@
     python tools/record.py --only dtypes   # the recordings whose names contain it
     python tools/record.py --write         # record anew: five times under load, and only if all are equal
 
-A recording (tests/support/recordings.py) is a named sequence of rounds on one Buffer, as data. A round makes
+A recording (tests/support/recordings/) is a named sequence of rounds on one Buffer, as data. A round makes
 some public calls with inputs that are made from its name, and notes what they return: of a tensor, 8 digits
 of the SHA-256 of dtype, shape and bytes; of an error its type and sentence; of anything else its text. Only
 what the contract defines is noted: no rows past the received ones. `tests/support/recorded/<recording>.json`
@@ -234,7 +234,7 @@ class Player:
         """What rounds share."""
 
     def note(self, call: str, **parts: Any) -> None:
-        """Of a part that is None nothing is noted."""
+        """Parts that are None are omitted."""
         if call in self.tape:
             raise ValueError(f"{call!r} was noted before: rounds need names of their own")
         self.tape[call] = {part: text_of(value) for part, value in parts.items() if value is not None}

@@ -86,7 +86,7 @@ def forget_compiled_triton() -> None:
 
 
 def change_the_language_once() -> None:
-    """Let Triton's language stay what the interpreter makes of it.
+    """Patch triton.language once instead of at every call.
 
     The interpreter changes hundreds of functions with every call of a kernel, and of every function that a
     kernel calls. In a process that only interprets, once is enough: all modules of the language at once, as
@@ -156,7 +156,7 @@ def copy_no_arguments() -> None:
 
 
 def look_for_no_overflow() -> None:
-    """Every sum of integers is computed once more with 64 bits, to find an overflow; let it not be."""
+    """Turn off the overflow check, which repeats every integer sum in 64 bits."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     interpreter.interpreter_builder.options = replace(
         interpreter.interpreter_builder.options, sanitize_overflow=False

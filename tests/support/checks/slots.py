@@ -825,8 +825,8 @@ def kernels_of(backend: str) -> list[Any]:
 # Dispatch
 
 
-def check_send(backend: str, call: Send) -> Sent:
-    """That a backend sends what is right; and that."""
+def assert_send(backend: str, call: Send) -> Sent:
+    """Check a backend against the reference; return the reference."""
     right = call.right()
     assert_all_same(kernels_of(backend)[0].send(call), right)
     return right
@@ -834,7 +834,7 @@ def check_send(backend: str, call: Send) -> Sent:
 
 def check_send_tokens(backend: str) -> None:
     example = Send(words([[1, 0], [-1, 1]]), 1, 128, formats.RAW, [0, 0], number=6)
-    messages, lists, ranges = check_send(backend, example)
+    messages, lists, ranges = assert_send(backend, example)
     assert (messages[:, :LOW_LATENCY_HEADER_BYTES] == GUARD).all()
     assert_same(messages[:2, LOW_LATENCY_HEADER_BYTES:], rows_of(2, 2, 128))
     assert lists[0, 0, :2].tolist() == [0, GUARD]
@@ -843,21 +843,21 @@ def check_send_tokens(backend: str) -> None:
     # Of these only the third goes anywhere.
     nowhere = words([[-1, -1], [-1, -1], [-1, 1], [-1, -1]])
     for travel in (formats.RAW, *FP8_FORMATS):
-        messages, _, _ = check_send(backend, Send(nowhere, 1, 512, travel, [0, 0]))
+        messages, _, _ = assert_send(backend, Send(nowhere, 1, 512, travel, [0, 0]))
         assert (messages[[0, 1, 3]] == GUARD).all()
         assert not (messages[2] == GUARD).all()
     num_tokens = 200 if backend == "cuda" else 6
     for hidden in (8, 72, 768, 1152):
-        check_send(backend, Send(routing(num_tokens, 3, 6, hidden), 3, hidden, formats.RAW, [0, 0]))
+        assert_send(backend, Send(routing(num_tokens, 3, 6, hidden), 3, hidden, formats.RAW, [0, 0]))
     for travel in FP8_FORMATS:
         for hidden in (512, 1536):
-            check_send(backend, Send(routing(num_tokens, 2, 4, hidden), 2, hidden, travel, [0, 0]))
-    check_send(backend, Send(words([[]]).view(0, 1), 2, 128, formats.RAW, [0, 0]))
+            assert_send(backend, Send(routing(num_tokens, 2, 4, hidden), 2, hidden, travel, [0, 0]))
+    assert_send(backend, Send(words([[]]).view(0, 1), 2, 128, formats.RAW, [0, 0]))
 
 
 def check_lists_of_tokens(backend: str) -> None:
     # Chosen twice, also with another expert between; and token 2 is not taken for the one before it.
-    twice = check_send(backend, Send(words([[0, 0, 1], [1, 0, 1], [1, 1, 1]]), 2, 8, formats.RAW, [0]))
+    twice = assert_send(backend, Send(words([[0, 0, 1], [1, 0, 1], [1, 1, 1]]), 2, 8, formats.RAW, [0]))
     assert twice.ranges.tolist() == [[2, 3]]
     sizes = [(37, 3, 2), (16, 8, 1), (1, 1, 3), (0, 2, 2)]
     for seed, (num_tokens, num_topk, local_experts) in enumerate(
@@ -865,11 +865,11 @@ def check_lists_of_tokens(backend: str) -> None:
     ):
         for masked in ([0, 0, 0], [0, 1, 0], [1, 1, 0]):
             ids = routing(num_tokens, num_topk, len(masked) * local_experts, seed)
-            check_send(backend, Send(ids, local_experts, 8, formats.RAW, masked, number=seed))
+            assert_send(backend, Send(ids, local_experts, 8, formats.RAW, masked, number=seed))
 
 
-def check_pack(backend: str, call: Pack) -> Packed:
-    """That a backend packs what is right; and that."""
+def assert_pack(backend: str, call: Pack) -> Packed:
+    """Check a backend against the reference; return the reference."""
     right = call.right()
     for kernels in kernels_of(backend):
         assert_all_same(kernels.pack(call), right)
@@ -879,7 +879,7 @@ def check_pack(backend: str, call: Pack) -> Packed:
 def check_pack_tokens(backend: str) -> None:
     lists = guarded((2, 1, 4), torch.int32)
     lists[0, 0, :2], lists[1, 0, :1] = torch.tensor([0, 3]), torch.tensor([1])
-    packed = check_pack(backend, Pack(words([[2], [1]]), lists, 4, 128))
+    packed = assert_pack(backend, Pack(words([[2], [1]]), lists, 4, 128))
     assert packed.src_info[0, :4].tolist() == [0, 3, 1, GUARD]
     assert packed.layout_range.tolist() == [[2, SECOND_OF_TWO]]
     assert packed.counts.tolist() == [3]
@@ -897,7 +897,7 @@ def check_pack_tokens(backend: str) -> None:
         counts[0, 0], counts[-1, -1] = max_tokens, 0
         listed = random.integers(-2, max_tokens + 2, (num_senders, num_experts, max_tokens))
         tables = torch.from_numpy(counts), torch.from_numpy(listed.astype(np.int32))
-        check_pack(backend, Pack(*tables, max_tokens, row_bytes, num_scale_words, num_senders != 1))
+        assert_pack(backend, Pack(*tables, max_tokens, row_bytes, num_scale_words, num_senders != 1))
 
 
 # Combine
@@ -919,8 +919,8 @@ def handle_of(counts: Any, max_tokens: int, seed: int = 0) -> tuple[torch.Tensor
     return layout_range, src_info
 
 
-def check_return(backend: str, call: Return) -> Sent:
-    """That a backend returns what is right; and that."""
+def assert_return(backend: str, call: Return) -> Sent:
+    """Check a backend against the reference; return the reference."""
     right = call.right()
     for kernels in kernels_of(backend):
         assert_all_same(kernels.give_back(call), right)
@@ -930,7 +930,7 @@ def check_return(backend: str, call: Return) -> Sent:
 def check_return_rows(backend: str) -> None:
     src_info = torch.tensor([[0, 3, 1, 0, 0, 0, 0, 0]], dtype=torch.int32)
     example = Return(words([[2, SECOND_OF_TWO]]), src_info, 64, False, [0, 0], number=6)
-    messages, lists, ranges = check_return(backend, example)
+    messages, lists, ranges = assert_return(backend, example)
     assert_same(messages[:3, LOW_LATENCY_HEADER_BYTES:], example.x[:3])
     assert (messages[3:] == GUARD).all()
     assert lists[0, 0, :3].tolist() == [0, 3, GUARD]
@@ -941,15 +941,15 @@ def check_return_rows(backend: str) -> None:
     )
     max_tokens = 100 if backend == "cuda" else 3
     for hidden in (8, 72, 1152):
-        check_return(backend, Return(*handle_of(counts, max_tokens), hidden, False, [0, 0, 0]))
+        assert_return(backend, Return(*handle_of(counts, max_tokens), hidden, False, [0, 0, 0]))
     for hidden in (128, 768, 2048):
-        check_return(backend, Return(*handle_of(counts, max_tokens), hidden, True, [0, 1, 0]))
+        assert_return(backend, Return(*handle_of(counts, max_tokens), hidden, True, [0, 1, 0]))
     random = np.random.default_rng(5)
     for max_tokens in (4, 21):
         counts = random.integers(0, max_tokens + 1, (2, 3))
         counts[0, 1] = 0
         for masked in ([0, 0, 0], [1, 0, 0]):
-            check_return(backend, Return(*handle_of(counts.tolist(), max_tokens), 8, False, masked))
+            assert_return(backend, Return(*handle_of(counts.tolist(), max_tokens), 8, False, masked))
 
 
 HANDLES: tuple[tuple[list[list[int]], list[list[int]], int], ...] = (

@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 import torch
 
+from tests.support.places import Place
 from tests.support.recorder import VARIANTS, Recording, Replay, Round, place_of
 from tests.support.recordings.layers import Gradients, Layer
 from tests.support.recordings.low_latency import Dropped, InFlight, LowLatency, Masks
@@ -221,6 +222,10 @@ def _of_shape(recording: Recording, shape: str, number: int) -> Iterator[Replay]
         )
 
 
+def group_of(place: Place) -> Any:
+    return pytest.mark.xdist_group(f"recorded-{place.device}-{place.num_ranks}")
+
+
 def params(mode: str, quick: Sequence[str]) -> list[Any]:
     """For `parametrize`: what is not `quick` is slow. Tests of a place share its ranks."""
     found = list(replays(mode))
@@ -230,7 +235,7 @@ def params(mode: str, quick: Sequence[str]) -> list[Any]:
             replay,
             marks=[
                 *replay.place.param().marks,
-                pytest.mark.xdist_group(f"recorded-{replay.place.device}-{replay.place.num_ranks}"),
+                *([] if replay.place.hosts else [group_of(replay.place)]),
                 *([] if str(replay) in quick or replay.place.device == "cuda" else [pytest.mark.slow]),
             ],
             id=str(replay),
