@@ -15,6 +15,7 @@ from anyep.buffer import Buffer
 from anyep.rendezvous import GroupRendezvous
 from tests.support.gpu import NEEDS_GPU, new_gpu_world, prepare_rank
 from tests.support.making import SOON_S, Outcome, die, struck
+from tests.support.patience import scaled
 from tests.support.world import RankContext, RankDied
 
 pytestmark = NEEDS_GPU
@@ -58,7 +59,7 @@ def test_a_killed_rank(step: int, moment: str) -> None:
     assert isinstance(outcomes[1], RankDied)
     for rank in (0, 2):
         assert outcomes[rank].error == f"PeerLost: rank 1 (pid {pid}) died while the Buffer was being made"
-        assert outcomes[rank].seconds < SOON_S + (TIMEOUT_S if moment == "connecting" else 0)
+        assert outcomes[rank].seconds < scaled(SOON_S) + (TIMEOUT_S if moment == "connecting" else 0)
 
 
 def make_with_nccl(context: RankContext) -> str:

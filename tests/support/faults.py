@@ -129,7 +129,9 @@ def strike(*faults: Fault, world: World | None = None) -> Struck:
             close_shared_worlds()
         world = faults[0].place.world()
     is_timed = any(fault.what in TIMED for fault in faults)
+    killed = sorted({fault.rank for fault in faults if fault.what == "kill"})
     pids = world.pids
+    forgotten: list[Any] = []
     try:
         outcomes = world.gather(call_until_it_fails, faults, timeout=ANSWER_TIMED_S if is_timed else ANSWER_S)
         for outcome in outcomes:
@@ -144,9 +146,14 @@ def strike(*faults: Fault, world: World | None = None) -> Struck:
             world.mend()
             world.restart()
         else:
-            world.gather(forget)
+            forgotten = world.gather(forget)
             world.revive()
-    return Struck(outcomes, pids)
+    struck = Struck(outcomes, pids)
+    assert struck.dead == killed, outcomes
+    for rank, answer in enumerate(forgotten):
+        if isinstance(answer, BaseException) and not (isinstance(answer, RankDied) and rank in killed):
+            raise answer
+    return struck
 
 
 def new_buffer(
@@ -249,7 +256,7 @@ def patient_s(
 
         # A round has many waits; in Triton's interpreter it takes seconds.
         is_slow = place.device == "simulated"
-        return patience_s(context, go_round, least_s, factor=2 if is_slow else 15, turns=1 if is_slow else 2)
+        return patience_s(context, go_round, least_s, factor=4 if is_slow else 15, turns=1 if is_slow else 2)
 
 
 def arm(
@@ -300,7 +307,7 @@ def call_until_it_fails(context: RankContext, faults: tuple[Fault, ...]) -> Outc
     calls = round_of_calls(context, buffer, place, mode, path)
     times = arm(buffer, faults, NAP * timeout_s)
     if any(fault.what == "interrupt" and fault.rank == context.rank for fault in faults):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        context.keep["usual SIGINT"] = signal.signal(signal.SIGINT, signal.default_int_handler)
     number, kind, message, status = 1, "none", "", ""
     try:
         for _ in range(NUM_ROUNDS):
@@ -334,6 +341,8 @@ def _strike_between_calls(buffer: Buffer, fault: Fault) -> float:
     wait_until_others_wait(buffer, fault.call)
     if fault.what == "destroy":
         buffer.destroy()
+        # Once more does nothing.
+        buffer.destroy()
     else:
         os.kill(buffer.status()[fault.rank].pid, signal.SIGINT)
     return time.monotonic()
@@ -356,7 +365,10 @@ def wait_until_others_wait(buffer: Buffer, call: int) -> None:
 
 
 def forget(context: RankContext) -> None:
-    """Let go of the Buffer that was struck."""
+    """Let go of the Buffer that was struck, and hear Ctrl-C as before."""
+    usual = context.keep.pop("usual SIGINT", None)
+    if usual is not None:
+        signal.signal(signal.SIGINT, usual)
     buffer = context.keep.pop("struck", None)
     if buffer is not None and buffer.runtime is not None:
         buffer.destroy()

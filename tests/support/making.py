@@ -36,7 +36,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
 NUM_STEPS: Final = {"one node": 4, "low latency": 4, "virtual nodes": 5, "nixl": 7, "simulated gpu": 13}
 """How often the ranks meet to make such a Buffer."""
 SOON_S: Final = 10.0
-"""Nobody waits so long for a rank that is lost, also on a busy machine."""
+"""Nobody waits so long for a rank that is lost; tests compare with `scaled(SOON_S)`."""
 
 
 @dataclass(frozen=True)

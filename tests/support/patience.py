@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support.world import RankContext
 
-PROBE_S: Final = 0.02
+PROBE_S: Final = 0.1
 MARGIN: Final = 2.0
 
 

@@ -29,7 +29,7 @@ import torch
 from tests.support.world import World, shared_world
 
 Device = Literal["cpu", "simulated", "cuda"]
-SIMULATED_TIMEOUT_S = "20"
+SIMULATED_TIMEOUT_S = "100"
 CUDA_TIMEOUT_S = "300"
 """A rank whose kernels are still being compiled is waited for."""
 _device: Device = "cpu"
