@@ -102,9 +102,11 @@ class EndingServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._requests.close()
-        self._process.wait()
-        self._process.__exit__()
+        try:
+            self._requests.close()
+            self._process.wait()
+        finally:
+            self._process.__exit__()
 
     def run(self, ending: Ending, num_ranks: int) -> list[Ended]:
         assert self._process.stdout is not None
