@@ -419,7 +419,7 @@ def kernels_reached(root: Path, file: str, source: str) -> set[str]:
 
 
 def wholly(reached: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """The modules of these names, as whoever imports a module uses it."""
+    """The modules of these names: importing a module counts as using it."""
     return {(module, "") for module, _ in reached}
 
 

@@ -197,7 +197,7 @@ def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
 
 
 def test_a_torch_that_is_broken(tmp_path: Path) -> None:
-    """Not by an ImportError, which ranks would meet again: the server that they are forked from ends."""
+    """An error other than ImportError ends the server that ranks are forked from."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('this torch is broken')")
     finished = subprocess.run(

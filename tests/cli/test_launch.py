@@ -31,7 +31,7 @@ def running(*arguments: str, cwd: Path) -> Program:
     return Program("-m", "anyep", "run", *arguments, cwd=cwd, env={"PYTHONPATH": str(ROOT)})
 
 
-# Much longer than ranks need that end when they are asked to: whoever waits for all of it is found out.
+# Far longer than ranks take to end on request: a launcher that waits this long fails the test.
 LONG_GRACE_S = 60.0
 WITH_LONG_GRACE = f"""
 import anyep.launch

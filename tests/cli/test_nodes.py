@@ -31,7 +31,7 @@ def test_demo(path: str) -> None:
     assert (record["ranks"], record["nodes"], record["ranks_per_node"], record["topk_nodes"]) == (4, 2, 2, 1)
     assert [sum(column) for column in zip(*record["sent"], strict=True)] == record["received"]
     within, between = record["traffic"]["within_nodes"], record["traffic"]["between_nodes"]
-    # Whoever gets a row gets it from a rank of his own node, in the end: there and back, twice a step.
+    # The last hop of every row is within a node: there and back, twice per step.
     everything = within["all_to_all_bytes"] + between["all_to_all_bytes"]
     assert within["bytes"] == everything > within["all_to_all_bytes"]
     assert between["bytes"] > 0

@@ -96,7 +96,7 @@ ENDINGS = [*FEW_ENDINGS, *MORE_ENDINGS]
 
 
 def params(endings: Iterable[Ending], few: Iterable[Ending]) -> list[Any]:
-    """The few are for every day, and the others slow."""
+    """Parameters for these endings; all but the few are marked slow."""
     return [
         pytest.param(ending, marks=[] if ending in list(few) else SLOW, id=str(ending)) for ending in endings
     ]

@@ -151,7 +151,7 @@ def test_the_server_that_ranks_are_forked_from_does_not_hear_it(tmp_path: Path) 
 
 
 def test_an_ignored_interrupt_stays_ignored(tmp_path: Path) -> None:
-    """A shell starts jobs in the background so."""
+    """This is how a shell starts background jobs."""
     script = f"trap '' INT; exec {sys.executable} -m anyep plan --json"
     finished = run(tmp_path, "sh", "-c", script, interrupt_at="typer")
     assert (finished.returncode, finished.stderr) == (0, "")

@@ -1,6 +1,6 @@
 """Low-latency calls while ranks die, sleep or are masked: the others hear of it, or go on without them.
 
-Nobody sleeps for a fixed time here: who is late is so until the others have done what they do without it.
+No rank sleeps for a fixed time: a late rank waits until the others have finished their part without it.
 """
 
 from __future__ import annotations
@@ -390,7 +390,7 @@ def for_all_experts(context: RankContext, seed: int, tokens: int) -> Case:
 
 
 def go_on(context: RankContext, place: Place, plan: tuple[Fault, ...]) -> Survival:
-    """Pairs of calls; after a fault has been noticed, whoever it struck must be absent for good."""
+    """Pairs of calls; once a fault has been noticed, the rank it struck must stay absent."""
     events = Events(context)
     is_timed = any(fault.what == "sleep" for fault in plan)
     timeout_s = patient_s(context, place) if is_timed else UNTIMED_S
@@ -467,10 +467,10 @@ def test_the_others_go_on(plan: tuple[Fault, ...]) -> None:
     heard = [(warning, re.match(r"rank \d goes on without rank (\d)(.*)", warning)) for warning in warnings]
     if place.device == "cpu":
         named = {int(match[1]) for _, match in heard if match}
-        # A rank that was killed later may have been the one that found out.
+        # The rank that noticed a fault may have been killed later.
         last_kill = max((fault.call for fault in plan if fault.what == "kill"), default=0)
         assert {fault.rank for fault in plan if fault.call >= last_kill} <= named <= set(struck), warnings
-    # Whoever finds out says why; kernels do not.
+    # The rank that notices a fault gives the reason; kernels give none.
     for warning, match in heard:
         assert match, warning
         reason = "died while rank" if struck[int(match[1])] == "kill" else r"rank \d waited"

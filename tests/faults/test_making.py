@@ -52,7 +52,7 @@ def simulated() -> Iterator[World]:
 
 @pytest.fixture(autouse=True)
 def living_ranks(request: pytest.FixtureRequest) -> None:
-    """Whoever was lost in the test before is there again."""
+    """Restart the ranks that the previous test lost."""
     for name in {"world", "simulated"} & set(request.fixturenames):
         request.getfixturevalue(name).revive()
 
@@ -257,7 +257,7 @@ def test_a_store_in_the_process_of_a_rank(fault: Fault) -> None:
 
 @pytest.mark.slow
 def test_a_store_that_goes_before_the_ranks_know_each_other() -> None:
-    """Whether a survivor has read who rank 0 is depends on its luck; it names rank 0 all the same."""
+    """A survivor names rank 0 whether or not it has already read which process rank 0 is."""
     with World(4) as world:
         world.run(meet_by_tcp, free_port())
         pid = world.pids[0]

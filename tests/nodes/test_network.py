@@ -129,7 +129,7 @@ def test_status_shows_the_ranks_of_other_hosts() -> None:
         ), status
 
 
-# A Buffer finds out for itself what is a node, and whom it reaches how
+# A Buffer detects which ranks share its node, and how it reaches the others
 
 
 def call_across(context: RankContext, ranks_per_node: int | None, path: Any) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """Everything works whatever torch's default device and default dtype are, and gives the same bits.
 
 Programs set them for their own tensors (`torch.set_default_device("cuda")`). On a GPU they are "cuda" and
-bfloat16 here; elsewhere "meta", on which a tensor has no values: a tensor that was made without a device or
-dtype of its own is found out by the checks against the reference. `tests/unit/test_explicit_devices.py` looks
-for the same in the source.
+bfloat16 here; elsewhere "meta", on which a tensor has no values: a tensor made without an explicit device or
+dtype fails the checks against the reference. `tests/unit/test_explicit_devices.py` checks the source for the
+same.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def new_buffer(
 
 
 def case_for(place: Place, path: Path = "window") -> cases.Case:
-    """In normal mode. Far more rows than rings hold: whoever is missing is missed."""
+    """A case in normal mode with far more rows than rings hold: a missing rank blocks all others."""
     return cases.Case(
         tokens=(40,) * place.num_ranks,
         num_topk=4,
@@ -264,7 +264,7 @@ def arm(
 ) -> list[float]:
     """Let the faults of this rank happen. When its last step began, and when a fault struck here.
 
-    Whoever sleeps does so for some seconds, or until `nap` returns.
+    A rank that sleeps does so for `nap_s` seconds, or until `nap` returns.
     """
     mine = {(fault.call, fault.phase): fault.what for fault in faults if fault.rank == buffer.rank}
     times = [time.monotonic(), 0.0]

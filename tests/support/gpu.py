@@ -36,7 +36,7 @@ def service_variables() -> dict[str, str]:
 
 
 def prepare_rank() -> None:
-    """Memory that nobody has written yet holds NaN and the like: who reads it is found out."""
+    """Fill new memory with NaN and the like, so that reads of unwritten memory show in the results."""
     torch.cuda.set_device(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
 

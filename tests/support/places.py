@@ -114,15 +114,15 @@ def _become(place: Place, variables: dict[str, str], rank: int) -> None:
 
 def become_simulated(rank: int) -> None:
     """From here on device "cuda" is the simulated GPU of this rank, with CPU tensors."""
-    # Only in a rank: whoever loads kernels afterwards can do nothing but interpret them.
+    # Only in a rank: kernels that a process loads after this can only be interpreted.
     from tests.support.simulated_gpu import use_simulated_gpu
 
     global _device  # noqa: PLW0603
     _device = "simulated"
     os.environ.setdefault("ANYEP_TIMEOUT_S", SIMULATED_TIMEOUT_S)
     use_simulated_gpu()
-    # Memory that nobody has written yet holds NaN and the like: who reads it is found out. Only now, since
-    # it loads Triton.
+    # Fill new memory with NaN and the like, so that reads of unwritten memory show in the results. Not
+    # earlier, because it loads Triton.
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 

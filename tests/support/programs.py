@@ -294,7 +294,7 @@ def _fork_servers_of_multiprocessing() -> None:
     def start(path: Any, arguments: Any, descriptors: Any) -> int:
         code = arguments[arguments.index("-c") + 1]
         if "multiprocessing.forkserver" not in code and "multiprocessing.resource_tracker" not in code:
-            # By "spawn": whoever wants that wants a new interpreter.
+            # The "spawn" method asks for a new interpreter.
             return start_interpreter(path, arguments, descriptors)
         pid = os.fork()
         if pid:

@@ -191,7 +191,10 @@ def check_on_the_cpu(answers: list[dict[str, list[str]]], value: int) -> None:
 
 
 def check_on_a_gpu(answers: list[dict[str, list[str]]], value: int) -> None:
-    """Of what the host does not wait for it hears at the next contact. Of a layout peers hear nothing."""
+    """Check that errors of calls that the host does not wait for are raised by its next call.
+
+    Errors of a layout concern no peer.
+    """
     right = sentence(value, len(answers))
     for rank, by_name in enumerate(answers):
         for name, messages in by_name.items():

@@ -605,13 +605,13 @@ def check_letters_that_do_not_come(device: str) -> None:
     call.exchange()
     assert call.outcome == outcomes.outcome_of(outcomes.STOPPED, 2)
     assert call.alarms() == [2, 2, 2]
-    # Whoever is told, but has all letters, goes on.
+    # A rank that has all letters goes on even if its alarm is raised.
     call = Call(device, 1, said)
     call.store("alarm", 1, rank=1)
     call.exchange()
     assert call.outcome == 0
     assert call.alarms() == [0, 1, 0]
-    # What others have written does not count if one is missing, whoever comes first.
+    # While one letter is missing the others are not judged, in any order of arrival.
     for words in ({"ROW_BYTES": 128}, {"REFUSED": 1}, {"RESULT_ROWS": 0}):
         call = Call(device, 2, [said[0].saying(**words), *said[1:]], (1,), patience_ns=10**6)
         call.exchange()

@@ -529,7 +529,7 @@ class Returned:
         num_rows = local_experts * self.rows_per_expert
         self.rows = torch.stack([rows_of(rank, num_rows, hidden) for rank in range(num_ranks)])
         self.weights = torch.from_numpy(random.normal(0, 2, ids.shape).astype(np.float32))
-        self.weights[ids < 0] = torch.inf  # of what is no expert nobody asks
+        self.weights[ids < 0] = torch.inf  # weights of entries that select no expert must not be read
         self.weights.view(-1)[::5] = -0.0
 
     @property
@@ -1081,7 +1081,7 @@ def check_returns_for_wrong_ids(device: str) -> None:
 
 
 def check_sending_wrong_ids(device: str) -> None:
-    """send_tokens, where an id is neither an expert nor -1: the call is refused, whoever is masked."""
+    """send_tokens, where an id is neither an expert nor -1: the call is refused, masked ranks or not."""
     for wrong, masked in [(4, [0, 0]), (4, [1, 0]), *((value, [0, 0]) for value in WRONG_IDS)]:
         ids = words([[0, 1], [-1, 3], [2, wrong], [99, 0]])
         setting = Setting(device, 2, rank=1, masked=masked, local_experts=2)

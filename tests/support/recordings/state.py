@@ -1,4 +1,4 @@
-"""What a Buffer tells of itself, and what needs no Buffer, as rounds."""
+"""The public attributes of a Buffer, and the functions that need no Buffer, as rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.recorder import Player
 
 @dataclass(frozen=True)
 class State:
-    """What a Buffer tells of itself."""
+    """The public attributes and sizes of a Buffer."""
 
     name: str
 
