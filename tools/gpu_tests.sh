@@ -9,10 +9,20 @@
 # docs/gpu-runs.md; the logs are in $OUT, or in a folder of /tmp. Exits 1 if a test failed.
 set -u
 cd "$(dirname "$0")/.."
-shard=${1:?which part: 1, 2 or 3}
-shift
+shard=${1:-}
+case $shard in
+1 | 2 | 3) shift ;;
+*)
+    echo "usage: tools/gpu_tests.sh 1|2|3 [pytest options]   (which third of the tests; got '$shard')" >&2
+    exit 2
+    ;;
+esac
 python=${PYTHON:-python3}
 [ -x .venv/bin/python ] && [ -z "${PYTHON:-}" ] && python=.venv/bin/python
+if ! $python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
+    echo "tools/gpu_tests.sh: $python finds no GPU that torch can use; anyep doctor says more" >&2
+    exit 2
+fi
 logs=${OUT:-$(mktemp -d /tmp/anyep-gpu-tests.XXXX)}
 
 results=(
@@ -38,7 +48,6 @@ case $shard in
 1) lanes=("${results[@]}") ;;
 2) lanes=("${failures[@]}") ;;
 3) lanes=("${others[@]}" "$left") ;;
-*) echo "which part: 1, 2 or 3, not $shard" >&2; exit 2 ;;
 esac
 
 export SHRINK_EXAMPLES=0
@@ -49,10 +58,18 @@ for lane in "${!lanes[@]}"; do
         --durations=8 ${lanes[$lane]} "$@" >"$logs/shard-$shard-$lane.log" 2>&1 &
     pids[lane]=$!
 done
+# How far each part is, every half minute, until all have ended.
+while sleep 30 && kill -0 "${pids[@]}" 2>/dev/null; do
+    for lane in "${!lanes[@]}"; do
+        echo "$((SECONDS - started)) s, part $lane: $(tail -c 80 "$logs/shard-$shard-$lane.log" | tail -1)"
+    done
+done &
+reporter=$!
 failed=0
 for lane in "${!lanes[@]}"; do
     wait "${pids[$lane]}" || failed=1
 done
+kill "$reporter" 2>/dev/null
 
 echo
 for lane in "${!lanes[@]}"; do

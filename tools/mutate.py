@@ -7,7 +7,8 @@
 A change of the table names a file, a text in it, another text for it, and the tests that must catch it. First
 these tests are run on the sources as they are, where they must pass. Then each change is made in a private
 copy of the tree, never in the tree itself, and its tests are run there. A test that fails, a crash and a hang
-catch it. Exits 1 if a change survived, and 2 if a test fails without any.
+catch it. The last lines name the changes that survived. Exits 1 if there are any, and 2 if a test fails
+without a change, or if the arguments or the table are wrong.
 
 CPU kernels are compiled into a cache of the copy; those of modules that the change does not reach are taken
 from the user's own cache.
@@ -39,7 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -133,26 +134,39 @@ class Run:
 
 def load_table(path: Path, root: Path) -> list[Mutation]:
     """The changes of a table, each made in the file as it is now."""
-    entries = tomllib.loads(path.read_text())["mutation"]
-    ids = [entry["id"] for entry in entries]
-    twice = sorted({name for name in ids if ids.count(name) > 1})
+    try:
+        entries = tomllib.loads(path.read_text()).get("mutation", [])
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"cannot read the table {path}: {error}") from error
+    ids = [entry.get("id") for entry in entries]
+    twice = sorted({name for name in ids if name and ids.count(name) > 1})
     if twice:
         raise ValueError(f"{path.name} has more than one {', '.join(twice)}")
-    return [
-        Mutation(
-            entry["id"],
-            entry["file"],
-            entry["what"],
-            tuple(entry["tests"]),
-            changed_text(
-                (root / entry["file"]).read_text(), entry["old"], entry["new"], entry.get("occurrence", 0)
-            ),
-            entry.get("environment", {}),
-            entry.get("limit_s", LIMIT_S),
-            entry.get("slow", False),
-        )
-        for entry in entries
-    ]
+    return [read_entry(entry, root, f"{path.name}: number {place}") for place, entry in enumerate(entries, 1)]
+
+
+def read_entry(entry: Mapping[str, Any], root: Path, where: str) -> Mutation:
+    """The change of one entry of a table."""
+    missing = [name for name in ("id", "file", "what", "tests", "old", "new") if name not in entry]
+    if missing:
+        raise ValueError(f"{where} ({entry.get('id', 'without id')}) lacks {', '.join(missing)}")
+    try:
+        source = (root / entry["file"]).read_text()
+        changed = changed_text(source, entry["old"], entry["new"], entry.get("occurrence", 0))
+        # What cannot be compiled would be caught by any test.
+        compile(changed, entry["file"], "exec", dont_inherit=True)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"{where} ({entry['id']}, {entry['file']}): {error}") from error
+    return Mutation(
+        entry["id"],
+        entry["file"],
+        entry["what"],
+        tuple(entry["tests"]),
+        changed,
+        entry.get("environment", {}),
+        entry.get("limit_s", LIMIT_S),
+        entry.get("slow", False),
+    )
 
 
 def changed_text(text: str, old: str, new: str, occurrence: int = 0) -> str:
@@ -179,6 +193,9 @@ def changed_text(text: str, old: str, new: str, occurrence: int = 0) -> str:
 def operator_mutations(root: Path, file: str) -> list[Mutation]:
     """Every change of one constant or operator of a module; its tests are tests/unit/test_<name>.py."""
     tests = (f"tests/unit/test_{Path(file).stem}.py",)
+    for needed in (file, *tests):
+        if not (root / needed).is_file():
+            raise ValueError(f"there is no {needed} in {root}")
     changes = changes_of(Path(root, file).read_text())
     return [
         # Hypothesis takes its time to find the smallest example.
@@ -615,7 +632,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", action="append", default=[], metavar="ID", help="may have wildcards; again for more"
     )
     parser.add_argument(
-        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="changes tried at a time"
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="changes tried at a time"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file, too")
     parser.add_argument("--list", action="store_true", help="show the changes, and try none")
@@ -625,25 +642,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, default=TABLE, help="another table")
     parser.add_argument("--root", type=Path, default=ROOT, help="another tree")
     options = parser.parse_args(arguments)
-    if options.operators:
-        mutations = [each for file in options.operators for each in operator_mutations(options.root, file)]
-    else:
-        mutations = load_table(options.table, options.root)
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, not {options.jobs}")
+    try:
+        if options.operators:
+            mutations = [
+                each for file in options.operators for each in operator_mutations(options.root, file)
+            ]
+        else:
+            mutations = load_table(options.table, options.root)
+    except ValueError as error:
+        parser.error(str(error))
+    for pattern in options.only:
+        if not any(fnmatch.fnmatchcase(mutation.id, pattern) for mutation in mutations):
+            parser.error(f"no change has the id {pattern!r}; --list shows them all")
     if options.only:
         mutations = [
             mutation
             for mutation in mutations
             if any(fnmatch.fnmatchcase(mutation.id, pattern) for pattern in options.only)
         ]
-    if not mutations:
-        parser.error("no change has such an id")
     if options.list:
         for mutation in mutations:
             print(f"{mutation.id:<32} {mutation.file:<44} {mutation.what}")
         return 0
-    for mutation in mutations:
-        # What cannot be compiled would be caught by any test.
-        compile(mutation.source, mutation.id, "exec", dont_inherit=True)
     started = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="anyep-mutate-") as folder,
@@ -674,6 +696,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = Counter(result.outcome for result in results)
     seconds = time.monotonic() - started
     print(f"{counts[CAUGHT]} of {len(results)} were caught, {counts[SURVIVED]} survived; {seconds:.0f} s")
+    for result in results:
+        if result.outcome != CAUGHT:
+            print(f"{result.outcome}: {result.id} ({result.file}): {result.what}")
     return exit_code_of(counts)
 
 

@@ -133,8 +133,15 @@ def main() -> int:
     parser.add_argument("--busy", type=int, default=4, help="busy processes beside a recording")
     parser.add_argument("--json", action="store_true", help="what differs, as JSON")
     options = parser.parse_args()
+    if options.times is not None and options.times < 1:
+        parser.error(f"--times must be at least 1, not {options.times}")
+    if options.busy < 0:
+        parser.error(f"--busy must not be negative, not {options.busy}")
+    if options.write and (options.device or options.json):
+        parser.error("--device and --json are for comparing, not for --write")
     if not any(is_wanted(options, recording.name, recording.mode) for recording in RECORDINGS.values()):
-        parser.error(f"no such recording has {options.only!r} in its name")
+        names = ", ".join(r.name for r in RECORDINGS.values() if options.mode in (None, r.mode))
+        parser.error(f"no recording has {options.only!r} in its name; there are {names}")
     return record(options) if options.write else compare(options)
 
 

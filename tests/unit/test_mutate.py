@@ -162,5 +162,45 @@ def test_a_toy(mutate: ModuleType, toy: Path, capsys: pytest.CaptureFixture[str]
         "hangs": ("caught", "a hang"),
         "invalid": ("INVALID", "its tests fail without it"),
     }
-    assert "2 of 4 were caught, 1 survived" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 of 4 were caught, 1 survived" in printed
+    assert printed.splitlines()[-2:] == ["SURVIVED: survives (toy.py): ", "INVALID: invalid (toy.py): "]
     assert (toy / "toy.py").read_text() == TOY
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--jobs", "0"], "--jobs must be at least 1, not 0"),
+        (["--only", "caught", "--only", "cuaght"], "no change has the id 'cuaght'; --list shows them all"),
+        (["--table", "none.toml"], "cannot read the table none.toml"),
+        (["--operators", "none.py"], "there is no none.py"),
+        (["--operators", "toy.py"], "there is no tests/unit/test_toy.py"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_arguments(
+    mutate: ModuleType, toy: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        mutate.main(["--root", str(toy), "--table", str(toy / "table.toml"), *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('new = "a < b"\n', "", "table.toml: number 1 (caught) lacks new"),
+        ('"a < b"', '"a ) b"', "table.toml: number 1 (caught, toy.py): unmatched ')'"),
+        ('"a > b"', '"a >= b"', "table.toml: number 1 (caught, toy.py): there is no 'a >= b'"),
+        ('"toy.py"', '"boy.py"', "table.toml: number 1 (caught, boy.py): [Errno 2] No such file"),
+        ('id = "survives"', 'id = "caught"', "table.toml has more than one caught"),
+        ("[[mutation]]", "[[mutation]", "cannot read the table"),
+    ],
+)
+def test_wrong_tables(mutate: ModuleType, toy: Path, old: str, new: str, message: str) -> None:
+    table = toy / "table.toml"
+    table.write_text(table.read_text().replace(old, new, 1))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mutate.load_table(table, toy)
