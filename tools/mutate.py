@@ -37,7 +37,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
@@ -109,6 +109,7 @@ class Result:
     outcome: str
     by: str
     seconds: float
+    tries: int = 1
 
 
 @dataclass(frozen=True)
@@ -551,10 +552,11 @@ class Trial:
 
     def try_all(self, mutations: Sequence[Mutation], show: Callable[[Result], None]) -> list[Result]:
         def attempt(mutation: Mutation) -> Result:
-            for _ in range(TRIES):
-                result = self._try(mutation)
-                if result.outcome != SURVIVED:
-                    break
+            results = [self._try(mutation)]
+            while results[-1].outcome == SURVIVED and len(results) < TRIES:
+                results.append(self._try(mutation))
+            seconds = round(sum(result.seconds for result in results), 1)
+            result = replace(results[-1], seconds=seconds, tries=len(results))
             show(result)
             return result
 
@@ -682,7 +684,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             nonlocal num_done
             num_done += 1
             how = f"{result.outcome} by {result.by}" if result.by else result.outcome
-            print(f"{num_done}/{len(valid)}  {result.id}: {how} ({result.seconds} s)", flush=True)
+            tries = f", try {result.tries}" if result.tries > 1 else ""
+            print(f"{num_done}/{len(valid)}  {result.id}: {how} ({result.seconds} s{tries})", flush=True)
 
         results = trial.try_all(valid, show)
     results += [
