@@ -7,8 +7,8 @@
 A change of the table names a file, a text in it, another text for it, and the tests that must catch it. First
 these tests are run on the sources as they are, where they must pass. Then each change is made in a private
 copy of the tree, never in the tree itself, and its tests are run there. A test that fails, a crash and a hang
-catch it. The last lines name the changes that survived. Exits 1 if there are any, and 2 if a test fails
-without a change, or if the arguments or the table are wrong.
+catch it. The last lines name the changes that survived. Exits 1 if there are any (more than `--allow`), and 2
+if a test fails without a change, or if the arguments or the table are wrong.
 
 CPU kernels are compiled into a cache of the copy; those of modules that the change does not reach are taken
 from the user's own cache.
@@ -641,6 +641,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--operators", nargs="+", metavar="FILE", help="every constant and operator of these modules"
     )
+    parser.add_argument(
+        "--allow", type=int, default=0, metavar="N", help="exit 0 if at most so many changes survive"
+    )
     parser.add_argument("--table", type=Path, default=TABLE, help="another table")
     parser.add_argument("--root", type=Path, default=ROOT, help="another tree")
     options = parser.parse_args(arguments)
@@ -702,15 +705,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for result in results:
         if result.outcome != CAUGHT:
             print(f"{result.outcome}: {result.id} ({result.file}): {result.what}")
-    return exit_code_of(counts)
+    return exit_code_of(counts, options.allow)
 
 
-def exit_code_of(counts: Mapping[str, int]) -> int:
+def exit_code_of(counts: Mapping[str, int], num_allowed: int = 0) -> int:
     """
     >>> [exit_code_of(Counter(outcomes)) for outcomes in ([CAUGHT], [CAUGHT, SURVIVED], [INVALID])]
     [0, 1, 2]
+    >>> exit_code_of(Counter([SURVIVED]), num_allowed=1)
+    0
     """
-    return 2 if counts[INVALID] else 1 if counts[SURVIVED] else 0
+    return 2 if counts[INVALID] else 1 if counts[SURVIVED] > num_allowed else 0
 
 
 def print_table(results: Sequence[Result]) -> None:
