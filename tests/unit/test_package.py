@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.resources
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,3 +167,16 @@ def test_the_folders_of_tests_are_those_of_the_readme() -> None:
     assert all(f"\n| `{folder}` |" in readme for folder in FOLDERS)
     assert {path.name for path in TESTS.glob("*.py")} == {"__init__.py", "conftest.py"}
     assert not list((TESTS / "support").rglob("test_*.py"))
+
+
+def test_no_marks_of_a_merge_are_left() -> None:
+    """In files that people read as they are; Python would refuse them in its own."""
+    for path in (
+        *Path(__file__).parents[2].glob("*.md"),
+        *Path(__file__).parents[2].glob("docs/*.md"),
+        *Path(__file__).parents[2].glob("tests/*.md"),
+        *Path(__file__).parents[2].glob("tools/*"),
+    ):
+        if path.is_file():
+            marks = re.findall(r"^(?:<<<<<<<|>>>>>>>) .*$", path.read_text(), re.MULTILINE)
+            assert not marks, (path, marks)
