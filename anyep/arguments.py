@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import torch
 
+from anyep.backends.base import Payload
 from anyep.errors import InvalidCall, whole_number
 from anyep.events import EventOverlap
 from anyep.layout import check_num_sms
-from anyep.modes.intranode import Payload
 from anyep.sizes import (
     NUM_BUFFER_ALIGNMENT_BYTES,
     NUM_MAX_SCALES,

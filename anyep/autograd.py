@@ -162,7 +162,9 @@ def _(
 def _handle_like(buffer: Buffer, x: Tensor, num_rows: Any, num_worst_tokens: int) -> list[Tensor]:
     """Tensors of the shapes of a handle, with nothing in them."""
     ranks, tokens = buffer.group_size, x.shape[0]
-    channels = buffer.runtime.default_config(buffer.get_dispatch_config(ranks)).num_channels
+    session = buffer.runtime
+    assert session is not None
+    channels = session.normal.ops.default_config(buffer.get_dispatch_config(ranks)).num_channels
     topology = buffer.topology
     nodes = topology.num_nodes
 

@@ -19,24 +19,19 @@ check_requirements()
 
 # ruff: noqa: E402 - what follows needs a torch that is new enough
 from anyep import arguments, ending, gradients, low_latency_arguments, settings, sizes
-from anyep.backends import cpu
+from anyep.backends.base import CombineInput, NormalOps, Payload
+from anyep.calls import Call, Kind
+from anyep.connection import NETWORKS, Options
+from anyep.control.status import RankStatus
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
-from anyep.machine import num_cores
-from anyep.modes.connection import NETWORKS, Wishes, connect, made_on_all_ranks, rdma_parts
-from anyep.modes.conversation import Call, Conversation
-from anyep.modes.internode import Internode
-from anyep.modes.intranode import MIN_RING_ROWS, Intranode, Outputs, Payload
-from anyep.modes.letters import Kind
 from anyep.modes.low_latency import LowLatency, Tokens
 from anyep.modes.low_latency import Outputs as LowLatencyOutputs
-from anyep.modes.routing import Routing
-from anyep.modes.status import RankStatus
-from anyep.modes.windows import WarmMemory
-from anyep.rendezvous import Rendezvous, rendezvous_of
-from anyep.sizes import Config, LowLatencySizes, TokenLayout, token_layout
+from anyep.modes.normal import Dispatch
+from anyep.rendezvous import rendezvous_of
+from anyep.session import Session
+from anyep.sizes import Config, LowLatencySizes, token_layout
 
-NUM_SPINS = 2000
 MAX_ROWS = 2**31 - 1
 RANK_PREFIX, LAYOUT_RANGE = 0, 1
 """Parts of a normal-mode and of a low-latency handle."""
@@ -89,10 +84,9 @@ class Buffer:
         num_window_bytes: int | None = None,
         network: str | None = None,
     ) -> None:
-        self.runtime: Any = None
-        """The normal mode of this rank, `Intranode` or `GpuIntranode`."""
-        self._low_latency: LowLatency | None = None
-        self._last_handle: tuple[Handle, Routing] | None = None
+        self.runtime: Session | None = None
+        """What this Buffer owns; None after `destroy`."""
+        self._last_handle: tuple[Handle, Any] | None = None
         self._unfilled: dict[int, EventHandle] = {}
         self._pid = os.getpid()
         self._generation = _generation
@@ -107,7 +101,7 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
 
-        def checked_wishes() -> Wishes:
+        def checked_options() -> Options:
             if ending.has_begun():
                 raise InvalidCall("a Buffer cannot be made while the process ends")
             settings.warn_of_unknown_variables()
@@ -127,7 +121,7 @@ class Buffer:
                     f"network is {network!r}: it must be {' or '.join(map(repr, NETWORKS))}, or left out"
                 )
             window_bytes = chosen["num_window_bytes"].value
-            return Wishes(
+            return Options(
                 self._device.type,
                 arguments.check_num_bytes("num_nvl_bytes", num_nvl_bytes),
                 arguments.check_num_bytes("num_rdma_bytes", num_rdma_bytes),
@@ -140,102 +134,10 @@ class Buffer:
                 {name: setting.source for name, setting in chosen.items()},
             )
 
-        self._connection = connect(cpu, rendezvous, checked_wishes)
-        self.topology = self._connection.topology
+        self.runtime = Session(group, rendezvous, checked_options)
+        self.topology = self.runtime.topology
         """Which ranks are on which node."""
-        self._conversation = Conversation(
-            cpu,
-            rendezvous,
-            self._connection.control,
-            self._connection.heaps,
-            self._connection.pids,
-            self._connection.wishes.timeout_s,
-            # With a core for every rank it pays to look again at once; else whoever is waited for must run.
-            NUM_SPINS if self.group_size <= num_cores() else 0,
-            self._connection.wire,
-        )
-        try:
-            if self._device.type == "cuda":
-                self._start_on_gpu(rendezvous)
-            else:
-                made_on_all_ranks(rendezvous, self._start_on_cpu)
-        except BaseException:
-            if self.runtime is not None:
-                # Another rank could not.
-                self.destroy()
-            else:
-                self._conversation.close()
-            raise
         self._is_made = True
-
-    def _start_on_cpu(self) -> None:
-        connection, conversation = self._connection, self._conversation
-        results = cpu.PrivateBlock(connection.num_result_bytes, "results", self.rank)
-        workers = (
-            cpu.Stream(),
-            cpu.Team(max(1, num_cores() // self.group_size)),
-            WarmMemory(results),
-        )
-        self._heap = connection.heaps[self.rank]
-        normal_mode = (
-            cpu,
-            conversation,
-            connection.control,
-            connection.topology,
-            connection.heaps,
-            connection.windows,
-            self.num_nvl_bytes,
-            *workers,
-        )
-        if connection.topology.num_nodes == 1:
-            self.runtime = Intranode(*normal_mode)
-        else:
-            parts = rdma_parts(connection.wishes, connection.topology)
-            rdma_start = connection.control.num_bytes + self.num_nvl_bytes + (parts - 1) * self.num_rdma_bytes
-            self.runtime = Internode(*normal_mode, rdma_start, self.num_rdma_bytes)
-        if self.low_latency_mode:
-            self._low_latency = LowLatency(
-                cpu,
-                conversation,
-                connection.control,
-                connection.heaps,
-                connection.control.num_bytes + self.num_nvl_bytes,
-                self.num_rdma_bytes,
-                *workers,
-                bool(self.enable_shrink),
-            )
-
-    def _start_on_gpu(self, rendezvous: Rendezvous) -> None:
-        # Here, as machines without a GPU need no Triton.
-        from anyep.backends.cuda.gpu import Gpu
-        from anyep.modes.gpu_connection import GpuConnection
-        from anyep.modes.gpu_intranode import GpuIntranode
-
-        gpu_connection = GpuConnection(
-            made_on_all_ranks(rendezvous, Gpu),
-            self.group,
-            rendezvous,
-            self._connection,
-            self._conversation,
-            self._connection.wishes,
-        )
-
-        def make_modes() -> GpuIntranode:
-            if self.low_latency_mode:
-                from anyep.modes.gpu_low_latency import GpuLowLatency
-
-                start = self._connection.control.num_bytes + self.num_nvl_bytes
-                self._low_latency = GpuLowLatency(
-                    gpu_connection, start, self.num_rdma_bytes, bool(self.enable_shrink)
-                )
-            return GpuIntranode(gpu_connection, self.num_nvl_bytes)
-
-        self._heap = gpu_connection.heap
-        try:
-            self.runtime = made_on_all_ranks(rendezvous, make_modes)
-        except BaseException:
-            gpu_connection.close()
-            raise
 
     # Sizes and settings
 
@@ -287,9 +189,9 @@ class Buffer:
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
         """This rank's NVL (or RDMA) bytes as a tensor, from `offset` (in bytes) on."""
-        self._check_usable()
+        session = self._check_usable()
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
-        start = self._connection.control.num_bytes + (self.num_nvl_bytes if use_rdma_buffer else 0)
+        start = session.region.num_bytes + (self.num_nvl_bytes if use_rdma_buffer else 0)
         if not isinstance(dtype, torch.dtype):
             raise InvalidCall(f"dtype is {dtype!r}: it must be a torch.dtype")
         offset = whole_number("offset", offset, minimum=0)
@@ -308,13 +210,12 @@ class Buffer:
                 f"size {list(shape)} takes {wanted} bytes, but only {num_bytes - offset} are there"
             )
         # With a storage of its own, which may outlive the Buffer.
-        lent: torch.Tensor = self._heap.lend(start + offset, (wanted,), torch.uint8, lambda: None)
+        lent: torch.Tensor = session.heap.lend(start + offset, (wanted,), torch.uint8, lambda: None)
         return lent.view(dtype).view(shape)
 
     def status(self) -> list[RankStatus]:
         """What every rank is doing, without waiting for any of them; `print(*buffer.status(), sep="\\n")`."""
-        self._check_usable()
-        return self._conversation.status()
+        return self._check_usable().control.status()
 
     def __repr__(self) -> str:
         """Whose Buffer it is, where, how large and in which state, on one line; it waits for nothing."""
@@ -339,7 +240,7 @@ class Buffer:
             return f"inherited from process {self._pid} by a forked child, which cannot use it"
         if self.runtime is None:
             return "destroyed" if self._is_made else "not made"
-        error = self._conversation.first_error
+        error = self.runtime.control.first_error
         return "working" if error is None else f"broken: {ending.describe(error)}"
 
     # Normal mode
@@ -357,15 +258,14 @@ class Buffer:
         In `topk_idx` -1 means "no expert"; any other id outside of the experts is refused. A kernel on a GPU
         finds it, and the next contact with this Buffer raises it.
         """
-        runtime = self._check_usable()
+        session = self._check_usable()
         previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
         arguments.check_devices(self._device, topk_idx=topk_idx)
         topk_idx = arguments.check_topk_idx(topk_idx, None)
         num_experts = arguments.check_num_experts(num_experts, self.group_size)
-        self._conversation.check_works()
-        tokens_per_rank, tokens_per_node, tokens_per_expert, in_rank, event = runtime.layout(
-            topk_idx, num_experts, previous, async_finish
-        )
+        session.control.check_works()
+        layout = session.normal.ops.layout(topk_idx, num_experts, previous, async_finish)
+        tokens_per_rank, tokens_per_node, tokens_per_expert, in_rank, event = layout
         if event is not None:
             self._fills_later(tokens_per_rank, event)
         return tokens_per_rank, tokens_per_node, tokens_per_expert, in_rank, EventOverlap(event)
@@ -393,10 +293,11 @@ class Buffer:
         the routing is taken from it and only x is sent; all ranks must pass the handles of one dispatch. In
         `topk_idx` -1 means "no expert"; any other id outside of the experts is refused.
         """
-        runtime = self._check_usable()
+        session = self._check_usable()
+        mode = session.normal
         if handle is not None:
             return self._cached_dispatch(
-                runtime,
+                session,
                 x,
                 handle,
                 topk_idx,
@@ -406,12 +307,12 @@ class Buffer:
                 async_finish,
                 allocate_on_comm_stream,
             )
-        call = self._conversation.begin(Kind.DISPATCH)
+        call = session.control.begin(Kind.DISPATCH)
 
-        def check() -> tuple[Any, ...]:
-            runtime.before(async_finish)
+        def check() -> tuple[Dispatch, EventOverlap | None]:
+            mode.ops.before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
-            runtime.wait_until_readable(previous)
+            mode.ops.wait_until_readable(previous)
             arguments.check_devices(
                 self._device,
                 x=x,
@@ -423,12 +324,12 @@ class Buffer:
                 num_tokens_per_expert=num_tokens_per_expert,
             )
             gradients.warn_if_lost(x, topk_weights)
-            payload = arguments.check_payload(x, topk_idx, topk_weights, runtime.source_bytes)
-            default = runtime.default_config(self.get_dispatch_config(self.group_size))
+            payload = arguments.check_payload(x, topk_idx, topk_weights, mode.ops.source_bytes)
+            default = mode.ops.default_config(self.get_dispatch_config(self.group_size))
             chosen = arguments.check_config(config, default, None)
-            self._check_rings(runtime, chosen, payload.token)
+            mode.check_rings(chosen, payload.token)
             counts = self._check_routing(
-                runtime,
+                mode.ops,
                 payload,
                 num_tokens_per_rank,
                 num_tokens_per_rdma_rank,
@@ -442,9 +343,10 @@ class Buffer:
             if worst and payload.topk_idx is None:
                 raise InvalidCall("num_worst_tokens needs topk_idx: that is how padding rows are told apart")
             alignment = whole_number("expert_alignment", expert_alignment, 1)
-            return payload, counts, chosen, worst, alignment, previous
+            return Dispatch(payload, counts, chosen, worst, alignment), previous
 
-        received = runtime.dispatch(call, *self._refusing(call, check), async_finish)
+        request, previous = self._refusing(session, call, check)
+        received = mode.dispatch(call, request, previous, async_finish)
         rows = received.x if received.scales is None else (received.x, received.scales)
         new_handle = received.routing.tensors()
         self._last_handle = (new_handle, received.routing)
@@ -461,7 +363,7 @@ class Buffer:
 
     def _cached_dispatch(
         self,
-        runtime: Any,
+        session: Session,
         x: Rows,
         handle: Handle,
         topk_idx: torch.Tensor | None,
@@ -471,10 +373,11 @@ class Buffer:
         async_finish: bool,
         allocate_on_comm_stream: bool,
     ) -> tuple[Rows, None, None, None, None, EventOverlap]:
-        call = self._conversation.begin(Kind.CACHED_DISPATCH)
+        mode = session.normal
+        call = session.control.begin(Kind.CACHED_DISPATCH)
 
-        def check() -> tuple[Payload, Routing, Config, EventOverlap | None]:
-            runtime.before(async_finish)
+        def check() -> tuple[Payload, Any, Config, EventOverlap | None]:
+            mode.ops.before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             arguments.check_devices(self._device, x=x)
             if topk_idx is not None or topk_weights is not None:
@@ -482,19 +385,19 @@ class Buffer:
                     "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
                 )
             gradients.warn_if_lost(x)
-            payload = arguments.check_payload(x, None, None, runtime.source_bytes)
-            parts = self._routing_of(runtime, handle)
+            payload = arguments.check_payload(x, None, None, mode.ops.source_bytes)
+            parts = self._routing_of(mode.ops, handle)
             if payload.num_tokens != parts.num_tokens:
                 raise InvalidCall(
                     f"x has {payload.num_tokens} rows, but the handle was made for {parts.num_tokens}"
                 )
-            default = runtime.default_config(self.get_dispatch_config(self.group_size))
+            default = mode.ops.default_config(self.get_dispatch_config(self.group_size))
             chosen = arguments.check_config(config, default, parts.num_channels)
-            self._check_rings(runtime, chosen, payload.token)
+            mode.check_rings(chosen, payload.token)
             return payload, parts, chosen, previous
 
-        payload, parts, chosen, previous = self._refusing(call, check)
-        received = runtime.cached_dispatch(call, payload, parts, chosen, previous, async_finish)
+        payload, parts, chosen, previous = self._refusing(session, call, check)
+        received = mode.cached_dispatch(call, payload, parts, chosen, previous, async_finish)
         rows = received.x if received.scales is None else (received.x, received.scales)
         return rows, None, None, None, None, EventOverlap(received.event)
 
@@ -513,16 +416,17 @@ class Buffer:
 
         All ranks must pass the handles of one dispatch.
         """
-        runtime = self._check_usable()
-        call = self._conversation.begin(Kind.COMBINE)
+        session = self._check_usable()
+        mode = session.normal
+        call = session.control.begin(Kind.COMBINE)
 
-        def check() -> tuple[Outputs, EventOverlap | None]:
-            runtime.before(async_finish)
+        def check() -> tuple[CombineInput, EventOverlap | None]:
+            mode.ops.before(async_finish)
             previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
             arguments.check_devices(self._device, x=x, topk_weights=topk_weights, bias=bias)
             gradients.warn_if_lost(x, topk_weights, bias)
             rows = arguments.check_x("x", x, arguments.FLOAT_DTYPES)
-            parts = self._routing_of(runtime, handle)
+            parts = self._routing_of(mode.ops, handle)
             if rows.shape[0] != parts.num_recv_rows:
                 raise InvalidCall(
                     f"x has {rows.shape[0]} rows, but the handle's dispatch gave {parts.num_recv_rows}"
@@ -538,15 +442,15 @@ class Buffer:
                     )
                 weights = weights.contiguous()
             biases = arguments.check_biases(bias, (parts.num_tokens, rows.shape[1]), rows.dtype)
-            default = runtime.default_config(self.get_combine_config(self.group_size))
+            default = mode.ops.default_config(self.get_combine_config(self.group_size))
             chosen = arguments.check_config(config, default, parts.num_channels)
             num_topk = weights.shape[1] if weights is not None else 0
             token = token_layout(rows.shape[1] * rows.element_size(), 0, num_topk)
-            self._check_rings(runtime, chosen, token)
-            return Outputs(rows, parts, weights, biases, chosen), previous
+            mode.check_rings(chosen, token)
+            return CombineInput(rows, parts, weights, biases, chosen), previous
 
-        outputs, previous = self._refusing(call, check)
-        combined = runtime.combine(call, outputs, previous, async_finish)
+        request, previous = self._refusing(session, call, check)
+        combined = mode.combine(call, request, previous, async_finish)
         return combined.x, combined.topk_weights, EventOverlap(combined.event)
 
     def internode_dispatch(
@@ -631,11 +535,11 @@ class Buffer:
         `return_recv_hook` the call only sends, and the hook that it returns receives. At most two calls may
         be in flight.
         """
-        mode = self._check_low_latency()
+        session, mode = self._check_low_latency()
         call = mode.begin(Kind.LOW_LATENCY_DISPATCH)
 
         def check() -> Tokens:
-            self._before_low_latency(mode, async_finish)
+            self._before_low_latency(session, mode, async_finish)
             low_latency_arguments.check_not_both(async_finish, return_recv_hook)
             arguments.check_devices(
                 self._device,
@@ -659,7 +563,7 @@ class Buffer:
                 use_ue8m0,
             )
 
-        tokens = self._refusing(call, check, mode.refuse)
+        tokens = self._refusing(session, call, check, mode.refuse)
         received, sent = mode.dispatch(call, tokens, async_finish, return_recv_hook)
         if sent.event is not None:
             self._fills_later(received.layout_range, sent.event)
@@ -690,11 +594,11 @@ class Buffer:
 
         `topk_idx` is that of the dispatch; -1 means "no expert".
         """
-        mode = self._check_low_latency()
+        session, mode = self._check_low_latency()
         call = mode.begin(Kind.LOW_LATENCY_COMBINE)
 
         def check() -> LowLatencyOutputs:
-            self._before_low_latency(mode, async_finish)
+            self._before_low_latency(session, mode, async_finish)
             low_latency_arguments.check_not_both(async_finish, return_recv_hook)
             arguments.check_devices(
                 self._device,
@@ -723,13 +627,13 @@ class Buffer:
                 mode.check_was_lent(call, outputs.sizes)
             return outputs
 
-        outputs = self._refusing(call, check, mode.refuse)
+        outputs = self._refusing(session, call, check, mode.refuse)
         combined, sent = mode.combine(call, outputs, async_finish, return_recv_hook)
         return combined, EventOverlap(sent.event), sent.hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Where the next call, a `low_latency_combine` with `zero_copy`, expects its rows; fill it before."""
-        mode = self._check_low_latency()
+        _, mode = self._check_low_latency()
         self._wait_until_handle_is_filled(handle, LAYOUT_RANGE)
         parts = low_latency_arguments.check_handle(mode, self.group_size, handle, self._device)
         return mode.next_combine_buffer(parts.sizes)
@@ -738,11 +642,11 @@ class Buffer:
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
         """Lay out the slots for calls of these sizes; every rank calls it, with nothing in flight."""
-        mode = self._check_low_latency()
+        session, mode = self._check_low_latency()
         call = mode.begin(Kind.CLEAN)
 
         def check() -> LowLatencySizes:
-            self._before_low_latency(mode, False)
+            self._before_low_latency(session, mode, False)
             mode.check_nothing_in_flight()
             checked = low_latency_arguments.check_sizes(
                 num_max_dispatch_tokens_per_rank, hidden, num_experts, self.group_size
@@ -750,15 +654,15 @@ class Buffer:
             mode.check_room(checked)
             return checked
 
-        mode.clean(call, self._refusing(call, check, mode.refuse))
+        mode.clean(call, self._refusing(session, call, check, mode.refuse))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Go on without a rank (`mask=True`), or take it back: then all ranks call it, that one included.
 
         Ranks that are masked and not taken back stay away from it.
         """
-        mode = self._check_shrinking()
-        self._conversation.check_works()
+        session, mode = self._check_shrinking()
+        session.control.check_works()
         try:
             rank = whole_number("rank_to_mask", rank_to_mask, minimum=0)
             if rank >= self.group_size:
@@ -778,7 +682,7 @@ class Buffer:
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Write 1 for each rank that is masked, and 0 for the others."""
-        mode = self._check_shrinking()
+        _, mode = self._check_shrinking()
         arguments.check_devices(self._device, mask_status=mask_status)
         status = arguments.check_tensor("mask_status", mask_status, (torch.int32,), (self.group_size,))
         mode.masks.adopt()
@@ -786,26 +690,26 @@ class Buffer:
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Take back every rank that is masked and lives; all ranks call it. Dead ranks stay masked."""
-        mode = self._check_shrinking()
-        self._conversation.check_works()
+        session, mode = self._check_shrinking()
+        session.control.check_works()
         mode.unmask(range(self.group_size))
 
-    def _check_low_latency(self) -> LowLatency:
-        self._check_usable()
-        if self._low_latency is None:
+    def _check_low_latency(self) -> tuple[Session, LowLatency]:
+        session = self._check_usable()
+        if session.low_latency is None:
             raise InvalidCall("this Buffer has no low-latency mode: make it with low_latency_mode=True")
-        return self._low_latency
+        return session, session.low_latency
 
-    def _before_low_latency(self, mode: LowLatency, run_async: bool) -> None:
-        """Find out what went wrong in an earlier call."""
-        self._check_usable().before(run_async)
+    def _before_low_latency(self, session: Session, mode: LowLatency, run_async: bool) -> None:
+        """Look for errors of earlier calls."""
+        session.normal.ops.before(run_async)
         mode.listen()
 
-    def _check_shrinking(self) -> LowLatency:
-        mode = self._check_low_latency()
+    def _check_shrinking(self) -> tuple[Session, LowLatency]:
+        found = self._check_low_latency()
         if not self.enable_shrink:
             raise InvalidCall("this Buffer has no masks: make it with enable_shrink=True")
-        return mode
+        return found
 
     # The end
 
@@ -814,23 +718,16 @@ class Buffer:
 
         Calls that are under way beside the caller are finished first. Results stay valid.
         """
-        runtime = self.runtime
-        if runtime is None:
+        session = self.runtime
+        if session is None:
             return
         if self._generation is not _generation:
             self.runtime = None
             return
-        runtime.check_can_close()
-        self.runtime = None
-        try:
-            runtime.close(self._low_latency)
-        finally:
-            self._conversation.close()
-            self._last_handle = None
-            self._low_latency = None
-            del self._connection, self._conversation, self._heap
-        free_what_died = runtime.free_what_died
-        del runtime  # now it is dead, too
+        session.check_can_close()
+        self.runtime = self._last_handle = None
+        free_what_died = session.close()
+        del session  # now it is dead, too
         free_what_died()
 
     def __enter__(self) -> Buffer:
@@ -842,18 +739,18 @@ class Buffer:
         if error is not None and self.runtime is not None and self._generation is _generation:
             # Something went wrong: tell the peers what, and do not wait for calls whose peers may never come.
             try:
-                self._conversation.leave(error)
-                self.runtime.stop()
+                self.runtime.leave(error)
             finally:
                 self.destroy()
         else:
             self.destroy()
 
     def __del__(self) -> None:
+        session: Session | None = getattr(self, "runtime", None)
         if (
             sys.is_finalizing()
             or ending.has_begun()
-            or getattr(self, "runtime", None) is None
+            or session is None
             or self._generation is not _generation
         ):
             return
@@ -861,12 +758,13 @@ class Buffer:
             warnings.warn(
                 "a Buffer made with explicitly_destroy=True was dropped without destroy()", stacklevel=1
             )
-        if self.runtime.is_idle:
+        if session.is_idle:
+            del session
             self.destroy()
         else:
-            # Whoever dropped it may be the one that its last calls wait for.
-            runtime, self.runtime = self.runtime, None
-            runtime.close_later(self._low_latency)
+            # Its last calls may wait for the rank that drops it.
+            self.runtime = None
+            session.close_later()
 
     # Helpers
 
@@ -889,12 +787,12 @@ class Buffer:
         if isinstance(handle, tuple | list) and len(handle) > part:
             self._wait_until_filled(handle[part])
 
-    def _routing_of(self, runtime: Any, handle: Any) -> Any:
-        """What a handle says."""
+    def _routing_of(self, ops: NormalOps, handle: Any) -> Any:
+        """The routing of a handle."""
         self._wait_until_handle_is_filled(handle, RANK_PREFIX)
-        return runtime.routing_of(handle, self._last_handle)
+        return ops.routing_of(handle, self._last_handle)
 
-    def _check_usable(self) -> Any:
+    def _check_usable(self) -> Session:
         if self.runtime is None:
             raise BufferBroken("this Buffer was destroyed: make a new one")
         if self._generation is not _generation:
@@ -904,7 +802,11 @@ class Buffer:
         return self.runtime
 
     def _refusing(
-        self, call: Call, check: Callable[[], T], refuse: Callable[[Call, AnyEPError], None] | None = None
+        self,
+        session: Session,
+        call: Call,
+        check: Callable[[], T],
+        refuse: Callable[[Call, AnyEPError], None] | None = None,
     ) -> T:
         """Check a call's arguments; if they are wrong, the peers hear of it before this rank raises."""
         try:
@@ -913,44 +815,30 @@ class Buffer:
             reason = (
                 error if isinstance(error, AnyEPError) else InvalidCall(f"{type(error).__name__}: {error}")
             )
-            assert self.runtime is not None
             try:
-                (refuse or self.runtime.refuse)(call, reason)
+                (refuse or session.normal.ops.refuse)(call, reason)
             except BaseException as worse:
-                self._conversation.fail(call, worse)
+                session.control.fail(call, worse)
                 raise
             raise
         except BaseException as error:
-            self._conversation.fail(call, error)
+            session.control.fail(call, error)
             raise
 
     def _check_config_is_given(self, kind: Kind, config: Config | None) -> None:
         """Refuse a call without a config; like every refused call it has a number, and peers hear of it."""
-        self._check_usable()
+        session = self._check_usable()
         if config is None:
 
             def refuse() -> None:
                 name = "get_combine_config" if kind is Kind.COMBINE else "get_dispatch_config"
                 raise InvalidCall(f"config is missing: pass one, such as Buffer.{name}({self.group_size})")
 
-            self._refusing(self._conversation.begin(kind), refuse)
-
-    def _check_rings(self, runtime: Any, config: Config, token: TokenLayout) -> None:
-        runtime.check_config(config, token)
-        area = runtime.ring_area(config, token)
-        if area.num_rows < MIN_RING_ROWS:
-            per_ring = area.token_bytes * MIN_RING_ROWS + area.control_bytes
-            needed = sizes.align(
-                area.num_channels * area.num_peers * per_ring, sizes.NUM_BUFFER_ALIGNMENT_BYTES
-            )
-            raise InvalidCall(
-                f"num_nvl_bytes is {self.num_nvl_bytes}, too small for rings of {MIN_RING_ROWS} rows:"
-                f" this call needs at least {needed} bytes; Config.get_nvl_buffer_size_hint tells a good size"
-            )
+            self._refusing(session, session.control.begin(kind), refuse)
 
     def _check_routing(
         self,
-        runtime: Any,
+        ops: NormalOps,
         payload: Payload,
         num_tokens_per_rank: Any,
         num_tokens_per_rdma_rank: Any,
@@ -976,7 +864,7 @@ class Buffer:
         )
         per_rank, in_rank, per_expert = per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
         arguments.check_num_experts(per_expert.shape[0], ranks)
-        return runtime.counts_of(
+        return ops.counts_of(
             payload, in_rank, per_rank, num_tokens_per_rdma_rank, per_expert, config.num_channels
         )
 

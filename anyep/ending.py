@@ -5,7 +5,7 @@ unwound through it, and where that is C++ (torch, NIXL) the process aborts; or m
 kernel still reads. So everything that has a thread, or calls that go on beside the caller, is a `Part`, and
 registers here when it is made. When the program and its own threads have ended, `end_process` does this:
 
-1. Calls under way get `PATIENCE_S` to finish: peers may be about to read what they send.
+1. Calls under way get `FINISH_S` to finish: peers may be about to read what they send.
 2. What still waits stops waiting, and the peers are told that this process has ended.
 3. Threads are joined, and kernels that were stopped may leave the GPU, within `JOIN_S`.
 
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-PATIENCE_S: Final = 0.4
+FINISH_S: Final = 0.4
 JOIN_S: Final = 0.4
 LOOK_S: Final = 0.002
 MAX_REASON_CHARACTERS: Final = 400
@@ -93,7 +93,7 @@ def end_process() -> None:
     _begun = True
     parts = list(_parts)
     try:
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + FINISH_S
         while any(_attempt(part.is_working) for part in parts) and time.monotonic() < until:
             time.sleep(LOOK_S)
     except KeyboardInterrupt:

@@ -5,8 +5,8 @@ A heap is cut into areas, an area into regions:
     control region | NVL rings | RDMA rings (received, to send)     normal mode
     control region | ............ low-latency slots (set 0, 1)      low-latency mode
 
-The control region holds every live flag, counter, letter and status word; its offsets depend on the number
-of ranks and on fixed maxima alone, so that calls with different configs agree on them. The other areas
+The control region holds every live flag, counter, notify message and status word; its offsets depend on the
+number of ranks and on fixed maxima alone, so that calls with different configs agree on them. The other areas
 hold rows. They follow the classic layout to the byte, but their head, tail, prefix and signal fields stay
 reserved: the live ones are 64-bit and sit in the control region, where no row of a later call can fall.
 
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import Final, SupportsIndex
+from typing import Final, NamedTuple, SupportsIndex
 
 from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import (
@@ -40,13 +41,29 @@ NUM_MAX_CHANNELS: Final = 128
 NUM_MAILBOXES: Final = 2
 NUM_SLOT_SETS: Final = 2
 STATUS_BYTES: Final = 8192
-LETTER_HEADER_BYTES: Final = 256
-NOTE_HEADER_BYTES: Final = 64
-OFFER_HEADER_BYTES: Final = 64
+NOTIFY_HEADER_BYTES: Final = 256
+RECORD_HEADER_BYTES: Final = 64
+REJOIN_HEADER_BYTES: Final = 64
 SOURCE_INDEX_BYTES: Final = 4
 DIGEST_BYTES: Final = 8
 COUNTER_BYTES: Final = 8
 """Every live flag, head, tail, prefix and signal is 64-bit and only grows."""
+
+
+class StatusWord(IntEnum):
+    """The words of a status block, by index."""
+
+    STATE = 0
+    CALL = 1
+    KIND = 2
+    PHASE = 3
+    SINCE_NS = 4
+    WAITS_FOR = 5
+    FAILURE_BYTES = 6
+    NO_WAKE_UP = 7
+    """Always 0, since no rank sleeps on a status word."""
+    REFUSAL_BYTES = 8
+    """The first of as many words as there are texts."""
 
 
 def check_num_sms(name: str, num_sms: SupportsIndex) -> int:
@@ -308,9 +325,34 @@ class ControlBlock:
         return self.start + (slot_set * self.num_peers + peer) * self.stride
 
 
+class ControlBlocks(NamedTuple):
+    """The blocks of a control region, in the order of the heap."""
+
+    status: ControlBlock
+    wake_up: ControlBlock
+    """For a CPU rank that sleeps: which counters it waits for, and how many are missing."""
+    abort: ControlBlock
+    """For GPU kernels that wait: whether to stop, and the address of the word by which the host says so."""
+    sleepers: ControlBlock
+    doorbell: ControlBlock
+    mailbox: ControlBlock
+    arrival: ControlBlock
+    pulled: ControlBlock
+    ring_tail: ControlBlock
+    ring_head: ControlBlock
+    network_tail: ControlBlock
+    network_head: ControlBlock
+    network_counts: ControlBlock
+    record: ControlBlock
+    packed: ControlBlock
+    mask: ControlBlock
+    given_up: ControlBlock
+    rejoin: ControlBlock
+
+
 @dataclass(frozen=True)
 class ControlRegion:
-    """The flags, counters, letters and status words of one rank; it starts the heap.
+    """The flags, counters, notify messages and status words of one rank; it starts the heap.
 
     A rank polls its own control region and writes into those of its peers, so each block is cut by writer:
     what one peer writes shares no 128-byte line with what another one does.
@@ -324,21 +366,21 @@ class ControlRegion:
         whole_number("ranks_per_node", self.ranks_per_node, minimum=1)
 
     @property
-    def letter_bytes(self) -> int:
+    def notify_bytes(self) -> int:
         """Header, the sender's rows of two count matrices, its rows by channel, its counts for experts; or
         what its handle says: two digests of every rank and node, and three counts of every rank."""
         nodes = num_nodes(self.num_ranks, self.ranks_per_node)
         counts = 2 * self.num_ranks + NUM_MAX_CHANNELS + NUM_MAX_LOCAL_EXPERTS
         by_handle = 2 * DIGEST_BYTES * (self.num_ranks + nodes) + 3 * 4 * self.num_ranks
-        return align(LETTER_HEADER_BYTES + max(4 * counts, by_handle), NUM_BUFFER_ALIGNMENT_BYTES)
+        return align(NOTIFY_HEADER_BYTES + max(4 * counts, by_handle), NUM_BUFFER_ALIGNMENT_BYTES)
 
     @property
-    def note_bytes(self) -> int:
+    def record_bytes(self) -> int:
         """Header, and a range of rows for each local expert; it closes the sending of a low-latency call."""
-        return NOTE_HEADER_BYTES + NUM_MAX_LOCAL_EXPERTS * COUNTER_BYTES
+        return RECORD_HEADER_BYTES + NUM_MAX_LOCAL_EXPERTS * COUNTER_BYTES
 
     @cached_property
-    def blocks(self) -> tuple[ControlBlock, ...]:
+    def blocks(self) -> ControlBlocks:
         """The kinds of words, in the order of the heap."""
         nodes = num_nodes(self.num_ranks, self.ranks_per_node)
         node_ranks = num_ranks_of_a_node(self.num_ranks, self.ranks_per_node)
@@ -346,38 +388,35 @@ class ControlRegion:
         # (kind, bytes that one peer writes, number of peers, number of alternating sets)
         kinds = (
             ("status", STATUS_BYTES, 1, 1),
-            # The second word is for kernels on a GPU: what the host says to them.
-            ("alarm", 2 * COUNTER_BYTES, 1, 1),
+            ("wake-up count", COUNTER_BYTES, 1, 1),
+            ("abort flag", 2 * COUNTER_BYTES, 1, 1),
             ("sleepers", COUNTER_BYTES, 1, 1),
             ("doorbell", COUNTER_BYTES, 1, 1),
-            ("mailbox", self.letter_bytes, self.num_ranks, NUM_MAILBOXES),
+            ("mailbox", self.notify_bytes, self.num_ranks, NUM_MAILBOXES),
             ("window arrival", COUNTER_BYTES, node_ranks, 1),
             ("window pulled", COUNTER_BYTES, node_ranks, 1),
             ("ring tail", per_channel, node_ranks, 1),
             ("ring head", per_channel, node_ranks, 1),
-            ("ring prefix", per_channel * 2 * nodes, node_ranks, 1),
             ("network tail", per_channel, nodes, 1),
             ("network head", per_channel, nodes, 1),
             ("network counts", NUM_MAX_CHANNELS * 4 * (node_ranks + 1), nodes, NUM_MAILBOXES),
-            ("low-latency note", self.note_bytes, self.num_ranks, NUM_SLOT_SETS),
+            ("completion record", self.record_bytes, self.num_ranks, NUM_SLOT_SETS),
             ("low-latency packed", COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
             ("mask", self.num_ranks * COUNTER_BYTES, self.num_ranks, 1),
             ("given up", COUNTER_BYTES, self.num_ranks, 1),
-            ("offer", OFFER_HEADER_BYTES + self.num_ranks * COUNTER_BYTES, self.num_ranks, NUM_SLOT_SETS),
+            (
+                "rejoin request",
+                REJOIN_HEADER_BYTES + self.num_ranks * COUNTER_BYTES,
+                self.num_ranks,
+                NUM_SLOT_SETS,
+            ),
         )
         blocks = []
         offset = 0
         for kind, num_bytes, num_peers, num_sets in kinds:
             blocks.append(ControlBlock(kind, offset, num_bytes, num_peers, num_sets))
             offset = blocks[-1].end
-        return tuple(blocks)
-
-    @cached_property
-    def _by_kind(self) -> dict[str, ControlBlock]:
-        return {block.kind: block for block in self.blocks}
-
-    def block(self, kind: str) -> ControlBlock:
-        return self._by_kind[kind]
+        return ControlBlocks(*blocks)
 
     def regions(self) -> Iterator[Region]:
         for block in self.blocks:

@@ -8,9 +8,9 @@ import torch
 
 from anyep import formats
 from anyep.arguments import check_devices, check_num_experts, check_tensor, check_topk_idx, check_x
+from anyep.control.records import Format
 from anyep.errors import InvalidCall, whole_number
 from anyep.modes.low_latency import LowLatency, Outputs, Tokens
-from anyep.modes.notes import Format
 from anyep.sizes import LowLatencySizes, check_fp8_hidden, low_latency_sizes
 
 WRONG_RANGES = (

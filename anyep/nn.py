@@ -35,9 +35,9 @@ from anyep.agreement import Said, check_agreement
 from anyep.arguments import check_num_experts
 from anyep.balance import expert_counts, load_balancing_loss, router_z_loss, update_bias
 from anyep.buffer import Buffer
+from anyep.connection import chosen_topology, on_all_ranks
 from anyep.errors import InvalidCall, whole_number
 from anyep.machine import host_identity
-from anyep.modes.connection import chosen_topology, on_all_ranks
 from anyep.rendezvous import rendezvous_of
 from anyep.settings import RANKS_PER_NODE
 from anyep.sizes import size_hints

@@ -29,7 +29,7 @@ from typing import Any, Final
 from anyep.errors import AnyEPError, PeerLost, WaitTimeout
 from anyep.machine import host_identity
 
-PATIENCE_S: Final = 5.0
+SEARCH_S: Final = 5.0
 """So long may a killed process take to end after its connections are closed, and a rank to report."""
 LINGER_S: Final = 1.0
 """So long a rank that noticed a loss stays, so that the others hear of the loss before its own end."""
@@ -204,7 +204,7 @@ class RollCall:
         """Find out who is lost, now that something failed: these are the words of whatever did."""
         self._board.write_first("failed", self.own.rank)
         self._board.write(f"here/{self.own.rank}", True)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + SEARCH_S
         while time.monotonic() < deadline:
             self.is_complete()
             ended = self._ended()

@@ -92,12 +92,10 @@ def run_round(context: RankContext, cases: list[Case], seed: int) -> None:
     for case in cases:
         buffer = buffer_for(context, case.num_window_bytes)
         assert buffer.runtime is not None
-        conversation = buffer.runtime.conversation
-        conversation.between_steps = (
-            None if case.delay_seed is None else delays(case.delay_seed, context.rank)
-        )
+        control = buffer.runtime.control
+        control.between_steps = None if case.delay_seed is None else delays(case.delay_seed, context.rank)
         check_case(context, case, buffer)
-        conversation.between_steps = None
+        control.between_steps = None
         if chance.random() < 0.3:
             given = inputs_of(Case(tokens=(20,) * context.num_ranks, seed=case.seed))[context.rank]
             assert given.topk_idx is not None

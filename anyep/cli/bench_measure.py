@@ -268,23 +268,23 @@ class Barrier:
         self._blocks = blocks
         self._theirs = np.array([block.address + 128 * rank.rank for block in blocks], np.int64)
         self._mine = np.array([own.address + 128 * peer for peer in range(rank.num_ranks)], np.int64)
-        self._alarms = np.array([block.address + 128 * rank.num_ranks for block in blocks], np.int64)
-        self._own_alarm = int(self._alarms[rank.rank])
+        self._wake_ups = np.array([block.address + 128 * rank.num_ranks for block in blocks], np.int64)
+        self._own_wake_up = int(self._wake_ups[rank.rank])
         self._missing = np.ones(rank.num_ranks, np.bool_)
         self._untimed = np.zeros(0, np.int64)
         self._count = 0
 
     def wait(self) -> None:
         self._count += 1
-        self._cpu.announce(self._theirs, self._alarms, 0, self._count)
+        self._cpu.signal(self._theirs, self._wake_ups, 0, self._count)
         self._missing[:] = True
         arguments = (
             self._mine,
             self._count,
             self._missing,
             0,
-            self._cpu.PATIENCE,
-            self._own_alarm,
+            self._cpu.MAX_POLLS,
+            self._own_wake_up,
             0,
             self._untimed,
             0,

@@ -65,7 +65,9 @@ def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
     def crossing(path: str, work: Callable[[], Any], copies: int) -> Crossing | None:
         if not copies or not setup.nodes.are_several:
             return None
-        traffic = (by_ring if path == "ring" else by_window).runtime.traffic
+        session = (by_ring if path == "ring" else by_window).runtime
+        assert session is not None
+        traffic = session.traffic
         before = traffic.bytes_between_nodes
         work()
         sent = traffic.bytes_between_nodes - before
@@ -81,7 +83,7 @@ def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
     return [
         rival("copy", "copy", copy),
         case("layout", "local", lambda: by_window.get_dispatch_layout(topk_idx, setup.experts), 0),
-        case("notify", "letters", lambda: by_window.dispatch(x[:0], **nothing), 0),  # type: ignore[arg-type]
+        case("notify", "notify messages", lambda: by_window.dispatch(x[:0], **nothing), 0),  # type: ignore[arg-type]
         case("dispatch", "window", lambda: by_window.dispatch(x, **routing)),  # type: ignore[arg-type]
         case("dispatch", "ring", lambda: by_ring.dispatch(x, **routing)),  # type: ignore[arg-type]
         rival("dispatch", "gloo", gloo.dispatch),

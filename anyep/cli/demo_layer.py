@@ -171,8 +171,10 @@ def train(rank: Rank, job: Job) -> list[StepReport]:
             report.largest_difference = _compare(job, step, weights, x, output, experts, rank, reference)
             _descend(weights)
             if job.nodes.are_several:
-                report.bytes_within_node = buffer.runtime.traffic.bytes_within_node
-                report.bytes_between_nodes = buffer.runtime.traffic.bytes_between_nodes
+                assert buffer.runtime is not None
+                traffic = buffer.runtime.traffic
+                report.bytes_within_node = traffic.bytes_within_node
+                report.bytes_between_nodes = traffic.bytes_between_nodes
             reports.append(report)
             rank.report(report)
     return reports

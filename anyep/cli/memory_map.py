@@ -383,7 +383,7 @@ def _draw_control_fields(canvas: _Canvas, area: RingArea) -> None:
 
 def _draw_control_region(canvas: _Canvas, control: ControlRegion, share: float) -> None:
     canvas.title(
-        "Control region: every live flag, counter and letter",
+        "Control region: every live flag, counter and notify message",
         f"{format_bytes(control.num_bytes)}: the red line ({share:.2%}) at the left end of the heap",
     )
     kinds: dict[str, int] = {}
@@ -393,7 +393,7 @@ def _draw_control_region(canvas: _Canvas, control: ControlRegion, share: float) 
     canvas.strip([Piece(size, colours[kind]) for kind, size in kinds.items()])
     canvas.legend([(colours[kind], f"{kind}  {format_bytes(size)}") for kind, size in kinds.items()])
     canvas.line(
-        "status: what this rank is doing, for the others to read.  mailbox: two letters from every rank."
+        "status: what this rank is doing, for the others to read.  mailbox: two messages from every rank."
         "  ring tail / head: how far each ring is filled and emptied."
     )
 

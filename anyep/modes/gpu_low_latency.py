@@ -1,6 +1,6 @@
 """Low-latency mode on GPUs that share memory: the calls of `low_latency`, with every wait in a kernel.
 
-Each half of a call is two kernels: `open_call` and one that sends, `receive_notes` and one that takes rows.
+Each half of a call is two kernels: `open_call` and one that sends, `receive_records` and one that takes rows.
 The host waits for nothing, and knows neither when a call is over nor, as graphs may be replayed, what its
 number is: the numbers are in the GPU's memory, and which of the two sets of slots a call has is found there.
 Calls with hooks run on the caller's stream, the others on the communication stream. All halves run in the
@@ -24,20 +24,19 @@ import torch
 
 from anyep import ending, outcomes
 from anyep.backends import cpu
-from anyep.backends.cuda import facts
+from anyep.backends.cuda import constants
+from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.kernels import slots as kernels
 from anyep.backends.cuda.tiles import block_of
+from anyep.calls import Array, Call, Kind, Phase, Stall, name_of_call
+from anyep.control import records
+from anyep.control.plane import ControlPlane
+from anyep.control.records import Format
+from anyep.control.reports import Reports, still_missing
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, no_expert
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
-from anyep.modes import notes
-from anyep.modes.conversation import Array, Call, Conversation, Stall
-from anyep.modes.gpu_connection import GpuConnection
-from anyep.modes.gpu_talk import GpuTalk, still_missing
-from anyep.modes.letters import Kind
 from anyep.modes.low_latency import REFUSAL_TEXTS, LowLatency, Outputs, Received, Sent, Tokens
 from anyep.modes.masks import Masks, log
-from anyep.modes.notes import Format
-from anyep.modes.status import Phase, name_of_call
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
 CHANNELS: Final = 128
@@ -48,7 +47,7 @@ LIST_CHOICES: Final = 1024
 PACK_TILE: Final = (2, 1024, 64)
 """Rows, words and scale words that a program takes at a time."""
 LIST_TILE: Final = 128
-NOTE_TILE: Final = 32
+RECORD_TILE: Final = 32
 SEARCH_TILE: Final = 32
 MOST_SHARES: Final = 64
 PROGRAMS_PER_SM: Final = 16
@@ -72,14 +71,22 @@ class _Job:
 class GpuLowLatency(LowLatency, ending.Part):
     """Low-latency mode of one rank on a GPU. It does not check what the user passed; `Buffer` does."""
 
-    def __init__(self, connection: GpuConnection, start: int, num_bytes: int, can_shrink: bool) -> None:
-        talk = connection.talk
-        self._talk: GpuTalk = talk
-        self._gpu = talk.gpu
-        self._conversation: Conversation = talk.conversation
-        self._rank, self._num_ranks = talk.rank, talk.num_ranks
-        self._control: ControlRegion = talk.control
-        self._heap = talk.heap
+    def __init__(
+        self,
+        device_control: DeviceControl,
+        reports: Reports,
+        ranks_on_gpu: int,
+        start: int,
+        num_bytes: int,
+        can_shrink: bool,
+    ) -> None:
+        self._device_control = device_control
+        self._reports = reports
+        self._gpu = device_control.gpu
+        self._control: ControlPlane = self._reports.control
+        self._rank, self._num_ranks = device_control.rank, device_control.num_ranks
+        self._region: ControlRegion = device_control.region
+        self._heap = device_control.heap
         self._start = start
         self._num_bytes = num_bytes
         self._can_shrink = can_shrink
@@ -87,27 +94,25 @@ class GpuLowLatency(LowLatency, ending.Part):
         self._order = _Order(self._gpu)
         self._unheard: AnyEPError | None = None
         """What went wrong in an earlier call, for the next one to raise."""
-        self._report = self._gpu.words(facts.REPORTED_HEADERS + notes.NUM_WORDS * self._num_ranks)
-        talk.add_report(self._report, self._error_of)
-        self._words = self._facts()
-        self._facts_there = self._gpu.table(self._words)
+        self._report = self._gpu.words(constants.REPORTED_HEADERS + records.NUM_WORDS * self._num_ranks)
+        self._reports.add(self._report, self._error_of)
+        self._words = self._constants()
+        self._device_constants = self._gpu.table(self._words)
         self._generations = self._gpu.table([0] * self._num_ranks)
-        self._blocks = {"NUM_RANKS": self._num_ranks, "RANK_BLOCK": talk.rank_block}
+        self._blocks = {"NUM_RANKS": self._num_ranks, "RANK_BLOCK": device_control.rank_block}
         self._shrink = {"CAN_SHRINK": can_shrink, **self._blocks}
-        self._programs = max(1, PROGRAMS_PER_SM * int(self._gpu.num_sms) // connection.ranks_on_gpu)
+        self._programs = max(1, PROGRAMS_PER_SM * int(self._gpu.num_sms) // ranks_on_gpu)
         # It tells everyone's kernels the generation of a rank. One that waits reads it at its host, too.
         tell_kernels = partial(
-            talk.launcher(kernels.mask_rank, 1, **self._blocks),
+            device_control.launcher(kernels.mask_rank, 1, **self._blocks),
             self._gpu.side_stream,
             (1,),
-            self._facts_there,
-            talk.heaps,
+            self._device_constants,
+            device_control.heaps,
         )
         # When it is needed it may be too late to load it.
         tell_kernels(-1, 0)
-        self.masks: GpuMasks = GpuMasks(
-            self._conversation, self._control, self._heap, self._gpu, tell_kernels
-        )
+        self.masks: GpuMasks = GpuMasks(self._control, self._region, self._heap, self._gpu, tell_kernels)
 
         # What `LowLatency` keeps, too; its methods that only look at these are used as they are.
         self._last_call = 0
@@ -125,29 +130,29 @@ class GpuLowLatency(LowLatency, ending.Part):
         self._lent_for = None
         ending.register(self)
 
-    def _facts(self) -> list[int]:
-        control = self._control
-        note, packed = control.block("low-latency note"), control.block("low-latency packed")
-        words: list[int] = self._talk.facts.tolist()
-        words[facts.REPORT] = int(self._report.ctypes.data)
-        words += [0] * (facts.NUM_LOW_LATENCY_FACTS - len(words))
+    def _constants(self) -> list[int]:
+        region = self._region
+        record, packed = region.blocks.record, region.blocks.packed
+        words: list[int] = self._device_control.constants.tolist()
+        words[constants.REPORT] = int(self._report.ctypes.data)
+        words += [0] * (constants.NUM_LOW_LATENCY_CONSTANTS - len(words))
         # The second word of a block that only the host's heap has a use for.
-        words[facts.CALLS_AT] = control.block("status").start + 8
-        words[facts.NOTE_AT] = note.start
-        words[facts.NOTE_STRIDE] = note.stride
-        words[facts.NOTE_SET_STRIDE] = note.offset(0, 1) - note.start
-        words[facts.PACKED_AT] = packed.start
-        words[facts.PACKED_SET_STRIDE] = packed.offset(0, 1) - packed.start
-        words[facts.MASK_AT] = control.block("mask").start
-        words[facts.MASK_STRIDE] = control.block("mask").stride
-        assert packed.stride == words[facts.FLAG_STRIDE]
+        words[constants.CALLS_AT] = region.blocks.status.start + 8
+        words[constants.RECORD_AT] = record.start
+        words[constants.RECORD_STRIDE] = record.stride
+        words[constants.RECORD_SET_STRIDE] = record.offset(0, 1) - record.start
+        words[constants.PACKED_AT] = packed.start
+        words[constants.PACKED_SET_STRIDE] = packed.offset(0, 1) - packed.start
+        words[constants.MASK_AT] = region.blocks.mask.start
+        words[constants.MASK_STRIDE] = region.blocks.mask.stride
+        assert packed.stride == words[constants.FLAG_STRIDE]
         return words
 
     # Calls
 
     def begin(self, kind: Kind) -> Call:
         """Take the next call number of the host's own, if a set of slots is free for it."""
-        self._conversation.check_works()
+        self._control.check_works()
         if not self._gpu.stream.is_capturing():
             self._forget_dropped_hooks()
             self._check_set_is_free(self._last_call + 1)
@@ -159,15 +164,15 @@ class GpuLowLatency(LowLatency, ending.Part):
         if self._gpu.stream.is_capturing():
             return
         try:
-            self._conversation.check_works()
+            self._control.check_works()
         except BufferBroken:
             return
         text = REFUSAL_TEXTS + call.number % NUM_SLOT_SETS
-        self._conversation.say_refusal(text, str(error))
+        self._control.publish_refusal(text, str(error))
         state = self._new_state(0)
 
         def launch(stream: Any) -> None:
-            self._open(stream, state, notes.note(call.kind), 1 + text, posts=True)
+            self._open(stream, state, records.record(call.kind), 1 + text, posts=True)
             self._finish_call(stream, state)
 
         self._in_line(launch)
@@ -198,14 +203,14 @@ class GpuLowLatency(LowLatency, ending.Part):
             places = self._places_for(tokens.sizes)
             received = self._new_results(places, tokens)
             state = self._new_state(tokens.sizes.num_experts)
-            header = notes.note(call.kind, tokens.sizes, tokens.travel)
+            header = records.record(call.kind, tokens.sizes, tokens.travel)
 
             def send(stream: Any) -> None:
                 self._open(stream, state, header)
                 self._launch_tokens(stream, state, places, tokens)
 
             def receive(stream: Any) -> None:
-                self._receive_notes(stream, state, places.slots.num_local_experts, tokens.wait_stats)
+                self._receive_record(stream, state, places.slots.num_local_experts, tokens.wait_stats)
                 self._launch_pack(stream, state, places, tokens, received)
 
             tensors = (tokens.x, tokens.topk_idx, tokens.expert_stats, tokens.wait_stats, *received)
@@ -239,7 +244,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         sizes = tokens.sizes
         slot_block = block_of(num_topk)
         num_shares = self._shares(num_tokens, -(-sizes.hidden // (CAST_BLOCKS * CHANNELS)))
-        send = self._talk.launcher(
+        send = self._device_control.launcher(
             kernels.send_tokens,
             4,
             TRAVEL=int(tokens.travel),
@@ -274,7 +279,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         most_shares = -(-tokens.sizes.num_max_tokens // tile_rows)
         # Their work is uneven.
         num_shares = min(2 * self._shares(num_experts * self._num_ranks, most_shares), most_shares)
-        pack = self._talk.launcher(
+        pack = self._device_control.launcher(
             kernels.pack_tokens,
             4,
             HAS_SCALES=has_scales,
@@ -318,14 +323,14 @@ class GpuLowLatency(LowLatency, ending.Part):
                 out = self._gpu.empty((outputs.topk_idx.shape[0], outputs.sizes.hidden), torch.bfloat16)
             state = self._new_state(outputs.sizes.num_experts)
             travel = Format.LOGFMT if outputs.use_logfmt else Format.BF16
-            header = notes.note(call.kind, outputs.sizes, travel)
+            header = records.record(call.kind, outputs.sizes, travel)
 
             def send(stream: Any) -> None:
                 self._open(stream, state, header)
                 self._launch_rows(stream, state, places, outputs)
 
             def receive(stream: Any) -> None:
-                self._receive_notes(stream, state, places.slots.num_local_experts, outputs.wait_stats)
+                self._receive_record(stream, state, places.slots.num_local_experts, outputs.wait_stats)
                 self._launch_sum(stream, state, places, outputs, out)
 
             tensors = (
@@ -346,7 +351,7 @@ class GpuLowLatency(LowLatency, ending.Part):
     def _launch_rows(self, stream: Any, state: torch.Tensor, places: Any, outputs: Outputs) -> None:
         num_experts = places.slots.num_local_experts
         num_shares = self._shares(num_experts, outputs.sizes.num_max_tokens)
-        give_back = self._talk.launcher(
+        give_back = self._device_control.launcher(
             kernels.return_rows,
             4,
             USE_LOGFMT=outputs.use_logfmt,
@@ -381,7 +386,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         hidden = outputs.sizes.hidden
         tile_blocks = CAST_BLOCKS if outputs.use_logfmt else SUM_BLOCKS
         num_shares = self._shares(num_tokens, -(-hidden // (tile_blocks * CHANNELS)))
-        add_up = self._talk.launcher(
+        add_up = self._device_control.launcher(
             kernels.sum_tokens,
             4,
             USE_LOGFMT=outputs.use_logfmt,
@@ -422,17 +427,17 @@ class GpuLowLatency(LowLatency, ending.Part):
         if self._gpu.stream.is_capturing():
             raise _not_captured("get_next_low_latency_combine_buffer")
         call = Call(self._last_call + 1, Kind.LOW_LATENCY_COMBINE)
-        self._conversation.check_works()
+        self._control.check_works()
         self._forget_dropped_hooks()
         self._check_set_is_free(call.number)
 
         def whole_call() -> torch.Tensor:
             places = self._places_for(sizes)
             state = self._new_state(0)
-            header = notes.note(call.kind, sizes)
+            header = records.record(call.kind, sizes)
             self._in_line(lambda stream: self._open(stream, state, header, advances=False))
             self._settle()
-            number = int(state[facts.NUMBER])
+            number = int(state[constants.NUMBER])
             slots = places.slots
             messages: torch.Tensor = self._heap.lend(
                 slots.row_offset(number % NUM_SLOT_SETS, 0),
@@ -465,11 +470,11 @@ class GpuLowLatency(LowLatency, ending.Part):
 
         def whole_call() -> None:
             state = self._new_state(0)
-            header = notes.note(call.kind, sizes)
+            header = records.record(call.kind, sizes)
 
             def launch(stream: Any) -> None:
                 self._open(stream, state, header, posts=True)
-                self._receive_notes(stream, state, 0, None)
+                self._receive_record(stream, state, 0, None)
                 self._finish_call(stream, state)
 
             self._in_line(launch)
@@ -489,7 +494,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         before = self._last_call
         super().unmask(ranks)
         # What this rank was told while it was masked is over.
-        self._report[facts.NUM_READ] = self._report[facts.NUM_REPORTS]
+        self._report[constants.NUM_READ] = self._report[constants.NUM_REPORTS]
         with self.masks.beside_kernels():
             self._generations.copy_(torch.from_numpy(self.masks.generations))
             if self._last_call != before:
@@ -497,7 +502,7 @@ class GpuLowLatency(LowLatency, ending.Part):
             self._gpu.synchronize()
 
     def _number(self) -> torch.Tensor:
-        number: torch.Tensor = self._heap.tensor(self._words[facts.CALLS_AT], (1,), torch.int64)
+        number: torch.Tensor = self._heap.tensor(self._words[constants.CALLS_AT], (1,), torch.int64)
         return number
 
     def _forget_what_is_in_flight(self) -> None:
@@ -524,20 +529,20 @@ class GpuLowLatency(LowLatency, ending.Part):
         Then raise what went wrong in an earlier call: this one is sent all the same, so that the ranks stay
         in step, whenever each of them hears of it.
         """
-        self._conversation.enter(call, Phase.SEND)
-        result = self._conversation.guarded(call, work)
-        self._conversation.end(call)
+        self._control.enter(call, Phase.SEND)
+        result = self._control.guarded(call, work)
+        self._control.end(call)
         self._raise_unheard()
         return result
 
     def _new_state(self, num_experts: int) -> torch.Tensor:
-        """The state of a call, with room for the ranges of its notes."""
-        state: torch.Tensor = self._gpu.empty((facts.RANGES + num_experts,), torch.int64)
+        """The state of a call, with room for the ranges of its completion records."""
+        state: torch.Tensor = self._gpu.empty((constants.RANGES + num_experts,), torch.int64)
         return state
 
     def _common(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The arguments that every kernel begins with."""
-        return self._facts_there, self._talk.heaps, self._generations, state
+        return self._device_constants, self._device_control.heaps, self._generations, state
 
     def _in_line(self, launch: Launch) -> None:
         """Run kernels on the communication stream, after what the caller's has and before what it gets."""
@@ -589,10 +594,10 @@ class GpuLowLatency(LowLatency, ending.Part):
         """What a hook does."""
         call, is_captured = job.call, job.is_captured
         slot_set = call.number % NUM_SLOT_SETS
-        self._conversation.check_works()
+        self._control.check_works()
         if not is_captured and self._in_flight[slot_set] != call:
             raise InvalidCall(f"{call} was given up when the other ranks went on without this one")
-        self._conversation.enter(call, Phase.RECEIVE)
+        self._control.enter(call, Phase.RECEIVE)
         stream = self._gpu.stream.current()
         try:
             self._order.run(stream, job.receive)
@@ -604,7 +609,7 @@ class GpuLowLatency(LowLatency, ending.Part):
                 self._num_open -= 1
         if stream != job.stream:
             self._keep(job.tensors, job.state)
-        self._conversation.end(call)
+        self._control.end(call)
 
     def _tell_packed(self, call: Call) -> None:
         """Let the senders go on whose rows of this call nobody will take."""
@@ -621,24 +626,26 @@ class GpuLowLatency(LowLatency, ending.Part):
         posts: bool = False,
         advances: bool = True,
     ) -> None:
-        launch = self._talk.launcher(kernels.open_call, 1, ADVANCES=advances, POSTS=posts, **self._shrink)
-        words = header[notes.Field.KIND : notes.Field.FORMAT + 1].tolist()
+        launch = self._device_control.launcher(
+            kernels.open_call, 1, ADVANCES=advances, POSTS=posts, **self._shrink
+        )
+        words = header[records.Field.KIND : records.Field.FORMAT + 1].tolist()
         launch(stream, (1,), *self._common(state), *words, refused)
 
-    def _receive_notes(
+    def _receive_record(
         self, stream: Any, state: torch.Tensor, num_experts: int, wait_stats: torch.Tensor | None
     ) -> None:
-        launch = self._talk.launcher(
-            kernels.receive_notes,
+        launch = self._device_control.launcher(
+            kernels.receive_records,
             1,
             HAS_STATS=wait_stats is not None,
-            TILE_EXPERTS=min(NOTE_TILE, max(2, block_of(num_experts))),
+            TILE_EXPERTS=min(RECORD_TILE, max(2, block_of(num_experts))),
             **self._shrink,
         )
         launch(stream, (1,), *self._common(state), state if wait_stats is None else wait_stats, num_experts)
 
     def _finish_call(self, stream: Any, state: torch.Tensor) -> None:
-        launch = self._talk.launcher(kernels.finish_call, 1, **self._shrink)
+        launch = self._device_control.launcher(kernels.finish_call, 1, **self._shrink)
         launch(stream, (1,), *self._common(state))
 
     # What went wrong
@@ -664,7 +671,7 @@ class GpuLowLatency(LowLatency, ending.Part):
 
     def _reported(self) -> AnyEPError | None:
         """What a kernel found wrong since the last time that somebody looked."""
-        error = self._talk.read_report(self._report, self._error_of)
+        error = self._reports.read(self._report, self._error_of)
         if not isinstance(error, Masked):
             return error
         try:
@@ -678,14 +685,14 @@ class GpuLowLatency(LowLatency, ending.Part):
         if code == outcomes.MASKED:
             return self.masks.masked_out()
         if code == outcomes.MISSING:
-            token, expert = divmod(int(self._report[facts.REPORTED_WRONG]), 1 << 32)
+            token, expert = divmod(int(self._report[constants.REPORTED_WRONG]), 1 << 32)
             return InvalidCall(
                 f"topk_idx sends token {token} to expert {expert}, which has no row of it: pass the topk_idx"
                 f" of the dispatch that the handles come from"
             )
         if code == outcomes.BAD_IDS:
-            token, column = divmod(int(self._report[facts.REPORTED_WRONG]), 1 << 32)
-            value, num_experts = facts.REPORTED_VALUE, facts.REPORTED_EXPERTS
+            token, column = divmod(int(self._report[constants.REPORTED_WRONG]), 1 << 32)
+            value, num_experts = constants.REPORTED_VALUE, constants.REPORTED_EXPERTS
             return no_expert(token, column, int(self._report[value]), int(self._report[num_experts]))
         if code == outcomes.BAD_HANDLE:
             return InvalidCall(
@@ -693,19 +700,19 @@ class GpuLowLatency(LowLatency, ending.Part):
                 f" other, and its source indices be in order, below num_max_dispatch_tokens_per_rank"
             )
         stall, phase = self._stall(call, rank)
-        return self._talk.end_of_wait(call, code, stall, phase)
+        return self._reports.end_of_wait(call, code, stall, phase)
 
     def _stall(self, call: Call, rank: int) -> tuple[Stall, str]:
         """What a wait waited for, and in which phase."""
         slot_set = call.number % NUM_SLOT_SETS
-        if self._report[facts.REPORTED_WAIT] == facts.NOTE_AT:
-            what, phase, expected = "note", Phase.RECEIVE, call.number
-            block = self._control.block("low-latency note")
+        if self._report[constants.REPORTED_WAIT] == constants.RECORD_AT:
+            what, phase, expected = "completion record", Phase.RECEIVE, call.number
+            block = self._region.blocks.record
         else:
             expected = call.number - NUM_SLOT_SETS
             what = f"receipt of {name_of_call(expected)} (by its hook, if it has one)"
             phase = Phase.ACKNOWLEDGE
-            block = self._control.block("low-latency packed")
+            block = self._region.blocks.packed
         seen = [self._word_at(block.offset(peer, slot_set)) for peer in range(self._num_ranks)]
         # Where ranks can be masked, those that were late have been.
         missing = [rank] if self._can_shrink else still_missing(seen, expected, rank)
@@ -715,11 +722,11 @@ class GpuLowLatency(LowLatency, ending.Part):
         return int(self._heap.tensor(offset, (1,), torch.int64))
 
     def _disagreement(self, call: Call) -> AnyEPError:
-        headers = self._report[facts.REPORTED_HEADERS :].reshape(self._num_ranks, notes.NUM_WORDS)
+        headers = self._report[constants.REPORTED_HEADERS :].reshape(self._num_ranks, records.NUM_WORDS)
         if self._calls_with_places <= 1:
             # The sizes may have been what they disagreed about, and nothing was sent with them before.
             self._agreed = False
-        refused = headers[:, notes.Field.REFUSED]
+        refused = headers[:, records.Field.REFUSED]
         by_handle = np.flatnonzero(refused == kernels.BY_HANDLE)
         if len(by_handle):
             return Disagreement(
@@ -733,8 +740,8 @@ class GpuLowLatency(LowLatency, ending.Part):
                 f" topk_idx has an id that is no expert"
             )
         text = max(0, int(refused.max()) - 1)
-        return self._conversation.disagreement(
-            call, headers, text, notes.SIGNATURE_WORDS, notes.word_for_people
+        return self._control.disagreement(
+            call, headers, text, records.SIGNATURE_WORDS, records.word_for_people
         )
 
 
@@ -743,14 +750,14 @@ class GpuMasks(Masks):
 
     def __init__(
         self,
-        conversation: Conversation,
-        control: ControlRegion,
+        control: ControlPlane,
+        region: ControlRegion,
         heap: Any,
         gpu: Any,
         tell_kernels: Callable[[int, int], None],
     ) -> None:
-        super().__init__(cpu, conversation, control)
-        block = control.block("mask")
+        super().__init__(cpu, control, region)
+        block = region.blocks.mask
         self._gpu = gpu
         self._tell_kernels = tell_kernels
         self._rows = heap.tensor(block.start, (self.num_ranks * block.stride // 8,), torch.int64)

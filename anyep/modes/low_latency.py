@@ -1,10 +1,10 @@
 """Low-latency mode of the ranks that share memory: fixed places, no exchange before the rows.
 
 A call is sent and received. To send is to put rows and lists of tokens into this rank's own memory, and to
-close with a note to every reader. To receive is to wait for everyone's note, to take the rows from where
-they lie, and to tell their senders (`packed`). Calls alternate between two sets: before a set is written
-again, every reader has told that it is done with the call before the last one. So two calls may be sent and
-not yet received. Low-latency calls have numbers of their own, and no letters.
+close with a completion record to every reader. To receive is to wait for everyone's completion record, to
+take the rows from where they lie, and to tell their senders (`packed`). Calls alternate between two sets:
+before a set is written again, every reader has told that it is done with the call before the last one. So two
+calls may be sent and not yet received. Low-latency calls have numbers of their own, and no notify messages.
 
 Where ranks may be masked, a wait that would end in an error goes on without the ranks that it is about.
 """
@@ -21,18 +21,17 @@ import numpy as np
 import torch
 
 from anyep import formats
+from anyep.backends.cpu.memory import WarmMemory
+from anyep.backends.cpu.rows import wrong_id
+from anyep.calls import Array, Call, Kind, Phase, Topic, name_of_call
+from anyep.control import records
+from anyep.control.plane import NOT_TIMED, ControlPlane
+from anyep.control.records import Format
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
-from anyep.modes import notes
-from anyep.modes.conversation import NOT_TIMED, Array, Call, Conversation, Topic
-from anyep.modes.intranode import wrong_id
-from anyep.modes.letters import Kind
-from anyep.modes.low_latency_wire import LowLatencyWire, Piece, WireLists
+from anyep.modes.low_latency_remote import LowLatencyTransport, Piece, RemoteLists
 from anyep.modes.masks import Layout, Masks
-from anyep.modes.notes import Format
-from anyep.modes.status import Phase, name_of_call
-from anyep.modes.windows import WarmMemory
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes, low_latency_sizes
 
 WORTH_SPLITTING_BYTES = 1 << 20
@@ -104,8 +103,8 @@ class LowLatency:
     def __init__(
         self,
         backend: Any,
-        conversation: Conversation,
-        control: ControlRegion,
+        control: ControlPlane,
+        region: ControlRegion,
         heaps: list[Any],
         start: int,
         num_bytes: int,
@@ -114,30 +113,30 @@ class LowLatency:
         memory: WarmMemory,
         can_shrink: bool,
     ) -> None:
-        """`start` and `num_bytes` are those of the slots; lists over a wire lie behind them."""
-        self.masks = Masks(backend, conversation, control)
+        """`start` and `num_bytes` are those of the slots; lists over a network lie behind them."""
+        self.masks = Masks(backend, control, region)
         self._can_shrink = can_shrink
         self._backend = backend
-        self._conversation = conversation
+        self._control = control
         self._stream = stream
         self._team = team
         self._memory = memory
-        self._rank = conversation.rank
-        self._num_ranks = conversation.num_ranks
-        self._heap = heaps[conversation.rank]
+        self._rank = control.rank
+        self._num_ranks = control.num_ranks
+        self._heap = heaps[control.rank]
         self._heap_addresses = np.array([heap.address for heap in heaps], np.int64)
         self._start = start
         self._num_bytes = num_bytes
-        note, packed = control.block("low-latency note"), control.block("low-latency packed")
+        record, packed = region.blocks.record, region.blocks.packed
         sets = range(NUM_SLOT_SETS)
-        self._notes_at_peers = [conversation.peer_counters(note, slot_set) for slot_set in sets]
-        self._own_notes = [conversation.own_counters(note, slot_set) for slot_set in sets]
-        self._packed_at_peers = [conversation.peer_counters(packed, slot_set) for slot_set in sets]
-        self._own_packed = [conversation.own_counters(packed, slot_set) for slot_set in sets]
+        self._record_at_peers = [control.peer_counters(record, slot_set) for slot_set in sets]
+        self._own_record = [control.own_counters(record, slot_set) for slot_set in sets]
+        self._packed_at_peers = [control.peer_counters(packed, slot_set) for slot_set in sets]
+        self._own_packed = [control.own_counters(packed, slot_set) for slot_set in sets]
 
-        self._wire: LowLatencyWire | None = None
-        if conversation.wire is not None:
-            self._wire = LowLatencyWire(conversation.wire, control, self._rank, self._heap.address)
+        self._transport: LowLatencyTransport | None = None
+        if control.transport is not None:
+            self._transport = LowLatencyTransport(control.transport, region, self._rank, self._heap.address)
 
         self._last_call = 0
         self._all_over_until = 0
@@ -159,7 +158,7 @@ class LowLatency:
 
     def begin(self, kind: Kind) -> Call:
         """Take the next call number, if a set of slots is free for it."""
-        self._conversation.check_works()
+        self._control.check_works()
         if self._can_shrink:
             self.masks.look()
         self._forget_dropped_hooks()
@@ -224,9 +223,9 @@ class LowLatency:
     def _places_for(self, sizes: LowLatencySizes) -> _Places:
         if self._places is None or self._places.slots.sizes != sizes:
             slots = LowLatencySlots(self._start, sizes, self._num_ranks)
-            beyond = self._wire.ranks if self._wire is not None else ()
+            remote = self._transport.ranks if self._transport is not None else ()
             lists_start = self._start + self._num_bytes
-            self._places = _Places(slots, self._heap_addresses, self._rank, beyond, lists_start)
+            self._places = _Places(slots, self._heap_addresses, self._rank, remote, lists_start)
             self._agreed = False
         return self._places
 
@@ -236,12 +235,12 @@ class LowLatency:
         def tell() -> None:
             self._wait_until_writable(call)
             slot_set = call.number % NUM_SLOT_SETS
-            self._conversation.say_refusal(REFUSAL_TEXTS + slot_set, str(error))
-            self._post(call, notes.note(call.kind), refusal=str(error))
+            self._control.publish_refusal(REFUSAL_TEXTS + slot_set, str(error))
+            self._post(call, records.record(call.kind), refusal=str(error))
             self._tell_packed(call)
-            self._conversation.end(call)
+            self._control.end(call)
 
-        self._stream.run(lambda: self._conversation.guarded(call, tell))
+        self._stream.run(lambda: self._control.guarded(call, tell))
 
     # Dispatch
 
@@ -249,15 +248,15 @@ class LowLatency:
         """Send tokens to the experts that they chose, and get those that chose this rank's experts."""
         places = self._places_for(tokens.sizes)
         received = self._new_results(places, tokens)
-        header = notes.note(call.kind, tokens.sizes, tokens.travel)
+        header = records.record(call.kind, tokens.sizes, tokens.travel)
 
         def send() -> None:
             self._wait_until_writable(call)
-            self._conversation.enter(call, Phase.SEND)
+            self._control.enter(call, Phase.SEND)
             self._post(call, header, self._send_tokens(call, places, tokens))
 
         def receive() -> None:
-            ranges, num_rows = self._wait_for_notes(call, places, header, tokens.wait_stats)
+            ranges, num_rows = self._wait_for_records(call, places, header, tokens.wait_stats)
             self._pack(call, places, tokens, ranges, num_rows, received)
             self._finish(call)
 
@@ -287,7 +286,7 @@ class LowLatency:
         )
 
     def _send_tokens(self, call: Call, places: _Places, tokens: Tokens) -> _Pieces:
-        """Put tokens into their messages, and lists beside them; what of it has to go over the wire."""
+        """Put tokens into their messages, and lists beside them; what of it has to go over the network."""
         slot_set = call.number % NUM_SLOT_SETS
         sizes = tokens.sizes
         topk_idx = tokens.topk_idx.numpy()
@@ -311,14 +310,14 @@ class LowLatency:
             topk_idx,
             places.lists_for_peers[slot_set],
             places.list_strides,
-            self._notes_at_peers[slot_set],
+            self._record_at_peers[slot_set],
             self.masks.masked,
             np.empty(sizes.num_experts, np.int64),
         )
-        if self._wire is None:
+        if self._transport is None:
             return {}
         row_bytes = sizes.hidden * (2 if tokens.travel is Format.BF16 else 1)
-        return self._wire.tokens(places, slot_set, topk_idx, row_bytes + 4 * tokens.num_scale_words)
+        return self._transport.tokens(places, slot_set, topk_idx, row_bytes + 4 * tokens.num_scale_words)
 
     def _pack(
         self,
@@ -365,15 +364,15 @@ class LowLatency:
         if out is None:
             out = self._memory.empty((num_tokens, hidden), torch.bfloat16)
         travel = Format.LOGFMT if outputs.use_logfmt else Format.BF16
-        header = notes.note(call.kind, outputs.sizes, travel)
+        header = records.record(call.kind, outputs.sizes, travel)
 
         def send() -> None:
             self._wait_until_writable(call)
-            self._conversation.enter(call, Phase.SEND)
+            self._control.enter(call, Phase.SEND)
             self._post(call, header, self._send_rows(call, places, outputs))
 
         def receive() -> None:
-            ranges, _ = self._wait_for_notes(call, places, header, outputs.wait_stats)
+            ranges, _ = self._wait_for_records(call, places, header, outputs.wait_stats)
             missing = self._sum(call, places, outputs, ranges, out)
             self._finish(call)
             if missing >= 0:
@@ -395,7 +394,8 @@ class LowLatency:
         return int(self._backend.count_rows(layout_range.numpy(), src_info.numpy(), max_tokens))
 
     def _send_rows(self, call: Call, places: _Places, outputs: Outputs) -> _Pieces:
-        """Put the experts' rows into their messages, and lists beside them; what has to go over the wire."""
+        """Put the experts' rows into their messages, and lists beside them; what has to go over the
+        network."""
         slot_set = call.number % NUM_SLOT_SETS
         layout_range = outputs.layout_range.numpy()
         if not outputs.zero_copy:
@@ -422,10 +422,10 @@ class LowLatency:
             layout_range,
             places.lists_for_peers[slot_set],
             places.list_strides,
-            self._notes_at_peers[slot_set],
+            self._record_at_peers[slot_set],
             self.masks.masked,
         )
-        return self._wire.rows(places, slot_set, layout_range) if self._wire is not None else {}
+        return self._transport.rows(places, slot_set, layout_range) if self._transport is not None else {}
 
     def _sum(self, call: Call, places: _Places, outputs: Outputs, ranges: Array, out: torch.Tensor) -> int:
         """Add up; -1, or the first (token * top-k + slot) for which there is no row."""
@@ -456,15 +456,15 @@ class LowLatency:
     def next_combine_buffer(self, sizes: LowLatencySizes) -> torch.Tensor:
         """Where the next call, a combine with `zero_copy`, looks for its rows: [experts, rows, hidden]."""
         call = Call(self._last_call + 1, Kind.LOW_LATENCY_COMBINE)
-        self._conversation.check_works()
+        self._control.check_works()
         self._check_set_is_free(call.number)
         places = self._places_for(sizes)
 
         def wait() -> None:
             self._wait_until_writable(call)
-            self._conversation.end(call)
+            self._control.end(call)
 
-        self._stream.run(lambda: self._conversation.guarded(call, wait))
+        self._stream.run(lambda: self._control.guarded(call, wait))
         self._lent_for = (call.number, sizes)
         slots = places.slots
         num_rows = slots.num_local_experts * places.rows_per_expert
@@ -488,18 +488,18 @@ class LowLatency:
 
     def clean(self, call: Call, sizes: LowLatencySizes) -> None:
         """Let all ranks change to other sizes, when nobody needs the slots of earlier calls any more."""
-        header = notes.note(call.kind, sizes)
+        header = records.record(call.kind, sizes)
 
         def whole_call() -> None:
             self._wait_until_writable(call)
             self._post(call, header)
-            self._wait_for_notes(call, None, header, None)
+            self._wait_for_records(call, None, header, None)
             self._finish(call)
             self._num_cleanings += 1
             self._places_for(sizes)
             self._agreed = True
 
-        self._stream.run(lambda: self._conversation.guarded(call, whole_call))
+        self._stream.run(lambda: self._control.guarded(call, whole_call))
 
     def check_nothing_in_flight(self) -> None:
         for unreceived in self._in_flight:
@@ -534,7 +534,7 @@ class LowLatency:
                 self._places_for(low_latency_sizes(*layout.sizes))
                 self._agreed = True
 
-        self._stream.run(lambda: self._conversation.guarded(call, whole_round))
+        self._stream.run(lambda: self._control.guarded(call, whole_round))
 
     def _forget_what_is_in_flight(self) -> None:
         """A masked rank does not receive any more: the others have gone on."""
@@ -552,13 +552,13 @@ class LowLatency:
         run_async: bool,
         by_hook: bool,
     ) -> Sent:
-        conversation = self._conversation
+        control = self._control
         self._num_open += 1
 
         def end_after(*parts: Callable[[], None]) -> None:
             try:
                 for part in parts:
-                    conversation.guarded(call, part)
+                    control.guarded(call, part)
             finally:
                 self._num_open -= 1
 
@@ -568,12 +568,12 @@ class LowLatency:
             self._stream.run(lambda: end_after(send, receive))
             return Sent(None, None)
         try:
-            self._stream.run(lambda: conversation.guarded(call, send))
+            self._stream.run(lambda: control.guarded(call, send))
         except BaseException:
             self._num_open -= 1
             raise
         self._in_flight[call.number % NUM_SLOT_SETS] = call
-        conversation.end(call)
+        control.end(call)
         return Sent(None, _Hook(self, call, lambda: end_after(receive)))
 
     def receive_now(self, call: Call, receive: Callable[[], None]) -> None:
@@ -594,55 +594,63 @@ class LowLatency:
             self.masks.look()
         previous = call.number - NUM_SLOT_SETS
         if previous > self._all_over_until:
-            self._conversation.enter(call, Phase.ACKNOWLEDGE)
+            self._control.enter(call, Phase.ACKNOWLEDGE)
             slot_set = call.number % NUM_SLOT_SETS
             what = f"receipt of {name_of_call(previous)} (by its hook, if it has one)"
             self._wait(call, self._own_packed[slot_set], previous, Topic.PACKED + slot_set, what)
 
     def _post(self, call: Call, header: Array, pieces: _Pieces | None = None, refusal: str = "") -> None:
-        """Close this rank's sending: a note to everyone, after what goes over the wire."""
-        header[notes.Field.CALL] = call.number
+        """Close this rank's sending: a completion record to everyone, after what goes over the network."""
+        header[records.Field.CALL] = call.number
         slot_set = call.number % NUM_SLOT_SETS
-        self._backend.post_notes(
-            self._notes_at_peers[slot_set],
+        self._backend.post_records(
+            self._record_at_peers[slot_set],
             self.masks.masked,
-            self._conversation.alarms,
-            Topic.NOTE + slot_set,
+            self._control.wake_ups,
+            Topic.RECORD + slot_set,
             header,
         )
-        if self._wire is not None:
+        if self._transport is not None:
             num_experts = self._places.slots.num_local_experts if pieces and self._places is not None else 0
-            self._wire.post(call, pieces or {}, num_experts, refusal)
+            self._transport.post(call, pieces or {}, num_experts, refusal)
 
-    def _wait_for_notes(
+    def _wait_for_records(
         self, call: Call, places: _Places | None, header: Array, wait_stats: torch.Tensor | None
     ) -> tuple[Array, int]:
-        """Wait for everyone's note; the ranges in them, by (rank, local expert), and the rows in all of them.
+        """Wait for everyone's completion record; the ranges in them, by (rank, local expert), and the rows in
+        all of them.
 
         If the ranks do not agree, it raises what they disagree about.
         """
-        conversation = self._conversation
+        control = self._control
         slot_set = call.number % NUM_SLOT_SETS
-        conversation.enter(call, Phase.RECEIVE)
-        self._wait(call, self._own_notes[slot_set], call.number, Topic.NOTE + slot_set, "note", wait_stats)
+        control.enter(call, Phase.RECEIVE)
+        self._wait(
+            call,
+            self._own_record[slot_set],
+            call.number,
+            Topic.RECORD + slot_set,
+            "completion record",
+            wait_stats,
+        )
         num_experts = places.slots.num_local_experts if places is not None else 0
         ranges = np.empty((self._num_ranks, num_experts), np.int64)
-        headers = np.empty((self._num_ranks, notes.NUM_WORDS), np.int64)
-        num_rows = self._backend.read_notes(
-            self._own_notes[slot_set],
+        headers = np.empty((self._num_ranks, records.NUM_WORDS), np.int64)
+        num_rows = self._backend.read_records(
+            self._own_record[slot_set],
             self.masks.masked,
             header,
-            *notes.AGREEING_WORDS,
+            *records.AGREEING_WORDS,
             headers,
             ranges,
         )
         if num_rows < 0:
-            error = conversation.disagreement(
+            error = control.disagreement(
                 call,
                 headers,
                 REFUSAL_TEXTS + slot_set,
-                notes.SIGNATURE_WORDS,
-                notes.word_for_people,
+                records.SIGNATURE_WORDS,
+                records.word_for_people,
             )
             self._tell_packed(call)
             raise error
@@ -651,9 +659,9 @@ class LowLatency:
     def _tell_packed(self, call: Call) -> None:
         """Tell everyone that this rank needs nothing more of what he wrote for this call."""
         slot_set = call.number % NUM_SLOT_SETS
-        self._conversation.announce(self._packed_at_peers[slot_set], Topic.PACKED + slot_set, call.number)
-        if self._wire is not None:
-            self._wire.tell_packed(call)
+        self._control.signal(self._packed_at_peers[slot_set], Topic.PACKED + slot_set, call.number)
+        if self._transport is not None:
+            self._transport.tell_packed(call)
 
     def _finish(self, call: Call) -> None:
         if self._can_shrink:
@@ -661,7 +669,7 @@ class LowLatency:
             self.masks.look()
         self._tell_packed(call)
         self._agreed = True
-        self._conversation.end(call)
+        self._control.end(call)
 
     def _wait(
         self,
@@ -673,7 +681,7 @@ class LowLatency:
         stats: torch.Tensor | None = None,
     ) -> None:
         """Wait until every rank that is not masked has released `expected` in its counter here."""
-        conversation, masked = self._conversation, self.masks.masked
+        control, masked = self._control, self.masks.masked
         missing = ~masked
         waited = stats.numpy() if stats is not None else NOT_TIMED
         started = time.monotonic_ns() if stats is not None else 0
@@ -682,16 +690,16 @@ class LowLatency:
             if self._can_shrink:
                 self.masks.look()
                 missing[masked] = False
-            return conversation.await_counters(counters, expected, missing, num_spins, topic, waited, started)
+            return control.await_counters(counters, expected, missing, num_spins, topic, waited, started)
 
         def give_up(peers: Sequence[int], error: AnyEPError) -> None:
             self.masks.mask(peers, str(error))
 
-        if step(conversation.num_spins):
-            conversation.wait_until(
+        if step(control.num_spins):
+            control.wait_until(
                 call,
                 step,
-                lambda: conversation.stall(counters, missing, what, expected),
+                lambda: control.stall(counters, missing, what, expected),
                 give_up=give_up if self._can_shrink else None,
             )
 
@@ -717,7 +725,7 @@ class _Hook:
 class _Places:
     """The addresses of a layout of slots, by set and then by rank.
 
-    What ranks `beyond` the wire send lies in this rank's own memory, and so does what goes to them.
+    What ranks `remote` the transport send lies in this rank's own memory, and so does what goes to them.
     """
 
     def __init__(
@@ -725,16 +733,16 @@ class _Places:
         slots: LowLatencySlots,
         heap_addresses: Array,
         rank: int,
-        beyond: Sequence[int],
+        remote: Sequence[int],
         lists_start: int,
     ) -> None:
         self.slots = slots
         self.message_bytes = slots.message_bytes
         self.rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
-        self.wire_lists = WireLists(lists_start, slots)
+        self.remote_lists = RemoteLists(lists_start, slots)
         self.list_strides = np.full(slots.num_ranks, self.rows_per_expert * slots.message_bytes, np.int64)
         """From one expert's list to the next one's."""
-        self.list_strides[list(beyond)] = self.wire_lists.stride
+        self.list_strides[list(remote)] = self.remote_lists.stride
         self.messages: list[Array] = []
         """Of each rank's first message."""
         self.lists_for_peers: list[Array] = []
@@ -746,11 +754,11 @@ class _Places:
             self.messages.append(heap_addresses + slots.row_offset(slot_set, 0))
             self.lists_for_peers.append(heap_addresses[rank] + np.array(by_reader, np.int64))
             self.lists_of_peers.append(heap_addresses + by_reader[rank])
-            for other in beyond:
+            for other in remote:
                 own = heap_addresses[rank]
                 self.messages[slot_set][other] = own + by_reader[other]
-                self.lists_of_peers[slot_set][other] = own + self.wire_lists.incoming(slot_set, other)
-                self.lists_for_peers[slot_set][other] = own + self.wire_lists.outgoing(slot_set, other)
+                self.lists_of_peers[slot_set][other] = own + self.remote_lists.incoming(slot_set, other)
+                self.lists_for_peers[slot_set][other] = own + self.remote_lists.outgoing(slot_set, other)
 
 
 def _as_words(sizes: LowLatencySizes | None) -> tuple[int, int, int]:

@@ -5,11 +5,11 @@ took it back. Who masks a rank writes its generation into every rank's memory, a
 it there, before he does anything else: nobody can write over what a masked rank still reads before that rank
 can know.
 
-Taking ranks back is a round of these ranks and all that are not masked. Each makes an offer to everyone: the
-number of the round, whom to take back, the generations that it knows, and the layout of its slots. When all
-have, they go on, with call numbers of the new round. A masked rank does not know how many rounds it has
-missed, nor who was masked and what was cleaned without it: it takes all this from the offers that name it,
-and so it does whom to take back. Its own offer counts once it says the same: an earlier one may lie there
+Taking ranks back is a round of these ranks and all that are not masked. Each makes an request to everyone:
+the number of the round, whom to take back, the generations that it knows, and the layout of its slots. When
+all have, they go on, with call numbers of the new round. A masked rank does not know how many rounds it has
+missed, nor who was masked and what was cleaned without it: it takes all this from the requests that name it,
+and so it does whom to take back. Its own request counts once it says the same: an earlier one may lie there
 from a time when nobody else wanted a round, and it has long since given up.
 """
 
@@ -23,14 +23,14 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from anyep.calls import CALLS_PER_ROUND, Array, Call, Phase, Stall, Topic
+from anyep.control.plane import ControlPlane
 from anyep.errors import AnyEPError, Disagreement, Masked
-from anyep.layout import NUM_SLOT_SETS, OFFER_HEADER_BYTES, ControlRegion
-from anyep.modes.conversation import Array, Call, Conversation, Stall, Topic
-from anyep.modes.status import CALLS_PER_ROUND, Phase
+from anyep.layout import NUM_SLOT_SETS, REJOIN_HEADER_BYTES, ControlRegion
 
-NUM_HEADER_WORDS: Final = OFFER_HEADER_BYTES // 8
+NUM_HEADER_WORDS: Final = REJOIN_HEADER_BYTES // 8
 SEQUENCE, VERSION, SIZES = 0, 1, slice(2, 5)
-"""Of an offer's header: twice the round's number, and the layout of the slots."""
+"""Of an request's header: twice the round's number, and the layout of the slots."""
 PAUSE_S: Final = 0.001
 log = logging.getLogger("anyep")
 
@@ -45,18 +45,18 @@ class Layout(NamedTuple):
 class Masks:
     """One rank's view of who is masked."""
 
-    def __init__(self, backend: Any, conversation: Conversation, control: ControlRegion) -> None:
+    def __init__(self, backend: Any, control: ControlPlane, region: ControlRegion) -> None:
         self.backend = backend
-        self.conversation = conversation
-        self.rank = conversation.rank
-        self.num_ranks = conversation.num_ranks
-        mask, offer = control.block("mask"), control.block("offer")
-        self._at_peers = conversation.peer_counters(mask)
-        self._own = int(conversation.own_counters(mask)[0])
+        self.control = control
+        self.rank = control.rank
+        self.num_ranks = control.num_ranks
+        mask, request = region.blocks.mask, region.blocks.rejoin
+        self._at_peers = control.peer_counters(mask)
+        self._own = int(control.own_counters(mask)[0])
         self._stride = mask.stride
         sets = range(NUM_SLOT_SETS)
-        self.offers_at_peers = [conversation.peer_counters(offer, turn) for turn in sets]
-        self.own_offers = [conversation.own_counters(offer, turn) for turn in sets]
+        self.requests_at_peers = [control.peer_counters(request, turn) for turn in sets]
+        self.own_requests = [control.own_counters(request, turn) for turn in sets]
         self.generations = np.zeros(self.num_ranks, np.int64)
         self._changed = np.zeros(self.num_ranks, np.bool_)
         self.round = 0
@@ -107,7 +107,7 @@ class Masks:
         log.warning("rank %d goes on without rank %d: %s", self.rank, rank, reason)
 
     def _tell(self, rank: int) -> None:
-        self.conversation.announce(self._at_peers + 8 * rank, Topic.MASK, int(self.generations[rank]))
+        self.control.signal(self._at_peers + 8 * rank, Topic.MASK, int(self.generations[rank]))
 
     def masked_out(self) -> Masked:
         """What a rank raises that the others go on without."""
@@ -124,11 +124,11 @@ class Masks:
         time is masked (again).
         """
         self.adopt()
-        self.conversation.enter(call, Phase.NOTIFY)
+        self.control.enter(call, Phase.NOTIFY)
         rejoining = _Round(self, list(ranks), layout)
-        self.conversation.wait_until(call, rejoining.step, rejoining.stalled, give_up=rejoining.give_up)
+        self.control.wait_until(call, rejoining.step, rejoining.stalled, give_up=rejoining.give_up)
         result = rejoining.finish()
-        self.conversation.end(call)
+        self.control.end(call)
         return result
 
     def refuse_round(self) -> None:
@@ -143,7 +143,7 @@ class _Round:
 
     def __init__(self, masks: Masks, ranks: list[int], layout: Layout) -> None:
         self._masks = masks
-        self._conversation = masks.conversation
+        self._control = masks.control
         self._backend = masks.backend
         self._rank = masks.rank
         self._returning = np.zeros(masks.num_ranks, np.bool_)
@@ -154,9 +154,9 @@ class _Round:
         self._words = np.zeros((masks.num_ranks, NUM_HEADER_WORDS + masks.num_ranks), np.int64)
         self._missing = np.zeros(masks.num_ranks, np.bool_)
         self._ignored = np.zeros(masks.num_ranks, np.bool_)
-        self._make_offer()
+        self._post_request()
 
-    def _make_offer(self) -> None:
+    def _post_request(self) -> None:
         masks = self._masks
         header = np.zeros(NUM_HEADER_WORDS, np.int64)
         header[SEQUENCE] = 2 * self._number
@@ -164,12 +164,12 @@ class _Round:
         header[SIZES] = self._layout.sizes
         words = np.concatenate([header, masks.generations << 1 | self._returning])
         turn = self._number % NUM_SLOT_SETS
-        self._backend.post_offers(
-            masks.offers_at_peers[turn], self._conversation.alarms, Topic.OFFER + turn, words
+        self._backend.post_requests(
+            masks.requests_at_peers[turn], self._control.wake_ups, Topic.REJOIN + turn, words
         )
 
     def step(self, num_spins: int) -> int:
-        """Look for offers, wait a little for those that are missing; 0 when all are there."""
+        """Look for requests, wait a little for those that are missing; 0 when all are there."""
         masks = self._masks
         masks.adopt()
         # This rank may have been masked before the round, or in it, by those who want none.
@@ -183,13 +183,13 @@ class _Round:
         # Waited for is who takes part and was not masked since the round began.
         view = self._view()
         taking_part = ((view % 2 == 0) | self._returning) & (view <= 2 * self._number) & ~self._ignored
-        self._missing[:] = taking_part & ~self._has_offer()
+        self._missing[:] = taking_part & ~self._has_request()
         self._taking_part = taking_part
         is_alone = taking_part.sum() == 1
         if not self._missing.any() and not (is_masked and is_alone):
             return 0
         if is_masked:
-            if self._follow_newer_offers():
+            if self._follow_newer_requests():
                 return 1
             if is_alone:
                 # Nobody knows yet that this rank wants to come back.
@@ -199,9 +199,9 @@ class _Round:
                     raise masks.masked_out()
         turn = self._number % NUM_SLOT_SETS
         waiting = self._missing.copy()
-        counters = masks.own_offers[turn]
-        if not self._conversation.await_counters(
-            counters, 2 * self._number, waiting, num_spins, Topic.OFFER + turn
+        counters = masks.own_requests[turn]
+        if not self._control.await_counters(
+            counters, 2 * self._number, waiting, num_spins, Topic.REJOIN + turn
         ):
             # They are there and do not count, or not for this rank: those that do are still to come.
             time.sleep(PAUSE_S)
@@ -209,21 +209,21 @@ class _Round:
 
     def _follow_others(self) -> bool:
         """A rank that is masked takes back whom those take back who are not."""
-        is_offer = self._has_offer() & ~self._is_maker_masked()
-        if not is_offer.any():
+        is_request = self._has_request() & ~self._is_maker_masked()
+        if not is_request.any():
             return False
-        theirs = self._sets()[int(is_offer.argmax())]
+        theirs = self._sets()[int(is_request.argmax())]
         if (theirs == self._returning).all():
             return False
         self._returning[:] = theirs
-        self._make_offer()
+        self._post_request()
         return True
 
-    def _follow_newer_offers(self) -> bool:
+    def _follow_newer_requests(self) -> bool:
         """A rank that is masked, and has missed rounds, joins the newest one that names it.
 
-        An offer by which this rank is not masked any more says that this rank's round took it back: the
-        offers that were missing a moment ago have come since, and this rank must not skip that round.
+        An request by which this rank is not masked any more says that this rank's round took it back: the
+        requests that were missing a moment ago have come since, and this rank must not skip that round.
         """
         newest = self._number
         for turn in range(NUM_SLOT_SETS):
@@ -234,31 +234,31 @@ class _Round:
         if newest == self._number:
             return False
         self._number = newest
-        self._make_offer()
+        self._post_request()
         return True
 
     def _read(self, number: int) -> None:
-        """The offers that lie where those of this round do; of older or newer ones, if so."""
-        self._backend.read_offers(self._masks.own_offers[number % NUM_SLOT_SETS], self._words)
+        """The requests that lie where those of this round do; of older or newer ones, if so."""
+        self._backend.read_requests(self._masks.own_requests[number % NUM_SLOT_SETS], self._words)
 
     def _sets(self) -> Array:
-        """[maker, rank]: whether the maker of an offer wants to take a rank back."""
+        """[maker, rank]: whether the maker of an request wants to take a rank back."""
         sets: Array = self._words[:, NUM_HEADER_WORDS:] & 1 == 1
         return sets
 
     def _names(self, rank: int) -> Array:
-        """Whose offers want to take a rank back."""
+        """Whose requests want to take a rank back."""
         named: Array = self._sets()[:, rank]
         return named
 
     def _is_maker_masked(self) -> Array:
-        """Whose offers are those of masked ranks: by their own account, or to one who is not masked."""
+        """Whose requests are those of masked ranks: by their own account, or to one who is not masked."""
         masks = self._masks
         is_masked: Array = np.diagonal(self._words[:, NUM_HEADER_WORDS:] >> 1) % 2 == 1
         return is_masked if masks.is_masked_out else is_masked | masks.masked
 
-    def _has_offer(self) -> Array:
-        """Who has made an offer for this round that counts; to a rank that is masked, one that names it."""
+    def _has_request(self) -> Array:
+        """Who has made an request for this round that counts; to a rank that is masked, one that names it."""
         made: Array = self._words[:, SEQUENCE] == 2 * self._number
         made &= ~self._is_maker_masked() | (self._sets() == self._returning).all(axis=1)
         if self._masks.is_masked_out:
@@ -271,23 +271,23 @@ class _Round:
         view = masks.generations.copy()
         if masks.is_masked_out:
             theirs = self._words[:, NUM_HEADER_WORDS:] >> 1
-            for offer in theirs[self._has_offer() & ~self._is_maker_masked()]:
-                np.maximum(view, offer, out=view)
+            for request in theirs[self._has_request() & ~self._is_maker_masked()]:
+                np.maximum(view, request, out=view)
             view[self._rank] = masks.generations[self._rank]
         return view
 
     def stalled(self) -> Stall:
-        counters = self._masks.own_offers[self._number % NUM_SLOT_SETS]
+        counters = self._masks.own_requests[self._number % NUM_SLOT_SETS]
         what = f"readiness for round {self._number}, which takes ranks back,"
-        return self._conversation.stall(counters, self._missing, what, 2 * self._number)
+        return self._control.stall(counters, self._missing, what, 2 * self._number)
 
     def give_up(self, peers: Sequence[int], error: AnyEPError) -> None:
-        masks, conversation = self._masks, self._conversation
-        gone = conversation.gone()
+        masks, control = self._masks, self._control
+        gone = control.blame.gone()
         # A peer that waits for this rank in a call is not late: this rank is, and will be told. It is told
         # before a peer stops waiting for it. So the masks are read after the peers were asked: in the other
         # order a peer could go on in between, and this rank would mask it without knowing the reason.
-        late = [peer for peer in peers if peer in gone or conversation.whom_it_waits_for(peer) != self._rank]
+        late = [peer for peer in peers if peer in gone or control.blame.waits_for(peer) != self._rank]
         masks.adopt()
         if not masks.is_masked_out:
             for peer in late:
@@ -301,16 +301,16 @@ class _Round:
     def finish(self) -> tuple[int, Layout]:
         masks = self._masks
         there = self._taking_part
-        offers = self._words[there]
+        requests = self._words[there]
         view = self._view()
         masks.round = self._number
-        agree = bool((offers[:, NUM_HEADER_WORDS:] & 1 == self._returning).all())
+        agree = bool((requests[:, NUM_HEADER_WORDS:] & 1 == self._returning).all())
         if agree:
             masks.generations[:] = np.where(
                 self._returning, np.maximum(view, 2 * self._number), np.maximum(view, masks.generations)
             )
             masks.masked[:] = masks.generations % 2 == 1
-        newest = offers[int(offers[:, VERSION].argmax())]
+        newest = requests[int(requests[:, VERSION].argmax())]
         self._layout = Layout(int(newest[VERSION]), tuple(newest[SIZES].tolist()))
         if not agree:
             raise Disagreement("the ranks disagree about whom to take back: nobody was")

@@ -13,7 +13,7 @@ import torch
 
 from anyep.backends.cpu.heap import OwnBlock
 from anyep.errors import NotSupported
-from anyep.network import NixlEngine
+from anyep.transport import NixlEngine
 from tests.support.commands import anyep
 
 Install = Callable[..., None]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from anyep import connection
 from anyep.cli.bench_measure import Setup
 from anyep.cli.gate import choose, misrouting
 from anyep.cli.nodes import NETWORKS, Nodes
-from anyep.modes import connection
 from tests.support.commands import anyep
 from tests.support.scripts import code_of, run_script
 from tools.bench_namespaces import measure, report

@@ -175,7 +175,8 @@ def check_who_waits(server: EndingServer, ending: Ending) -> None:
     ranks = server.run(ending, 3)
     check_endings(ending, ranks)
     for rank in (1, 2):
-        pattern = rf"PeerLost: rank 0 \(pid \d+\) {GONE}, while rank {rank} waited for its letter in dispatch"
+        waiting = f"while rank {rank} waited for its notify message in dispatch"
+        pattern = rf"PeerLost: rank 0 \(pid \d+\) {GONE}, {waiting}"
         assert re.match(pattern, ranks[rank].said[0]), ranks
 
 

@@ -26,9 +26,7 @@ import torch.distributed as dist
 
 from anyep import PeerLost
 from anyep.buffer import Buffer
-from anyep.modes.conversation import Stall
-from anyep.modes.letters import Kind
-from anyep.modes.status import Phase
+from anyep.calls import Kind, Phase, Stall
 from tests.support import faults, low_latency_oracle, oracle
 from tests.support.faults import ANSWER_S, ANSWER_TIMED_S, UNTIMED_S, Fault, arm, forget, strike
 from tests.support.gpu_scenarios import wait_until_gone, warnings_heard
@@ -234,7 +232,7 @@ def test_a_slow_rank(fault: Fault) -> None:
     ]
     assert messages
     pattern = (
-        r"rank \d waited .* s for the note of rank 1.* in low-latency dispatch \(call 3\),"
+        r"rank \d waited .* s for the completion record of rank 1.* in low-latency dispatch \(call 3\),"
         r" phase receive: counter 1 seen, 3 expected\. What rank 1 said last: rank 1 \(pid \d+\) is in"
         r" low-latency dispatch \(call 3\), phase send, for .* s.*ANYEP_TIMEOUT_S"
     )
@@ -285,7 +283,7 @@ def test_a_slow_rank_on_a_gpu(place: Place) -> None:
     for rank, messages in enumerate(outcomes_of(place, come_late)):
         heard = messages[1 if rank != 1 else 2]
         assert heard.startswith(("WaitTimeout: ", "PeerLost: ")), messages
-        assert "note" in heard
+        assert "completion record" in heard
         if rank != 1:
             assert messages[2].startswith("BufferBroken: ")
 
@@ -334,7 +332,7 @@ def die_before_a_slow_rank_comes(context: RankContext, place: Place) -> str:
 def test_who_died_is_named_and_not_who_failed_because_of_it(place: Place) -> None:
     outcomes = outcomes_of(place, die_before_a_slow_rank_comes)
     for rank in (0, 2):
-        pattern = rf"PeerLost: rank 1 \(pid \d+\) died while rank {rank} waited for its note"
+        pattern = rf"PeerLost: rank 1 \(pid \d+\) died while rank {rank} waited for its completion record"
         assert re.match(pattern, outcomes[rank]), outcomes
 
 
@@ -632,7 +630,7 @@ def sleep_through_a_deadline(context: RankContext, place: Place) -> None:
     """A step finds that something is missing; then this process does not run until long after the deadline.
     Meanwhile it has come: nobody is late."""
     buffer = new_buffer(context, place, 0.2)
-    conversation = buffer.runtime.conversation
+    control = buffer.runtime.control
     missing = [1, 1]
 
     def stalled() -> Stall:
@@ -640,9 +638,9 @@ def sleep_through_a_deadline(context: RankContext, place: Place) -> None:
             time.sleep(0.5)
         return Stall((1 - context.rank % 2,), "something", 0, 1)
 
-    call = conversation.begin(Kind.LOW_LATENCY_DISPATCH)
-    conversation.wait_until(call, lambda _: missing.pop() if missing else 0, stalled)
-    conversation.end(call)
+    call = control.begin(Kind.LOW_LATENCY_DISPATCH)
+    control.wait_until(call, lambda _: missing.pop() if missing else 0, stalled)
+    control.end(call)
     assert not missing
 
 
@@ -821,8 +819,8 @@ def be_masked_while_it_decides(context: RankContext, place: Place) -> str:
     """Rank 2 wants a round, and its deadline passes first. The others wait for it in a call, and mask it in
     the very moment when it decides who is late: they are not."""
     buffer = new_buffer(context, place, patient_s(context, place, 1.0))
-    assert buffer._low_latency is not None
-    conversation, masks = buffer.runtime.conversation, buffer._low_latency.masks
+    assert buffer.runtime.low_latency is not None
+    control, masks = buffer.runtime.control, buffer.runtime.low_latency.masks
     others = (0, 1, 3)
     check_case(context.rank, small(context), buffer)
     dist.barrier(context.group)
@@ -832,14 +830,14 @@ def be_masked_while_it_decides(context: RankContext, place: Place) -> str:
             check_case(context.rank, small(context, seed), buffer, frozenset([2]))
     else:
         wait_until_waited_for(buffer, *others)
-        conversation.timeout_s = 0.1
+        control.timeout_s = 0.1
         adopt = masks.adopt
 
         def adopt_and_pause() -> None:
             """Nothing is found; but before this rank does anything else, all others have masked it."""
             adopt()
             if any(frame.name == "give_up" for frame in traceback.extract_stack()):
-                wait_until(lambda: all(conversation.whom_it_waits_for(peer) != 2 for peer in others))
+                wait_until(lambda: all(control.blame.waits_for(peer) != 2 for peer in others))
 
         masks.adopt = adopt_and_pause  # type: ignore[method-assign]
         message = message_of(buffer.low_latency_update_mask_buffer, 3)
@@ -878,7 +876,7 @@ def live_with_naps(context: RankContext, place: Place, seed: int, turns: int) ->
     common, own = random.Random(seed), random.Random(seed * 10 + context.rank)
     timeout_s = patient_s(context, place, 0.8)
     buffer = new_buffer(context, place, timeout_s)
-    conversation = buffer.runtime.conversation
+    control = buffer.runtime.control
     num_ranks = context.num_ranks
     masks = []
     for _ in range(turns):
@@ -892,7 +890,7 @@ def live_with_naps(context: RankContext, place: Place, seed: int, turns: int) ->
             elif own.random() < 0.15:
                 time.sleep(own.random() * 0.004)
 
-        conversation.between_steps = functools.partial(
+        control.between_steps = functools.partial(
             sleep, at=sleepers.get(context.rank), nap_s=nap_s, steps=steps
         )
         others = frozenset(range(num_ranks)) - {context.rank}
@@ -900,7 +898,7 @@ def live_with_naps(context: RankContext, place: Place, seed: int, turns: int) ->
             for pair in range(8):
                 before = frozenset(rank for rank, is_masked in enumerate(masked_by(buffer)) if is_masked)
                 assert before <= echo(buffer, for_all_experts(context, seed + pair, 4), context.rank, others)
-        conversation.between_steps = None
+        control.between_steps = None
         dist.barrier(context.group)
         masks.append(masked_by(buffer))
         buffer.low_latency_clean_mask_buffer()

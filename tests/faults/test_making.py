@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from anyep import roll_call
-from anyep.modes import connection
+from anyep import connection, roll_call
 from anyep.rendezvous import GroupRendezvous
 from tests.support.commands import wait_until
 from tests.support.communicator import FakeComm
@@ -180,17 +179,17 @@ def test_a_rank_that_is_killed_while_windows_grow(simulated: World, step: int) -
 
 def count_steps(context: RankContext, kind: str) -> tuple[int, str]:
     steps: list[int] = []
-    meet = GroupRendezvous.all_gather
+    barrier = GroupRendezvous.all_gather
 
     def all_gather(self: GroupRendezvous, thing: Any) -> list[Any]:
         steps.append(1)
-        return meet(self, thing)
+        return barrier(self, thing)
 
     GroupRendezvous.all_gather = all_gather  # type: ignore[method-assign]
     try:
         error = make(kind).error
     finally:
-        GroupRendezvous.all_gather = meet  # type: ignore[method-assign]
+        GroupRendezvous.all_gather = barrier  # type: ignore[method-assign]
     return len(steps), error
 
 
@@ -272,7 +271,7 @@ def test_a_store_that_goes_before_the_ranks_know_each_other() -> None:
 
 def be_quick(context: RankContext) -> None:
     """Let ranks wait for each other for a shorter time than they usually do."""
-    roll_call.PATIENCE_S, roll_call.LINGER_S = 1.0, 0.25  # type: ignore[misc]
+    roll_call.SEARCH_S, roll_call.LINGER_S = 1.0, 0.25  # type: ignore[misc]
 
 
 def one_is_slow_and_others_leave(context: RankContext, slow: int) -> Outcome:
@@ -297,12 +296,12 @@ def test_survivors_that_leave_are_not_taken_for_the_lost(slow: int) -> None:
 
 
 def one_is_slow(context: RankContext, step: int, seconds: float) -> Outcome:
-    roll_call.PATIENCE_S, usual = seconds / 2, roll_call.PATIENCE_S  # type: ignore[misc]
+    roll_call.SEARCH_S, usual = seconds / 2, roll_call.SEARCH_S  # type: ignore[misc]
     try:
         with struck(step, "working", partial(time.sleep, seconds) if context.rank == 1 else lambda: None):
             return make()
     finally:
-        roll_call.PATIENCE_S = usual  # type: ignore[misc]
+        roll_call.SEARCH_S = usual  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("step", [1, pytest.param(3, marks=SLOW)])

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import WaitTimeout
-from anyep.modes.status import Phase
+from anyep.calls import Kind, Phase
 from anyep.outcomes import OUT, code_of
 from tests.support.cases import Case, check_case, run_case
 from tests.support.faults import (
@@ -151,7 +151,7 @@ def finish_and_exit(context: RankContext, place: Place, path: Any) -> tuple[str,
     buffer = new_buffer(context, place, path=path)
     case = case_for(place, path) if place.device == "cpu" else GOOD
     if context.rank:
-        buffer.runtime.conversation.between_steps = lambda call, phase: time.sleep(0.02)
+        buffer.runtime.control.between_steps = lambda call, phase: time.sleep(0.02)
     for seed in range(3):
         check_case(context, replace(case, seed=seed), buffer)
     if context.rank == 0:
@@ -221,7 +221,7 @@ def fail_beside_the_caller(context: RankContext, place: Place, phase: str) -> li
         if context.rank == 0 and phase_now.name.lower() == phase:
             raise ValueError(REASON)
 
-    buffer.runtime.conversation.between_steps = fail
+    buffer.runtime.control.between_steps = fail
     _, _, event = buffer.combine(rows, handle, async_finish=True)  # type: ignore[arg-type]
     return [attempt(event.current_stream_wait), attempt(buffer.combine, rows, handle)]
 
@@ -245,8 +245,8 @@ def test_an_error_beside_the_caller(fault: Fault) -> None:
 
 def fail_by_hand(context: RankContext) -> str:
     buffer = context.keep["struck"] = new_buffer(context, ONE)
-    conversation = buffer.runtime.conversation
-    conversation.fail(conversation.begin(1), ValueError(REASON))
+    control = buffer.runtime.control
+    control.fail(control.begin(1), ValueError(REASON))
     return attempt(buffer.get_dispatch_layout, torch.zeros(1, 1, dtype=torch.int64), context.num_ranks)
 
 
@@ -266,22 +266,22 @@ ROWS_OR_ROOM = "rows|room in its ring|room in its network ring"
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        Fault(ONE, 1, 3 + DISPATCH, "notify", "sleep").param("letter"),
+        Fault(ONE, 1, 3 + DISPATCH, "notify", "sleep").param("notify message"),
         Fault(ONE, 1, 3 + DISPATCH, "send", "stop").param("rows"),
         Fault(ONE, 1, 3 + COMBINE, "pull", "sleep").param("acknowledgement"),
         Fault(ONE, 1, DISPATCH, "rings", "sleep", "ring").param("rows"),
-        Fault(NODES, 1, 3 + DISPATCH, "notify", "sleep").param("letter", marks=[pytest.mark.slow]),
+        Fault(NODES, 1, 3 + DISPATCH, "notify", "sleep").param("notify message", marks=[pytest.mark.slow]),
         Fault(NODES, 1, COMBINE, "rings", "sleep").param("rows|acknowledgement"),
         Fault(NODES, 1, DISPATCH, "rings", "stop", "ring").param(ROWS_OR_ROOM),
         Fault(NODES, 1, COMBINE, "rings", "sleep", "ring").param(ROWS_OR_ROOM, marks=[pytest.mark.slow]),
         Fault(PAIR, 1, 3 + DISPATCH, "rings", "sleep").param("rows"),
-        Fault(HOSTS, 3, 3 + DISPATCH, "notify", "sleep").param("letter"),
+        Fault(HOSTS, 3, 3 + DISPATCH, "notify", "sleep").param("notify message"),
         Fault(HOSTS, 2, 3 + COMBINE, "rings", "sleep", "ring").param(ROWS_OR_ROOM, marks=[pytest.mark.slow]),
-        Fault(SIMULATED, 1, DISPATCH, "", "sleep").param("letter", marks=[pytest.mark.slow]),
-        Fault(SIMULATED, 1, CACHED, "", "sleep").param("letter", marks=[pytest.mark.slow]),
-        Fault(SIMULATED, 1, 3 + COMBINE, "", "sleep").param("letter"),
-        Fault(GPU, 1, DISPATCH, "", "sleep").param("letter"),
-        Fault(GPU, 1, 3 + COMBINE, "", "sleep").param("letter"),
+        Fault(SIMULATED, 1, DISPATCH, "", "sleep").param("notify message", marks=[pytest.mark.slow]),
+        Fault(SIMULATED, 1, CACHED, "", "sleep").param("notify message", marks=[pytest.mark.slow]),
+        Fault(SIMULATED, 1, 3 + COMBINE, "", "sleep").param("notify message"),
+        Fault(GPU, 1, DISPATCH, "", "sleep").param("notify message"),
+        Fault(GPU, 1, 3 + COMBINE, "", "sleep").param("notify message"),
     ],
 )
 def test_a_slow_rank(fault: Fault, what: str) -> None:
@@ -484,8 +484,8 @@ def test_errors_are_of_the_documented_kinds() -> None:
 
 
 def fail_to_grow(context: RankContext, step: int) -> str:
-    """Rank 1 has all letters of a dispatch that needs windows, and fails in a step before it adds any: before
-    it has told the others that it will, or after that. Rank 2 is late."""
+    """Rank 1 has all notify messages of a dispatch that needs windows, and fails in a step before it adds
+    any: before it has told the others that it will, or after that. Rank 2 is late."""
     buffer = context.keep["struck"] = new_buffer(context, SIMULATED)
     runtime, steps = buffer.runtime, []
     assert runtime.windows.allocate(runtime.windows.num_bytes) is not None
@@ -499,7 +499,7 @@ def fail_to_grow(context: RankContext, step: int) -> str:
                 time.sleep(0.5)
 
     arguments = good_arguments(buffer)
-    runtime.conversation.between_steps = strike
+    runtime.control.between_steps = strike
     outcome = attempt(buffer.dispatch, **arguments)
     assert runtime.windows.num_blocks == 1
     return outcome
@@ -518,8 +518,8 @@ def test_a_rank_that_fails_before_windows_grow(place: Place, step: int) -> None:
 
 def take_part_after_a_failure(context: RankContext) -> tuple[str, int]:
     """Rank 1 fails before anything of its second call is launched; then it launches what a graph would."""
-    from anyep.backends.cuda import facts
-    from anyep.modes.letters import Kind, signature
+    from anyep.backends.cuda import constants
+    from anyep.headers import signature
 
     buffer = context.keep["struck"] = new_buffer(context, SIMULATED)
     rows, *_, handle, _ = good_dispatch(buffer)
@@ -529,12 +529,12 @@ def take_part_after_a_failure(context: RankContext) -> tuple[str, int]:
     outcome = attempt(buffer.dispatch, rows_of(buffer, 1), handle=handle, config=FEW_SMS)
     if context.rank == 1:
         digests = torch.zeros(2 * context.num_ranks, dtype=torch.int64)
-        runtime.talk.exchange(signature(), Kind.CACHED_DISPATCH, routing, digests, is_combine=False)
-        runtime.talk.meet(facts.ARRIVED_AT)
+        runtime.device_control.exchange(signature(), Kind.CACHED_DISPATCH, routing, digests, is_combine=False)
+        runtime.device_control.barrier(constants.ARRIVED_AT)
     else:
         outcome = attempt(buffer.combine, rows, handle, config=FEW_SMS)
     dist.barrier(group=context.group)
-    return outcome, int(runtime.talk.state[facts.OUTCOME])
+    return outcome, int(runtime.device_control.state[constants.OUTCOME])
 
 
 @pytest.mark.parametrize("place", each([SIMULATED]))
@@ -564,8 +564,12 @@ def refuse_alone(context: RankContext) -> list[str]:
 def test_who_did_not_come_to_a_refused_call_is_named(place: Place) -> None:
     (refused, heard), (late, broken), _ = place.world().run(refuse_alone)
     assert refused.startswith("InvalidCall: ")
-    assert re.match(r"WaitTimeout: rank 0 waited 1 s for the letter of rank 2 in dispatch \(call 1\)", heard)
-    assert re.match(r"(WaitTimeout|PeerLost): .* rank 2('s letter)? in dispatch \(call 1\)", late), late
+    assert re.match(
+        r"WaitTimeout: rank 0 waited 1 s for the notify message of rank 2 in dispatch \(call 1\)", heard
+    )
+    assert re.match(r"(WaitTimeout|PeerLost): .* rank 2('s notify message)? in dispatch \(call 1\)", late), (
+        late
+    )
     assert broken.startswith("BufferBroken: ")
     place.world().run(forget)
 
@@ -577,7 +581,7 @@ def destroy_before_a_slow_rank_comes(context: RankContext, place: Place) -> str:
     buffer = context.keep["struck"] = new_buffer(context, place)
     arguments = good_arguments(buffer)
     rows, *_, handle, _ = buffer.dispatch(**arguments)
-    buffer.runtime.talk.gpu.synchronize_device()
+    buffer.runtime.device_control.gpu.synchronize_device()
     dist.barrier(group=context.group)
     if context.rank == 1:
         buffer.destroy()
@@ -596,15 +600,14 @@ def test_who_destroyed_its_buffer_is_named(place: Place) -> None:
     outcomes = place.world().run(destroy_before_a_slow_rank_comes, place)
     place.world().run(forget)
     for rank in (0, 2):
-        pattern = (
-            rf"PeerLost: rank 1 \(pid \d+\) destroyed its Buffer while rank {rank} waited for its letter"
-        )
+        waiting = f"while rank {rank} waited for its notify message"
+        pattern = rf"PeerLost: rank 1 \(pid \d+\) destroyed its Buffer {waiting}"
         assert re.match(pattern, outcomes[rank]), outcomes
 
 
 def die_in_a_call(context: RankContext) -> str:
-    """Rank 0 dies in a combine, when its letter is there. Rank 1 stops waiting for the letter of rank 2,
-    which comes later, and has failed when rank 1 looks for the reason."""
+    """Rank 0 dies in a combine, when its notify message is there. Rank 1 stops waiting for the notify message
+    of rank 2, which comes later, and has failed when rank 1 looks for the reason."""
     buffer = new_buffer(context, SIMULATED)
     arguments = good_arguments(buffer)
     rows, *_, handle, _ = buffer.dispatch(**arguments)
@@ -625,7 +628,7 @@ def test_who_died_in_a_call_is_named(place: Place) -> None:
     died, *outcomes = place.world().gather(die_in_a_call)
     place.world().revive()
     assert isinstance(died, RankDied)
-    waits = ((1, "rank 2's letter"), (2, "its acknowledgement"))
+    waits = ((1, "rank 2's notify message"), (2, "its acknowledgement"))
     for outcome, (rank, whose) in zip(outcomes, waits, strict=True):
         pattern = rf"PeerLost: rank 0 \(pid \d+\) died while rank {rank} waited for {whose} in combine"
         assert re.match(pattern, outcome), outcomes

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from anyep import PeerLost, WaitTimeout
 from anyep.buffer import Buffer
-from anyep.modes.conversation import Stall
-from anyep.modes.letters import Kind
+from anyep.calls import Kind, Stall
 from tests.support.world import RankContext, get_world
 
 TIMEOUT_S = 0.2
@@ -31,8 +30,8 @@ def wait_slowly(context: RankContext) -> int:
             os.environ["ANYEP_TIMEOUT_S"] = usual
     with buffer:
         assert buffer.runtime is not None
-        conversation = buffer.runtime.conversation
-        call = conversation.begin(Kind.DISPATCH)
+        control = buffer.runtime.control
+        call = control.begin(Kind.DISPATCH)
         num_steps = 0
 
         def step(_: int) -> int:
@@ -44,10 +43,10 @@ def wait_slowly(context: RankContext) -> int:
         def stalled() -> Stall:
             return Stall([context.rank], "rows", num_steps, NUM_STEPS)
 
-        conversation.wait_until(call, step, stalled, progress=lambda: num_steps)
+        control.wait_until(call, step, stalled, progress=lambda: num_steps)
         steps_with_progress, num_steps = num_steps, -1000
         with pytest.raises(WaitTimeout, match=r"waited 0\.2 s for the rows of rank"):
-            conversation.wait_until(call, step, stalled)
+            control.wait_until(call, step, stalled)
     return steps_with_progress
 
 
@@ -65,8 +64,8 @@ def wait_for_a_rank_that_is_gone(context: RankContext) -> list[int]:
     looks: list[int] = []
     if context.rank == 0:
         assert buffer.runtime is not None
-        conversation = buffer.runtime.conversation
-        call = conversation.begin(Kind.DISPATCH)
+        control = buffer.runtime.control
+        call = control.begin(Kind.DISPATCH)
         for comes_at in (2, 3):
             seen: list[int] = []
 
@@ -74,10 +73,10 @@ def wait_for_a_rank_that_is_gone(context: RankContext) -> list[int]:
                 seen.append(num_spins)
                 return int(len(seen) < comes_at)
 
-            conversation.wait_until(call, step, lambda: Stall([1], "rows", 0, 1))
+            control.wait_until(call, step, lambda: Stall([1], "rows", 0, 1))
             looks.append(len(seen))
         with pytest.raises(PeerLost, match=r"rank 1 .* destroyed its Buffer"):
-            conversation.wait_until(call, lambda _: 1, lambda: Stall([1], "rows", 0, 1))
+            control.wait_until(call, lambda _: 1, lambda: Stall([1], "rows", 0, 1))
         buffer.destroy()
     return looks
 

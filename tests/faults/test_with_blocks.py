@@ -121,7 +121,7 @@ def leave_with_a_call_under_way(context: RankContext) -> str:
             while buffer.status()[1].state == "alive":
                 pass
             state = str(buffer.status()[1])
-            # The second call: the letter of the first one may have come.
+            # The second call: the notify message of the first one may have come.
             for _ in range(2):
                 normal_call(buffer)
     except AnyEPError as heard:

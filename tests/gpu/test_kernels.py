@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from anyep.backends.cuda.launch import Launcher
-from tests.support.checks import letters
+from tests.support.checks import notify
 from tests.support.checks.catalogue import checks_for
 from tests.support.gpu import NEEDS_GPU
 
@@ -32,7 +32,7 @@ def test_kernel(backend: str, check: Callable[[str], None]) -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    letters.let_ranks_wait("cuda")
+    notify.let_ranks_wait("cuda")
 
 
 def test_a_launch_is_known_by_the_types_of_its_tensors() -> None:

@@ -223,7 +223,7 @@ def end_around_a_graph(context: RankContext, what: str) -> None:
     *_, hook = buffer.low_latency_dispatch(*dispatch, use_fp8=False, return_recv_hook=True)
     torch.cuda.synchronize()
     torch.distributed.barrier(context.group)
-    heap = weakref.ref(buffer.runtime.talk.heap)
+    heap = weakref.ref(buffer.runtime.device_control.heap)
     dying = [received, handle, rows, hook]
     if what == "destroyed":
         buffer.destroy()

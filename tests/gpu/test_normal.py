@@ -286,7 +286,7 @@ def die_while_a_graph_is_captured(context: RankContext, what: str) -> None:
     """What dies then is freed later; the graph is not harmed. Nobody asked for it: garbage is collected at
     any time."""
     buffer = new_buffer(context)
-    (rows, *_, handle, _), heap = good_dispatch(buffer), weakref.ref(buffer.runtime.talk.heap)
+    (rows, *_, handle, _), heap = good_dispatch(buffer), weakref.ref(buffer.runtime.device_control.heap)
     local = buffer.get_local_buffer_tensor(torch.float32)
     # Compiled now, and not when it has to be under way.
     buffer.combine(rows, handle, config=gpu_scenarios.FEW_SMS)
@@ -430,7 +430,7 @@ def test_windows_are_held_by_results(world: World) -> None:
 
 def grow(context: RankContext) -> list[int]:
     """Calls that need more and more; the windows that there are after each."""
-    from anyep.modes import gpu_connection
+    from anyep import gpu_connection
 
     usual = gpu_connection.FIRST_WINDOW_BYTES
     gpu_connection.FIRST_WINDOW_BYTES = 2 << 20  # type: ignore[misc]

@@ -15,7 +15,7 @@ from tests.support.triton_interpreter import run_interpreted
 
 
 def unpack_after_a_failure(device: str) -> list[list[int]]:
-    """The ids that a result of 2 rows has, where the letters had said that both would come."""
+    """The ids that a result of 2 rows has, where the notify messages had said that both would come."""
     ids = int64([[3], [4]], device)
     launch(
         *(windows.unpack_window, device, 1, int64([[0] * 6], device)),

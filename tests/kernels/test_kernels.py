@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from anyep import digests
 from anyep.backends import cpu
-from anyep.backends.cpu.kernels import counting, letters, rings, windows
+from anyep.backends.cpu.kernels import counting, notify, rings, windows
 from anyep.backends.cpu.kernels import digests as cpu_digests
 from anyep.backends.cpu.kernels.atomics import load_acquire, store_release
 from anyep.layout import Window
@@ -21,7 +21,7 @@ from tests.support.arrays import Array, flags, int32, int64
 from tests.support.depth import examples
 
 NOBODY = np.zeros(1, np.int64)
-NO_ALARM = int64([NOBODY.ctypes.data])
+NO_WAKE_UP = int64([NOBODY.ctypes.data])
 
 
 def test_fill_handle() -> None:
@@ -109,39 +109,39 @@ def test_check_handle() -> None:
     assert two == 1
 
 
-def test_letters() -> None:
+def test_notify() -> None:
     """Two senders, both read at peer 1."""
-    counts_at, letter_words = 256, 64
-    mailboxes = np.zeros((2, 2, letter_words), np.int64)  # receiver, sender
+    counts_at, notify_words = 256, 64
+    mailboxes = np.zeros((2, 2, notify_words), np.int64)  # receiver, sender
     header = int64([5, 1, *[0] * 30])
 
     def mailboxes_of(sender: int) -> Array:
         return int64([mailboxes[receiver, sender].ctypes.data for receiver in range(2)])
 
     nobody = np.zeros(2, np.int64)
-    alarms = nobody.ctypes.data + 8 * np.arange(2)
+    wake_ups = nobody.ctypes.data + 8 * np.arange(2)
     for sender, counts in enumerate(
         (
             (int32([3, 4]), int32([[1, 2], [4, 0]]), int32([9, 8, 7, 6])),
             (int32([1, 1]), int32([[0, 0], [1, 0]]), int32([0, 0, 0, 2])),
         )
     ):
-        letters.post_letters(mailboxes_of(sender), alarms, 7, header, counts_at, 1, *counts)
+        notify.post_notify(mailboxes_of(sender), wake_ups, 7, header, counts_at, 1, *counts)
     assert mailboxes[:, :, 0].tolist() == [[5, 5], [5, 5]]
     assert mailboxes[0, 0, 32:].view(np.int32)[:6].tolist() == [3, 4, 1, 2, 9, 8]
     at_peer_1 = int64([mailboxes[1, sender].ctypes.data for sender in range(2)])
     matrix, by_channel = np.empty((2, 2), np.int32), np.empty((2, 2), np.int32)
     experts = np.empty(2, np.int64)
-    letters.read_counts(at_peer_1, counts_at, matrix, by_channel, experts)
+    notify.read_counts(at_peer_1, counts_at, matrix, by_channel, experts)
     assert matrix.tolist() == [[3, 4], [1, 1]]
     assert by_channel.tolist() == [[4, 0], [1, 0]]
     assert experts.tolist() == [7, 8]
 
 
-def test_short_letter() -> None:
+def test_short_notify() -> None:
     mailbox = np.full(64, 9, np.int64)
     nothing = np.zeros(1, np.int32), np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
-    letters.post_letters(int64([mailbox.ctypes.data]), NO_ALARM, 7, int64([5, *[0] * 31]), 256, 0, *nothing)
+    notify.post_notify(int64([mailbox.ctypes.data]), NO_WAKE_UP, 7, int64([5, *[0] * 31]), 256, 0, *nothing)
     assert mailbox[:32].tolist() == [5, *[0] * 31]
     assert (mailbox[32:] == 9).all()
 
@@ -150,29 +150,29 @@ def test_read_headers() -> None:
     words = int64([[5, 0, 7], [5, 0, 8]])
     headers = np.empty((2, 3), np.int64)
     addresses = int64([row.ctypes.data for row in words])
-    assert letters.read_headers(addresses, int64([5, 0, 7]), 1, 2, headers)
+    assert notify.read_headers(addresses, int64([5, 0, 7]), 1, 2, headers)
     assert headers.tolist() == words.tolist()
-    assert not letters.read_headers(addresses, int64([5, 0, 7]), 1, 3, headers)
+    assert not notify.read_headers(addresses, int64([5, 0, 7]), 1, 3, headers)
 
 
 def test_announce_and_await() -> None:
     words = int64([0, 0])
     addresses = words.ctypes.data + 8 * np.arange(2)
-    alarms = int64([7 << 32 | 3, 8 << 32 | 3])
-    letters.announce(addresses, alarms.ctypes.data + 8 * np.arange(2), 7, 5)
+    wake_ups = int64([7 << 32 | 3, 8 << 32 | 3])
+    notify.signal(addresses, wake_ups.ctypes.data + 8 * np.arange(2), 7, 5)
     assert words.tolist() == [5, 5]
-    assert alarms.tolist() == [7 << 32 | 2, 8 << 32 | 3]
+    assert wake_ups.tolist() == [7 << 32 | 2, 8 << 32 | 3]
     words = int64([5, 4, 0])
     addresses = words.ctypes.data + 8 * np.arange(3)
     missing, waited = flags([1, 1, 0]), np.zeros(3, np.int64)
     started = time.monotonic_ns() - 10**9
     assert (
-        letters.await_counters(addresses, 5, missing, 0, cpu.PATIENCE, NO_ALARM[0], 7, waited, started) == 1
+        notify.await_counters(addresses, 5, missing, 0, cpu.MAX_POLLS, NO_WAKE_UP[0], 7, waited, started) == 1
     )
     assert missing.tolist() == [False, True, False]
     assert 10**9 <= waited[0] < 60 * 10**9
     assert waited[1:].tolist() == [0, 0]
-    assert letters.await_counters(addresses, 4, missing, 0, 1, NO_ALARM[0], 7, np.zeros(0, np.int64), 0) == 0
+    assert notify.await_counters(addresses, 4, missing, 0, 1, NO_WAKE_UP[0], 7, np.zeros(0, np.int64), 0) == 0
 
 
 @pytest.mark.parametrize("row_bytes", [16, 112, 128, 144, 1024, 1040])
@@ -277,7 +277,7 @@ def test_a_ring_of_two_rows() -> None:
         *(int32([[0], [1]]), x.ctypes.data, 16, 0, 0, 0, 0),
         *(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32), 0),
         *(int32([[0, 2]]), int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0])),
-        *(0, NO_ALARM, bells, 0, 0),
+        *(0, NO_WAKE_UP, bells, 0, 0),
     )
     assert unfinished == 0
     assert (tail[0, 0], head[0, 0]) == (9, 9)
@@ -305,7 +305,7 @@ def test_a_token_from_two_rings() -> None:
         *(np.zeros(1, np.int64), np.zeros((1, 2), np.int64), taken, 2, 1, int64([32, 40, 40, 40, 48])),
         *(np.zeros((2, 2), np.int32), 0, 0, int32([[0, 0]]), np.zeros(2, np.int64), np.zeros(2, np.int64)),
         *(out.ctypes.data, 0, 0, 8, 32, cpu.FP32, np.zeros((1, 0), np.float32)),
-        *(0, np.repeat(NO_ALARM, 2), bells.ctypes.data + 8 * np.arange(2), 0, 0),
+        *(0, np.repeat(NO_WAKE_UP, 2), bells.ctypes.data + 8 * np.arange(2), 0, 0),
     )
     assert unfinished == 0
     assert out.tolist() == [[10 + value for value in range(8)]]

@@ -1,4 +1,4 @@
-"""The kernels of masks and offers do what the examples in their docstrings say."""
+"""The kernels of masks and requests do what the examples in their docstrings say."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_generations(of_writers: list[int], generation: int, expected: tuple[int
 def test_offers() -> None:
     places = np.zeros((2, 2), np.int64)
     addresses = places.ctypes.data + places.strides[0] * np.arange(2)
-    alarms = np.array([9 << 32 | 2, 8 << 32 | 2])
-    masks.post_offers(addresses, alarms.ctypes.data + 8 * np.arange(2), 9, np.array([4, 7]))
+    wake_ups = np.array([9 << 32 | 2, 8 << 32 | 2])
+    masks.post_requests(addresses, wake_ups.ctypes.data + 8 * np.arange(2), 9, np.array([4, 7]))
     assert places.tolist() == [[4, 7], [4, 7]]
-    assert alarms.tolist() == [9 << 32 | 1, 8 << 32 | 2]
+    assert wake_ups.tolist() == [9 << 32 | 1, 8 << 32 | 2]
     places[1] = [3, 9]  # being written
     words = np.ones((2, 2), np.int64)
-    masks.read_offers(addresses, words)
+    masks.read_requests(addresses, words)
     assert words[0].tolist() == [4, 7]
     assert words[1, 0] == 0

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels import node_handles
-from anyep.digests import mixed
-from anyep.errors import InvalidCall
-from anyep.modes.node_routing import (
+from anyep.backends.cpu.relay_routing import (
     NOTHING,
     WHAT_DOES_NOT_FIT,
-    NodeRouting,
+    RelayRouting,
     checked,
     difference_between,
-    node_routing_of,
+    relay_routing_of,
 )
+from anyep.digests import mixed
+from anyep.errors import InvalidCall
 from anyep.sizes import SOURCE_META_BYTES
 from anyep.topology import Topology
 from tests.support.arrays import Array, flags, int32
@@ -51,7 +51,7 @@ def test_helpers() -> None:
     assert falls == [False, True, True]
 
 
-ONE_TOKEN = NodeRouting(
+ONE_TOKEN = RelayRouting(
     is_token_in_rank=flags([[0, 1]]),
     rdma_channel_prefix_matrix=int32([[0], [1]]),
     gbl_channel_prefix_matrix=int32([[0], [1]]),
@@ -66,7 +66,7 @@ ONE_TOKEN = NodeRouting(
 
 
 def test_read_node_handle() -> None:
-    said = checked(cpu, ONE_TOKEN, Topology(2, 1), 0).said
+    said = checked(ONE_TOKEN, Topology(2, 1), 0).digest_words
     none, token = mixed(-1), mixed(-1) + mixed(0)
     # Rank 0 of its node is all that wants it.
     row = mixed(-1) + mixed(1)
@@ -80,7 +80,7 @@ def test_first_difference() -> None:
     assert node_handles.first_difference(digests, counts, 1) == 1
     said = np.concatenate([digests.view(np.int32), counts], axis=1)
     assert (
-        difference_between(cpu, said, Topology(2, 1))
+        difference_between(said, Topology(2, 1))
         == "in that of rank 0 it sent 2 rows to rank 1, which got 7 according to its own"
     )
 
@@ -91,7 +91,7 @@ def test_plan_lanes() -> None:
         recv_rdma_rank_prefix_sum=int32([3, 5]),
         recv_gbl_rank_prefix_sum=int32([3, 5]),
         send_nvl_head=int32([[0], [1], [2], [3], [4]]),
-    ).lanes(cpu, Topology(2, 1))
+    ).lanes(Topology(2, 1))
     assert [part.tolist() for part in lanes] == [[[[0, 3]]], [[[3, 2]]], [[3], [2]], [[0, 3]], [5]]
 
 
@@ -102,7 +102,7 @@ def channel_of(token: int, num_tokens: int, num_channels: int) -> int:
     return token // max(1, -(-num_tokens // num_channels))
 
 
-def handles_of(masks: list[Array], topology: Topology, num_channels: int) -> list[NodeRouting]:
+def handles_of(masks: list[Array], topology: Topology, num_channels: int) -> list[RelayRouting]:
     ranks, nodes, per_node = topology.num_ranks, topology.num_nodes, topology.ranks_per_node
     sent = np.zeros((ranks, ranks, num_channels), np.int32)
     tokens = np.zeros((ranks, nodes, num_channels), np.int32)
@@ -114,7 +114,7 @@ def handles_of(masks: list[Array], topology: Topology, num_channels: int) -> lis
     return [_handle_of(rank, masks, topology, sent, tokens) for rank in range(ranks)]
 
 
-def _handle_of(rank: int, masks: list[Array], topology: Topology, sent: Array, tokens: Array) -> NodeRouting:
+def _handle_of(rank: int, masks: list[Array], topology: Topology, sent: Array, tokens: Array) -> RelayRouting:
     nodes, per_node = topology.num_nodes, topology.ranks_per_node
     node, index = divmod(rank, per_node)
     here = range(node * per_node, (node + 1) * per_node)
@@ -136,7 +136,7 @@ def _handle_of(rank: int, masks: list[Array], topology: Topology, sent: Array, t
     ]
     relayed = tokens[index::per_node, node]
     received = sent[:, rank]
-    return NodeRouting(
+    return RelayRouting(
         is_token_in_rank=masks[rank],
         rdma_channel_prefix_matrix=int32(np.cumsum(tokens[rank], axis=1)),
         gbl_channel_prefix_matrix=int32(np.cumsum(sent[rank], axis=1)),
@@ -161,12 +161,12 @@ def routings(draw: st.DrawFn) -> tuple[list[Array], Topology, int]:
     return masks, Topology(ranks, per_node), draw(st.integers(1, 4))
 
 
-def same(one: NodeRouting, other: NodeRouting) -> bool:
+def same(one: RelayRouting, other: RelayRouting) -> bool:
     return all(np.array_equal(*parts) for parts in zip(one[:10], other[:10], strict=True))
 
 
-def said_by(handles: list[NodeRouting], topology: Topology) -> Array:
-    return np.stack([checked(cpu, handle, topology, rank).said for rank, handle in enumerate(handles)])
+def said_by(handles: list[RelayRouting], topology: Topology) -> Array:
+    return np.stack([checked(handle, topology, rank).digest_words for rank, handle in enumerate(handles)])
 
 
 @examples(40, deep=400)
@@ -174,14 +174,14 @@ def said_by(handles: list[NodeRouting], topology: Topology) -> Array:
 def test_handles_of_one_dispatch_fit_and_agree(routing: tuple[list[Array], Topology, int]) -> None:
     masks, topology, num_channels = routing
     handles = handles_of(masks, topology, num_channels)
-    assert difference_between(cpu, said_by(handles, topology), topology) == ""
+    assert difference_between(said_by(handles, topology), topology) == ""
     for rank, handle in enumerate(handles):
         by_channel = np.empty((topology.num_nodes, num_channels), np.int32)
         numbers = np.empty((len(masks[rank]), topology.num_nodes), np.int32)
         cpu.place_in_nodes(masks[rank], topology.ranks_per_node, by_channel, numbers)
         assert np.array_equal(np.cumsum(by_channel, axis=1), handle.rdma_channel_prefix_matrix)
         assert np.array_equal(numbers, handle.send_rdma_head)
-        lanes = handle.lanes(cpu, topology)
+        lanes = handle.lanes(topology)
         relayed = [handle.recv_rdma_channel_prefix_matrix[:, channel] for channel in range(num_channels)]
         assert np.array_equal(np.cumsum(lanes.relayed, axis=1).T, relayed)
         assert lanes.relayed_to.tolist() == (handle.send_nvl_head >= 0).sum(axis=0).tolist()
@@ -215,7 +215,7 @@ def test_a_handle_of_another_dispatch_is_found(
     for rank in concerned:
         mixed = [*handles]
         mixed[rank] = other[rank]
-        agree = difference_between(cpu, said_by(mixed, topology), topology) == ""
+        agree = difference_between(said_by(mixed, topology), topology) == ""
         assert agree == (len(concerned) == 1)
 
 
@@ -247,11 +247,11 @@ def test_a_handle_of_another_dispatch_with_the_same_counts_is_found(
     for rank in concerned:
         mixed_handles = [*handles]
         mixed_handles[rank] = others[rank]
-        agree = difference_between(cpu, said_by(mixed_handles, topology), topology) == ""
+        agree = difference_between(said_by(mixed_handles, topology), topology) == ""
         assert agree == (not known)
 
 
-PARTS = NodeRouting._fields[: len(ONE_TOKEN) - 1]
+PARTS = RelayRouting._fields[: len(ONE_TOKEN) - 1]
 
 
 @examples(40, deep=400)
@@ -273,11 +273,11 @@ def test_a_changed_part_is_refused_or_stays_inside(
         part.flat[place] += data.draw(st.sampled_from([-(2**20), -2, -1, 1, 2, 2**20]))
     changed = handle._replace(**{name: part})
     try:
-        checked(cpu, changed, topology, rank)
+        checked(changed, topology, rank)
     except InvalidCall:
         return
     assert np.array_equal(changed.send_rdma_head, handle.send_rdma_head)
-    lanes = changed.lanes(cpu, topology)
+    lanes = changed.lanes(topology)
     assert lanes.num_rows.min() >= 0
     assert lanes.first_row.min() >= 0
     assert (lanes.first_row + lanes.num_rows).max() <= changed.num_recv_rows
@@ -305,7 +305,7 @@ def test_each_thing_that_does_not_fit(code: int) -> None:
     part = getattr(handle, name).copy()
     part[place] = value
     with pytest.raises(InvalidCall) as caught:
-        checked(cpu, handle._replace(**{name: part}), topology, 1)
+        checked(handle._replace(**{name: part}), topology, 1)
     assert str(caught.value).endswith(WHAT_DOES_NOT_FIT[code])
 
 
@@ -314,6 +314,6 @@ def test_a_handle_goes_through_its_tensors() -> None:
     handle = handles_of([flags([[1, 0, 1, 1]] * 3)] * 4, topology, 2)[2]
     tensors = handle.tensors()
     assert len(tensors) == 10
-    again = node_routing_of(tensors, topology)
-    assert again.said is NOTHING
+    again = relay_routing_of(tensors, topology)
+    assert again.digest_words is NOTHING
     assert same(handle, again)

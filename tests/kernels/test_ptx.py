@@ -20,8 +20,8 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install anyep
 
 from anyep import formats
 from anyep.backends import cpu
-from anyep.backends.cuda import facts
-from anyep.backends.cuda.kernels import casts, counting, digests, letters, rings, slots, sums, windows
+from anyep.backends.cuda import constants
+from anyep.backends.cuda.kernels import casts, counting, digests, notify, rings, slots, sums, windows
 from tests.support.checks.casts import FP8_MODES
 from tests.support.ptx import ptx_of, spilled_bytes
 
@@ -64,10 +64,10 @@ def releases(least: int, most: int, text: str) -> None:
         assert "\n$L__BB" not in since_barrier
 
 
-def releases_the_note_last(text: str) -> None:
-    note = places_of(RELEASE, text)[-1]
-    last_store = max(place for place in places_of(r"\bst\.global", text) if place < note)
-    assert any(last_store < barrier < note for barrier in places_of(BARRIER, text))
+def releases_the_record_last(text: str) -> None:
+    record = places_of(RELEASE, text)[-1]
+    last_store = max(place for place in places_of(r"\bst\.global", text) if place < record)
+    assert any(last_store < barrier < record for barrier in places_of(BARRIER, text))
 
 
 def waits(text: str) -> None:
@@ -77,15 +77,16 @@ def waits(text: str) -> None:
     assert text.count("globaltimer") == 2
 
 
-def waits_for_notes(text: str) -> None:
+def waits_for_record(text: str) -> None:
     assert len(places_of(r"\.acquire\.sys|\.sys\.acquire", text)) >= 2, "once before the loop, once in it"
     assert "globaltimer" in text
 
 
 def asks_by_one_thread(text: str) -> None:
-    """One thread reads the alarm and the outcome for all."""
+    """One thread reads the abort flag and the outcome for all."""
     alone = re.findall(r"ld\.global\S*acquire\S* (%rd\d+).*\n(?:.*\n){1,4}?.*st\.shared\.b64 .*, \1;", text)
-    # The outcome at the beginning; then for each side the alarm while it waits, and both when it gives up.
+    # The outcome at the beginning; then for each side the abort flag while it waits, and both when it gives
+    # up.
     assert len(alone) >= 1 + 2 * 3
 
 
@@ -178,8 +179,8 @@ INT32 = (
     *("expert_counts", "channel_prefix", "recv_channel_prefix", "routing", "send_head", "x", "scales"),
     "source",
 )
-INT64 = ("digests", "topk_idx", "facts", "heaps", "bases", "state", "places", "ids")
-NUMBERS_OF_64_BITS = ("told", "letter", "totals", "rows_of", "ticket", "offset", "row_bytes", "own_x")
+INT64 = ("digests", "topk_idx", "constants", "heaps", "bases", "state", "targets", "ids")
+NUMBERS_OF_64_BITS = ("told", "message", "totals", "rows_of", "ticket", "offset", "row_bytes", "own_x")
 TYPES = {
     "in_rank": "*i8",
     **dict.fromkeys(INT32, "*i32"),
@@ -195,9 +196,10 @@ def normal(kernel: Any, num_warps: int, num_releases: int = 0, does_wait: bool =
 
 
 def exchange(num_releases: int, is_combine: bool = False, is_refused: bool = False, **blocks: int) -> Source:
-    """Of letters: their flags, this rank's alarm, the two words of who gives up, a report; and totals."""
+    """Of notify messages: their flags, this rank's abort flag, the two words of who gives up, a report; and
+    totals."""
     how = {"IS_COMBINE": is_combine, "IS_REFUSED": is_refused, "CHANNEL_BLOCK": 0, "EXPERT_BLOCK": 0}
-    return normal(letters.exchange_letters, 1, num_releases, True, **BLOCKS, **(how | blocks))
+    return normal(notify.exchange_notify, 1, num_releases, True, **BLOCKS, **(how | blocks))
 
 
 def send(num_ranks: int, tile_tokens: int, tile_words: int, num_warps: int, all_or_none: bool) -> Source:
@@ -254,16 +256,16 @@ COUNTING = {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 32, "TILE_TOKENS": 
 # Rings
 
 RING_TYPES = {
-    **dict.fromkeys(("topk_idx", "places", "heaps", "outcome"), "*i64"),
+    **dict.fromkeys(("topk_idx", "targets", "heaps", "outcome"), "*i64"),
     **dict.fromkeys(("x", "scales", "send_head", "rank_prefix", "recv_channel_prefix"), "*i32"),
     **dict.fromkeys(("topk_weights", "out_weights"), "*fp32"),
-    **dict.fromkeys(("results", "alarm", "patience_ns"), "i64"),
+    **dict.fromkeys(("results", "abort", "timeout_ns"), "i64"),
 }
 
 
 def ring_aspects(stages: int, num_stores: int) -> tuple[Callable[[str], None], ...]:
     return (
-        # Those of tails and heads, and the alarm of each wait.
+        # Those of tails and heads, and the abort flag of each wait.
         partial(releases, 4, 1000),
         asks_by_one_thread,
         partial(copies_into_shared_memory, set() if stages == 1 else {"0x10"}),
@@ -294,7 +296,16 @@ def ring_combine(num_ranks: int, num_warps: int, stages: int, dtype: int, num_bi
 
 RANKS = {"NUM_RANKS": 8, "RANK_BLOCK": 8}
 TOPK = {"NUM_TOPK": 8, "SLOT_BLOCK": 8}
-SLOT_INT64 = ("facts", "heaps", "generations", "state", "topk_idx", "lists", "messages", "layout_range")
+SLOT_INT64 = (
+    "constants",
+    "heaps",
+    "generations",
+    "state",
+    "topk_idx",
+    "lists",
+    "messages",
+    "layout_range",
+)
 SLOT_TYPES = {
     **dict.fromkeys((*SLOT_INT64, "stats"), "*i64"),
     "generation": "i64",
@@ -315,18 +326,18 @@ def of_call(kernel: Any, *aspects: Callable[[str], None], **constants: Any) -> S
 
 
 def open_call(posts: bool = False, can_shrink: bool = False) -> Source:
-    aspects = (waits_for_notes, *([releases_the_note_last] if posts else []))
+    aspects = (waits_for_record, *([releases_the_record_last] if posts else []))
     return of_call(slots.open_call, *aspects, ADVANCES=True, POSTS=posts, CAN_SHRINK=can_shrink)
 
 
 def receive(has_stats: bool = False, can_shrink: bool = False) -> Source:
     how = {"HAS_STATS": has_stats, "CAN_SHRINK": can_shrink, "TILE_EXPERTS": 32}
-    return of_call(slots.receive_notes, waits_for_notes, **how)
+    return of_call(slots.receive_records, waits_for_record, **how)
 
 
 def send_tokens(travel: int) -> Source:
     constants = RANKS | TOPK | TILE | {"NUM_SHARES": 2, "TILE_TOKENS": 128, "TRAVEL": travel}
-    aspects = (rounds_every_step, partial(moves_words_of_128_bits, 1, 1, narrow=""), releases_the_note_last)
+    aspects = (rounds_every_step, partial(moves_words_of_128_bits, 1, 1, narrow=""), releases_the_record_last)
     if travel == formats.RAW:
         aspects = (COPIES_ROWS, tells_by_its_last_program)
     return Source(slots.send_tokens, SLOT_TYPES, constants, casts.OPTIONS, aspects)
@@ -340,7 +351,7 @@ def pack(has_scales: bool, has_stats: bool) -> Source:
 
 def return_rows(use_logfmt: bool) -> Source:
     how = {"USE_LOGFMT": use_logfmt, "NUM_TOPK": 8, "NUM_SHARES": 8, "TILE_ROWS": 128}
-    raw = (COPIES_ROWS, releases_the_note_last, tells_by_its_last_program)
+    raw = (COPIES_ROWS, releases_the_record_last, tells_by_its_last_program)
     aspects = (rounds_every_step,) if use_logfmt else raw
     return Source(slots.return_rows, SLOT_TYPES, RANKS | TILE | how, casts.OPTIONS, aspects)
 
@@ -387,12 +398,12 @@ KERNELS: dict[str, Source] = {
     "exchange of a combine": exchange(5, is_combine=True),
     "exchange of a refusal": exchange(5, is_refused=True),
     # At once, or after a wait.
-    "meet": normal(letters.meet, 1, 7, True, **BLOCKS, FLAGS_AT=facts.ARRIVED_AT, UNLESS_RINGS=True),
+    "meet": normal(notify.barrier, 1, 7, True, **BLOCKS, FLAGS_AT=constants.ARRIVED_AT, UNLESS_RINGS=True),
     "place_in_new_block": normal(
-        letters.place_in_new_block, 1, types={"num_topk": "i64", "num_scales": "i64"}, **BLOCKS
+        notify.place_in_new_block, 1, types={"num_topk": "i64", "num_scales": "i64"}, **BLOCKS
     ),
     "copy_for_peers": copy_for_peers(),
-    "fill_send_head": normal(letters.fill_send_head, 4, **BLOCKS, TILE_TOKENS=128),
+    "fill_send_head": normal(notify.fill_send_head, 4, **BLOCKS, TILE_TOKENS=128),
     "send between 2": send(2, 32, 512, 32, True),
     "send short rows between 2": send(2, 64, 256, 32, False),
     "send between 4": send(4, 8, 512, 16, False),

@@ -13,7 +13,7 @@ import torch
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels import relay
 from anyep.layout import NUM_RING_LAYERS
-from anyep.modes.intranode import slot_offsets
+from anyep.rings import part_offsets
 from anyep.sizes import token_layout
 from tests.support.arrays import Array, int32, int64
 
@@ -107,7 +107,7 @@ class Dispatcher:
             *nodes.counts[self.node],
             *(self.from_nodes.reshape(NODES, 1), int32([[self.from_nodes.sum()]]), self.first_virtual),
             *(self.next_row, self.next_result, self.in_rank, self.send_rdma_head, self.send_nvl_head),
-            *(1, places, addresses, slot_offsets(nodes.token), self.x.data_ptr(), 16, 0, 0, 0, 0),
+            *(1, places, addresses, part_offsets(nodes.token), self.x.data_ptr(), 16, 0, 0, 0, 0),
             *(self.ids, weights, 2),
             *nodes.after(),
         )
@@ -191,7 +191,7 @@ class Combiner:
             *(first.reshape(1, NODES), int64([first[self.node]]), self.send_rdma_head),
             *(self.send_nvl_head, int64([0 if nodes.within_node else x_at])),
             int64([0 if nodes.within_node else weights_at]),
-            *(x_at, weights_at, slot_offsets(nodes.token), self.out.data_ptr(), 0, 0, self.x.shape[1]),
+            *(x_at, weights_at, part_offsets(nodes.token), self.out.data_ptr(), 0, 0, self.x.shape[1]),
             *(self.x.shape[1] * 4, cpu.FP32, self.out_weights),
             *nodes.after(),
         )

@@ -9,11 +9,11 @@ import torch
 
 from anyep import formats
 from anyep.backends.cpu.kernels import slots
-from anyep.modes.notes import Format
+from anyep.control.records import Format
 from tests.support.arrays import Array, flags, int64
 from tests.support.checks.slots import (
     GUARD,
-    NOTE_WORDS,
+    RECORD_WORDS,
     SECOND_OF_TWO,
     Numba,
     Pack,
@@ -36,14 +36,14 @@ def is_untouched(part: Array) -> bool:
     return bool((part == GUARD).all())
 
 
-def new_notes(num_ranks: int, num_experts: int) -> Array:
-    return np.full((num_ranks, NOTE_WORDS + num_experts), GUARD, np.int64)
+def new_record(num_ranks: int, num_experts: int) -> Array:
+    return np.full((num_ranks, RECORD_WORDS + num_experts), GUARD, np.int64)
 
 
-def test_formats_have_the_numbers_of_the_notes() -> None:
+def test_formats_have_the_numbers_of_the_record() -> None:
     kernels = (formats.RAW, formats.FP8, formats.FP8_ROUNDED, formats.FP8_UE8M0, formats.LOGFMT)
-    notes = (Format.BF16, Format.FP8, Format.FP8_ROUNDED, Format.FP8_UE8M0, Format.LOGFMT)
-    assert kernels == notes
+    records = (Format.BF16, Format.FP8, Format.FP8_ROUNDED, Format.FP8_UE8M0, Format.LOGFMT)
+    assert kernels == records
 
 
 # A kernel may be asked for a part.
@@ -93,43 +93,49 @@ def test_only_tokens_of_the_range_are_summed() -> None:
     assert_same(ours, right)
 
 
-# Notes
+# Completion records
 
 
-def test_post_notes() -> None:
-    notes = new_notes(2, 1)
-    alarms = int64([7 << 32 | 3, 8 << 32 | 3])
-    slots.post_notes(addresses(notes), flags([0, 0]), addresses(alarms.reshape(2, 1)), 7, int64([7, 0, 4]))
-    for note in notes:
-        assert note[:3].tolist() == [7, 0, 4]
-        assert is_untouched(note[3:])
-    assert alarms.tolist() == [7 << 32 | 2, 8 << 32 | 3]
+def test_post_record() -> None:
+    records = new_record(2, 1)
+    wake_ups = int64([7 << 32 | 3, 8 << 32 | 3])
+    slots.post_records(
+        addresses(records), flags([0, 0]), addresses(wake_ups.reshape(2, 1)), 7, int64([7, 0, 4])
+    )
+    for record in records:
+        assert record[:3].tolist() == [7, 0, 4]
+        assert is_untouched(record[3:])
+    assert wake_ups.tolist() == [7 << 32 | 2, 8 << 32 | 3]
 
 
-def test_a_masked_reader_gets_no_note() -> None:
-    notes = new_notes(2, 1)
-    alarms = int64([7 << 32 | 3, 7 << 32 | 3])
-    slots.post_notes(addresses(notes), flags([1, 0]), addresses(alarms.reshape(2, 1)), 7, int64([7, 0, 4]))
-    assert is_untouched(notes[0])
-    assert notes[1, :3].tolist() == [7, 0, 4]
-    assert alarms.tolist() == [7 << 32 | 3, 7 << 32 | 2]
+def test_a_masked_reader_gets_no_record() -> None:
+    records = new_record(2, 1)
+    wake_ups = int64([7 << 32 | 3, 7 << 32 | 3])
+    slots.post_records(
+        addresses(records), flags([1, 0]), addresses(wake_ups.reshape(2, 1)), 7, int64([7, 0, 4])
+    )
+    assert is_untouched(records[0])
+    assert records[1, :3].tolist() == [7, 0, 4]
+    assert wake_ups.tolist() == [7 << 32 | 3, 7 << 32 | 2]
 
 
-def notes_with(headers: Any, ranges: Any) -> Array:
-    notes = new_notes(len(headers), len(ranges[0]))
-    notes[:, : len(headers[0])] = headers
-    notes[:, NOTE_WORDS:] = ranges
-    return notes
+def record_with(headers: Any, ranges: Any) -> Array:
+    records = new_record(len(headers), len(ranges[0]))
+    records[:, : len(headers[0])] = headers
+    records[:, RECORD_WORDS:] = ranges
+    return records
 
 
-def test_read_notes() -> None:
-    notes = notes_with([[7, 0, 4], [7, 0, 5]], [[1], [1]])
+def test_read_record() -> None:
+    records = record_with([[7, 0, 4], [7, 0, 5]], [[1], [1]])
     headers, ranges = np.empty((2, 3), np.int64), np.empty((2, 1), np.int64)
 
     def read(first: int, end: int) -> int:
         headers[:] = ranges[:] = -9
         return int(
-            slots.read_notes(addresses(notes), flags([0, 0]), int64([7, 0, 4]), first, end, headers, ranges)
+            slots.read_records(
+                addresses(records), flags([0, 0]), int64([7, 0, 4]), first, end, headers, ranges
+            )
         )
 
     assert read(1, 2) == 2
@@ -140,17 +146,17 @@ def test_read_notes() -> None:
 
 
 def test_rows_are_counted_by_the_low_bits_of_the_ranges() -> None:
-    notes = notes_with([[7], [7]], [[2, 1], [SECOND_OF_TWO, 5 << 32]])
+    records = record_with([[7], [7]], [[2, 1], [SECOND_OF_TWO, 5 << 32]])
     headers, ranges = np.empty((2, 1), np.int64), np.empty((2, 2), np.int64)
-    arguments = (addresses(notes), flags([0, 0]), int64([7]), 0, 1, headers, ranges)
-    assert slots.read_notes(*arguments) == 4
+    arguments = (addresses(records), flags([0, 0]), int64([7]), 0, 1, headers, ranges)
+    assert slots.read_records(*arguments) == 4
     assert ranges.tolist() == [[2, 1], [SECOND_OF_TWO, 5 << 32]]
 
 
 def test_a_masked_sender_is_not_asked() -> None:
-    notes = notes_with([[7, 0, 4], [3, 1, 9]], [[2], [5]])
+    records = record_with([[7, 0, 4], [3, 1, 9]], [[2], [5]])
     headers, ranges = np.full((2, 3), -9, np.int64), np.full((2, 1), -9, np.int64)
     own = int64([7, 0, 4])
-    assert slots.read_notes(addresses(notes), flags([0, 1]), own, 1, 3, headers, ranges) == 2
+    assert slots.read_records(addresses(records), flags([0, 1]), own, 1, 3, headers, ranges) == 2
     assert headers.tolist() == [[7, 0, 4], [0, 0, 0]]
     assert ranges.tolist() == [[2], [0]]

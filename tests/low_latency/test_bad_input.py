@@ -53,8 +53,8 @@ def ready_buffer(context: RankContext, hidden: int = HIDDEN, enable_shrink: bool
     return buffer
 
 
-def new_buffer(context: RankContext, num_rdma_bytes: int = 1 << 23, **wishes: Any) -> Buffer:
-    return Buffer(context.group, NVL_BYTES, num_rdma_bytes, low_latency_mode=True, device="cpu", **wishes)
+def new_buffer(context: RankContext, num_rdma_bytes: int = 1 << 23, **options: Any) -> Buffer:
+    return Buffer(context.group, NVL_BYTES, num_rdma_bytes, low_latency_mode=True, device="cpu", **options)
 
 
 def good_case(context: RankContext, hidden: int = HIDDEN) -> Case:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from anyep.buffer import Buffer
-from anyep.modes.conversation import Topic
+from anyep.calls import Topic
 from tests.support.low_latency_cases import RDMA_BYTES
 from tests.support.world import RankContext, get_world
 
@@ -18,11 +18,11 @@ def tell_one_rank(context: RankContext) -> list[int]:
     with Buffer(
         context.group, 0, RDMA_BYTES, low_latency_mode=True, enable_shrink=True, device="cpu"
     ) as buffer:
-        mode: Any = buffer._low_latency
-        masks, conversation = mode.masks, mode.masks.conversation
+        mode: Any = buffer.runtime.low_latency
+        masks, control = mode.masks, mode.masks.control
         known = torch.zeros(context.num_ranks, dtype=torch.int32, device="cpu")
         if context.rank == 0:
-            conversation.announce(masks._at_peers[1:2] + 8 * 2, Topic.MASK, 1, conversation.alarms[1:2])
+            control.signal(masks._at_peers[1:2] + 8 * 2, Topic.MASK, 1, control.wake_ups[1:2])
         dist.barrier(context.group)
         if context.rank == 1:
             buffer.low_latency_query_mask_buffer(known)

@@ -15,7 +15,7 @@ NUM_RANKS = 3
 
 
 def take_back_twice(context: RankContext) -> None:
-    """The last rank is masked. It looks for offers when one is still missing; before it looks for newer
+    """The last rank is masked. It looks for requests when one is still missing; before it looks for newer
     rounds, the others have ended this round and begun the next."""
     rank, last = context.rank, context.num_ranks - 1
     case = Case(tokens=(3,) * context.num_ranks, hidden=64)
@@ -25,11 +25,11 @@ def take_back_twice(context: RankContext) -> None:
         if rank == 0:
             buffer.low_latency_update_mask_buffer(last, mask=True)
         torch.distributed.barrier(context.group)
-        follow = _Round._follow_newer_offers
+        follow = _Round._follow_newer_requests
 
         def follow_late(self: _Round) -> bool:
             torch.distributed.barrier(context.group)
-            _Round._follow_newer_offers = follow  # type: ignore[method-assign]
+            _Round._follow_newer_requests = follow  # type: ignore[method-assign]
             others = [other for other in range(last) if other != rank]
             while not all(self._words[other, SEQUENCE] == 4 for other in others):
                 time.sleep(0.001)
@@ -37,7 +37,7 @@ def take_back_twice(context: RankContext) -> None:
             return follow(self)
 
         if rank == last:
-            _Round._follow_newer_offers = follow_late  # type: ignore[method-assign]
+            _Round._follow_newer_requests = follow_late  # type: ignore[method-assign]
         else:
             # Only now: the last rank has looked, and found nothing.
             torch.distributed.barrier(context.group)

@@ -68,7 +68,7 @@ def end_without_garbage_collection(context: RankContext, how: str) -> None:
     dist.barrier(group=context.group)
     # What the interpreter of kernels left; the Buffer itself must leave nothing of the kind.
     gc.collect()
-    heap = weakref.ref(buffer.runtime.talk.heap._own)
+    heap = weakref.ref(buffer.runtime.device_control.heap._own)
     gc.disable()
     try:
         buffer.destroy()
@@ -101,9 +101,9 @@ def drop_while_a_call_is_under_way(context: RankContext) -> None:
     buffer = new_buffer(context)
     check_case(context.rank, Case(tokens=(3,) * context.num_ranks, hidden=64), buffer)
     dist.barrier(group=context.group)
-    mode = weakref.ref(buffer._low_latency)
+    mode = weakref.ref(buffer.runtime.low_latency)
     over = threading.Event()
-    buffer._low_latency._order.done = SimpleNamespace(query=over.is_set)  # type: ignore[union-attr]
+    buffer.runtime.low_latency._order.done = SimpleNamespace(query=over.is_set)  # type: ignore[union-attr]
     del buffer
     gc.collect()
     assert mode() is not None

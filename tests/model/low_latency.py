@@ -6,15 +6,17 @@ is two ranks that send calls 1 and 2, receive them by their hooks, 2 first, and 
 switches single rules off, to see that each is needed. What a rank's program is made of:
 
     s1    send call 1: once every peer has acknowledged the call two numbers before, rows into the own send
-          area, a list and a note to each peer, then `arrived`. A rank that refuses the call sends a refused
-          note and acknowledges at once. A third call before the first is received takes no number: it fails.
-    r1    receive call 1: once it has arrived from every peer, the notes; if they agree, the lists, and the
+          area, a list and a completion record to each peer, then `arrived`. A rank that refuses the call
+          sends a refused completion record and acknowledges at once. A third call before the first is
+          received takes no number: it fails.
+    r1    receive call 1: once it has arrived from every peer, the completion records; if they agree, the
+    lists, and the
           rows out of the peers' send areas; acknowledge; look whether this rank is masked; return
     f1    fill: the user writes the rows of call 1, which comes next, into the send area himself
     w2    wait until rank 2 is masked
-    u2    unmask rank 2 (u12: ranks 1 and 2) in a round of these and all that are not masked: an offer to
+    u2    unmask rank 2 (u12: ranks 1 and 2) in a round of these and all that are not masked: an request to
           every rank; once all of them have made theirs, go on
-    a2    ask too early: a masked rank 2 makes its offer for such a round, and gives up when it has waited
+    a2    ask too early: a masked rank 2 makes its request for such a round, and gives up when it has waited
           for long enough
     b0    a barrier of the user's: go on once all that live have come here, or further
 
@@ -27,11 +29,11 @@ goes to where its program unmasks it, or to the end. A rank of `may_die` may die
 
 Every unmasking is a round, whether or not a rank sees anybody masked. After round n all go on with call
 number n * ROUND + 1, and what has lower numbers is over. A masked rank does not know how many rounds it has
-missed, nor who was masked or unmasked and what was cleaned without it: it takes all this from the offers.
+missed, nor who was masked or unmasked and what was cleaned without it: it takes all this from the requests.
 
 The invariants, by the kind of their violation:
 
-    note      a note read in a call is its sender's for this call
+    completion record      a completion record read in a call is its sender's for this call
     list      a list read in a call is its sender's for this call
     rows      the rows that a call returns are those that their sender wrote for this call
     verdict   a call that an unmasked rank refuses or disagrees with raises; no other does, unless masked;
@@ -47,7 +49,7 @@ What is merged into one step, and why nothing is lost by it:
 - A wait and the step after it. What is waited for only grows: once it holds, it goes on holding.
 - The look before a call and the end of the call before. To look later is to look while waiting.
 - The telling of a mask, where the peer has it from somebody else already.
-- Unless `is_fine`: all of a send; all of a receive but its last look and the return; all of an offer. Each
+- Unless `is_fine`: all of a send; all of a receive but its last look and the return; all of an request. Each
   reads what others wrote before it writes what others read, and does not wait in between. So whoever can
   interfere between two parts can do so before the first or after the last as well, and breaks the same
   invariant there. A peer that gets its flag later than others do is one that looks later. If the rank dies
@@ -55,9 +57,9 @@ What is merged into one step, and why nothing is lost by it:
   although the flag is there.
 Never merged are the reading of rows and the look after it, and the tellings of a mask to different peers.
 
-A clean is a call with notes but no lists and no rows. After it the send areas lie elsewhere: whatever is
-written at the new places is taken to be in the way of everything at the old ones, and the other way round.
-What a rank sends to itself is left out.
+A clean is a call with completion records but no lists and no rows. After it the send areas lie elsewhere:
+whatever is written at the new places is taken to be in the way of everything at the old ones, and the other
+way round. What a rank sends to itself is left out.
 """
 
 from __future__ import annotations
@@ -71,9 +73,16 @@ from tests.model.explorer import Violation
 from tests.model.protocol import put
 
 # What a rank is at: a send, a receive, a wait for a mask, a round. Here it waits, and may look:
-START, ROWS, POST, FLAG, NOTE, PULL, ACK, END, AWAIT, OFFER, JOIN, BARRIER = range(12)
-WAITS = (ROWS, NOTE, AWAIT, OFFER, JOIN)
-BY_PEER = {POST: "post", FLAG: "arrived", NOTE: "read note", PULL: "pull", ACK: "ack", OFFER: "offer"}
+START, ROWS, POST, FLAG, RECORD, PULL, ACK, END, AWAIT, REJOIN, JOIN, BARRIER = range(12)
+WAITS = (ROWS, RECORD, AWAIT, REJOIN, JOIN)
+BY_PEER = {
+    POST: "post",
+    FLAG: "arrived",
+    RECORD: "read completion record",
+    PULL: "pull",
+    ACK: "ack",
+    REJOIN: "request",
+}
 ROUND = 100
 """More than the calls between two rounds."""
 
@@ -87,7 +96,7 @@ class Rules:
     """So does who hands out the send area before the send."""
     ack_after_pull: bool = True
     flag_last: bool = True
-    """`arrived` follows the list and the note."""
+    """`arrived` follows the list and the completion record."""
     refusal_acks: bool = True
     """A rank that refuses a call acknowledges it."""
     refuse_third: bool = True
@@ -111,11 +120,13 @@ class Rules:
     whole_round: bool = True
     """A round ends when all are there; else also when those to be unmasked are given up."""
     num_offers: int = 2
-    """The offers of a rank take turns: in round n + 1 it may be that somebody still has to see those of n."""
+    """The requests of a rank take turns: in round n + 1 it may be that somebody still has to see those of
+    n."""
     follow: bool = True
     """A masked rank takes over whom the others unmask in the round that names it."""
     ignore_other_offers: bool = True
-    """The offer of a masked rank counts if it is for the same ranks; else it may be one that was given up."""
+    """The request of a masked rank counts if it is for the same ranks; else it may be one that was given
+    up."""
     named_round: bool = True
     """A masked rank joins a round that names it; else any."""
     stay_where_taken_back: bool = True
@@ -127,7 +138,7 @@ class Rules:
     forget_hooks: bool = True
     """After a round, hooks of calls before it do nothing."""
     take_masks: bool = True
-    """An unmasked rank takes over the masks that the others had when they made their offers."""
+    """An unmasked rank takes over the masks that the others had when they made their requests."""
     take_places: bool = True
     """An unmasked rank takes over the places: it may have missed a clean."""
 
@@ -157,7 +168,7 @@ class Sent(NamedTuple):
     places: int
 
 
-class Note(NamedTuple):
+class Record(NamedTuple):
     call: int
     number: int
     signature: tuple[bool, int]
@@ -209,7 +220,7 @@ class Rank(NamedTuple):
     untold: tuple[tuple[int, int], ...]
     """(subject, peer): masks still to be told."""
     is_refused: bool
-    """In the call being received, a note was refused or disagrees."""
+    """In the call being received, a completion record was refused or disagrees."""
     wrong: tuple[int, Data | None] | None
     """In the call being received, (peer, what was found) where rows were not those of this call."""
 
@@ -218,15 +229,15 @@ class Heap(NamedTuple):
     """What a rank's peers can touch."""
 
     arrived: tuple[int, ...]
-    """By set and sender; so are acknowledgements, notes and lists."""
+    """By set and sender; so are acknowledgements, completion records and lists."""
     acked: tuple[int, ...]
-    notes: tuple[Note | None, ...]
+    records: tuple[Record | None, ...]
     lists: tuple[Data | None, ...]
     rows: tuple[Data | None, ...]
     """The send areas, by set."""
     masks: tuple[int, ...]
     """Generations, by writer and subject."""
-    offers: tuple[Offer | None, ...]
+    requests: tuple[Offer | None, ...]
     """By turn and writer."""
 
 
@@ -263,8 +274,8 @@ class LowLatency:
     def start(self) -> State:
         num_ranks, num_sets = self.num_ranks, self.rules.num_sets
         zeros, nothing = (0,) * num_sets * num_ranks, (None,) * num_sets * num_ranks
-        masks, offers = (0,) * num_ranks * num_ranks, (None,) * self.rules.num_offers * num_ranks
-        heap = Heap(zeros, zeros, nothing, nothing, (None,) * num_sets, masks, offers)
+        masks, requests = (0,) * num_ranks * num_ranks, (None,) * self.rules.num_offers * num_ranks
+        heap = Heap(zeros, zeros, nothing, nothing, (None,) * num_sets, masks, requests)
         rank = self._dead._replace(is_alive=True)
         return tuple(self._settle(me, rank) for me in range(num_ranks)), (heap,) * num_ranks
 
@@ -335,22 +346,22 @@ class LowLatency:
                     yield Step(me, "fill", op.call), self._fill(me, op, state)
                 else:
                     yield Step(me, "send", op.call), self._send(me, op, state)
-        elif rank.phase == NOTE:
+        elif rank.phase == RECORD:
             ready = [peer for peer in rank.todo if self._has_arrived(op, rank, peer, heaps[me])]
             if self.is_fine:
                 for peer in ready:
-                    yield Step(me, "read note", op.call, peer), self._do(me, op, peer, state)
+                    yield Step(me, "read completion record", op.call, peer), self._do(me, op, peer, state)
             elif len(ready) == len(rank.todo):
-                yield Step(me, "receive", op.call), self._do_all(me, op, state, (NOTE, PULL, ACK))
-        elif rank.phase == OFFER:
+                yield Step(me, "receive", op.call), self._do_all(me, op, state, (RECORD, PULL, ACK))
+        elif rank.phase == REJOIN:
             is_masked = any(rank.generations[subject] % 2 for subject in op.ranks)
             if not is_masked and not self.rules.always_a_round:
                 yield Step(me, "need no round"), (put(ranks, me, self._next_op(me, rank)), heaps)
             elif self.is_fine:
                 for peer in rank.todo:
-                    yield Step(me, "offer", rank.offered, peer), self._do(me, op, peer, state)
+                    yield Step(me, "request", rank.offered, peer), self._do(me, op, peer, state)
             else:
-                yield Step(me, "offer", rank.offered), self._do_all(me, op, state, (OFFER,))
+                yield Step(me, "request", rank.offered), self._do_all(me, op, state, (REJOIN,))
         elif rank.phase in BY_PEER:
             for peer in rank.todo:
                 yield Step(me, BY_PEER[rank.phase], op.call, peer), self._do(me, op, peer, state)
@@ -374,7 +385,7 @@ class LowLatency:
         if rank.phase == ROWS:
             needs_acks = self.rules.await_acks and rank.number - 1 > rank.over
             return self._unmasked_peers(me, rank.generations) if needs_acks else ()
-        if rank.phase == NOTE:
+        if rank.phase == RECORD:
             return rank.todo
         if rank.phase == JOIN:
             return self._taking_part(me, rank, self._view(me, rank, mine))
@@ -431,25 +442,31 @@ class LowLatency:
         ranks, heaps = state
         rank, mine, theirs, call = ranks[me], heaps[me], heaps[peer], self._call(op)
         if rank.phase == POST:
-            note = Note(op.call, rank.number, self._signature(me, call, rank.places), me in call.refused_by)
-            theirs = theirs._replace(notes=put(theirs.notes, self._slot(rank.number, me), note))
-            if not note.is_refused and not call.is_clean:
+            record = Record(
+                op.call, rank.number, self._signature(me, call, rank.places), me in call.refused_by
+            )
+            theirs = theirs._replace(records=put(theirs.records, self._slot(rank.number, me), record))
+            if not record.is_refused and not call.is_clean:
                 theirs = self._write_list(theirs, rank.number, Data(me, op.call, rank.places))
         elif rank.phase == FLAG:
             slot = self._slot(rank.number, me)
             theirs = theirs._replace(arrived=put(theirs.arrived, slot, rank.number))
             if me in call.refused_by and self.rules.refusal_acks:
                 theirs = theirs._replace(acked=put(theirs.acked, slot, rank.number))
-        elif rank.phase == OFFER:
-            offer = Offer(rank.offered, rank.returning, rank.number, rank.places, rank.generations)
-            theirs = theirs._replace(offers=put(theirs.offers, self._offer_slot(rank.offered, me), offer))
+        elif rank.phase == REJOIN:
+            request = Offer(rank.offered, rank.returning, rank.number, rank.places, rank.generations)
+            theirs = theirs._replace(
+                requests=put(theirs.requests, self._offer_slot(rank.offered, me), request)
+            )
         else:
             sent = self._sent(op, rank)
             slot = self._slot(sent.number, peer)
-            if rank.phase == NOTE:
-                found = mine.notes[slot]
+            if rank.phase == RECORD:
+                found = mine.records[slot]
                 if found is None or (found.call, found.number) != (sent.call, sent.number):
-                    raise Violation("note", f"{Step(me, 'read note', op.call, peer)}: found {found}")
+                    raise Violation(
+                        "completion record", f"{Step(me, 'read record', op.call, peer)}: found {found}"
+                    )
                 is_other = found.signature != self._signature(me, call, sent.places)
                 rank = rank._replace(is_refused=rank.is_refused or found.is_refused or is_other)
             elif rank.phase == PULL:
@@ -565,9 +582,9 @@ class LowLatency:
         views = [rank.generations]
         if rank.generations[me] % 2 and self.rules.take_masks:
             views += [
-                offer.generations
-                for peer, offer in self._offers(me, rank, mine).items()
-                if offer.generations[peer] % 2 == 0
+                request.generations
+                for peer, request in self._offers(me, rank, mine).items()
+                if request.generations[peer] % 2 == 0
             ]
         return put(tuple(map(max, zip(*views, strict=True))), me, rank.generations[me])
 
@@ -582,14 +599,14 @@ class LowLatency:
     def _offers(self, me: int, rank: Rank, mine: Heap) -> dict[int, Offer]:
         is_masked = rank.generations[me] % 2 == 1
         return {
-            peer: offer
+            peer: request
             for peer in self._peers[me]
-            if (offer := mine.offers[self._offer_slot(rank.offered, peer)]) is not None
-            and offer.round == rank.offered
-            and (me in offer.ranks or not is_masked or not self.rules.named_round)
+            if (request := mine.requests[self._offer_slot(rank.offered, peer)]) is not None
+            and request.round == rank.offered
+            and (me in request.ranks or not is_masked or not self.rules.named_round)
             and (
-                offer.ranks == rank.returning
-                or not (offer.generations[peer] % 2 or (rank.generations[peer] % 2 and not is_masked))
+                request.ranks == rank.returning
+                or not (request.generations[peer] % 2 or (rank.generations[peer] % 2 and not is_masked))
                 or not self.rules.ignore_other_offers
             )
         }
@@ -599,42 +616,42 @@ class LowLatency:
         rank, mine, rules = ranks[me], heaps[me], self.rules
         is_masked = rank.generations[me] % 2 == 1
         newer = [
-            offer.round
-            for offer in mine.offers
-            if offer is not None
-            and me in offer.ranks
-            and (offer.generations[me] % 2 or not rules.stay_where_taken_back)
+            request.round
+            for request in mine.requests
+            if request is not None
+            and me in request.ranks
+            and (request.generations[me] % 2 or not rules.stay_where_taken_back)
         ]
-        offers, view = self._offers(me, rank, mine), self._view(me, rank, mine)
+        requests, view = self._offers(me, rank, mine), self._view(me, rank, mine)
         taking_part = self._taking_part(me, rank, view)
         all_given_up = all(view[subject] > 2 * rank.offered for subject in rank.returning)
-        others = {offer.ranks for peer, offer in offers.items() if offer.generations[peer] % 2 == 0}
+        others = {request.ranks for peer, request in requests.items() if request.generations[peer] % 2 == 0}
         if is_masked and rules.follow and others - {rank.returning}:
-            after = rank._replace(phase=OFFER, todo=self._peers[me], returning=max(others))
+            after = rank._replace(phase=REJOIN, todo=self._peers[me], returning=max(others))
             yield Step(me, "follow", rank.offered), (put(ranks, me, after), heaps)
             return
         has_newer = is_masked and max(newer, default=0) > rank.offered
         if has_newer:
-            # Also when all offers are there: one may have been missing when this rank looked for it, and have
-            # come before this rank looked for newer ones.
-            if any(offer and offer.generations[me] == 2 * rank.offered for offer in mine.offers):
+            # Also when all requests are there: one may have been missing when this rank looked for it, and
+            # have come before this rank looked for newer ones.
+            if any(request and request.generations[me] == 2 * rank.offered for request in mine.requests):
                 raise Violation("verdict", f"{Step(me, 'find round', max(newer))}: it skips a round")
-            after = rank._replace(phase=OFFER, todo=self._peers[me], offered=max(newer))
+            after = rank._replace(phase=REJOIN, todo=self._peers[me], offered=max(newer))
             yield Step(me, "find round", max(newer)), (put(ranks, me, after), heaps)
-        if all(peer in offers for peer in taking_part) and (taking_part or not is_masked):
-            offers = {peer: offers[peer] for peer in taking_part}
+        if all(peer in requests for peer in taking_part) and (taking_part or not is_masked):
+            requests = {peer: requests[peer] for peer in taking_part}
         elif has_newer or rules.whole_round or not all_given_up:
             return
-        if any(offer.ranks != rank.returning for offer in offers.values()):
+        if any(request.ranks != rank.returning for request in requests.values()):
             raise Violation("verdict", f"{Step(me, 'join', rank.offered)}: disagrees about whom to unmask")
         if is_masked and me not in rank.returning:
             raise Violation("verdict", f"{Step(me, 'join', rank.offered)}: it stays masked there")
         number = rank.offered * ROUND if rules.align == "round" else rank.number
         if rules.align == "highest":
-            number = max([number, *(offer.number for offer in offers.values())])
+            number = max([number, *(request.number for request in requests.values())])
         places = rank.places
         if rules.take_places:
-            places = max([places, *(offer.places for offer in offers.values())])
+            places = max([places, *(request.places for request in requests.values())])
         unmasked = tuple(
             max(generation, 2 * rank.offered) if subject in rank.returning else generation
             for subject, generation in enumerate(view)
@@ -676,7 +693,7 @@ class LowLatency:
         while (op := self._op(me, rank)) is not None:
             if op.action == "r":
                 if any(sent.call == op.call for sent in rank.sent):
-                    return self._advance(me, rank._replace(phase=NOTE, todo=self._peers[me]))
+                    return self._advance(me, rank._replace(phase=RECORD, todo=self._peers[me]))
             elif op.action == "w":
                 return rank._replace(phase=AWAIT, todo=())
             elif op.action == "b":
@@ -685,7 +702,7 @@ class LowLatency:
                 generation = rank.generations[me]
                 offered = max(rank.round, generation // 2 if generation % 2 else 0) + 1
                 rank = rank._replace(offered=offered, returning=op.ranks)
-                return self._advance(me, rank._replace(phase=OFFER, todo=self._peers[me]))
+                return self._advance(me, rank._replace(phase=REJOIN, todo=self._peers[me]))
             elif op.action == "a":
                 pass
             elif self._call(op).is_clean and not rules.clean_takes_number:
@@ -704,7 +721,7 @@ class LowLatency:
         """Goes on to the next phase once nothing is to be done in this one."""
         while rank.phase in BY_PEER:
             todo = rank.todo
-            if rank.phase != OFFER:
+            if rank.phase != REJOIN:
                 todo = tuple(peer for peer in todo if rank.generations[peer] % 2 == 0)
             if todo:
                 return rank._replace(todo=todo)
@@ -722,9 +739,9 @@ class LowLatency:
         if op.action == "s":
             order = (ROWS, POST, FLAG, START) if self.rules.flag_last else (ROWS, FLAG, POST, START)
         elif op.action == "r":
-            order = (NOTE, PULL, ACK, END) if self.rules.ack_after_pull else (NOTE, ACK, PULL, END)
+            order = (RECORD, PULL, ACK, END) if self.rules.ack_after_pull else (RECORD, ACK, PULL, END)
         else:
-            order = (OFFER, JOIN)
+            order = (REJOIN, JOIN)
         return order[order.index(phase) + 1]
 
     # Small questions.

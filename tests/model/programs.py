@@ -12,9 +12,9 @@ what the kernels do (`anyep/backends/cuda/kernels/rings.py`):
     combine     the sender pushes rows to any rank that has room; the receiver takes its tokens in order, and
                 waits until the rows of the next one have come from all ranks
 
-`tests.model.protocol` has the rest of a call: letters, windows, and that no row is written over another. Here
-a row is a number: the state is how many have passed each ring. These numbers only grow, and a step that is
-possible remains so until it is taken.
+`tests.model.protocol` has the rest of a call: notify messages, windows, and that no row is written over
+another. Here a row is a number: the state is how many have passed each ring. These numbers only grow, and a
+step that is possible remains so until it is taken.
 
 Why no deadlock is possible, whatever number of programs each rank has, if all programs serve their channels
 in ascending order: let c be the lowest channel that is not finished on all ranks. Every program that serves c

@@ -6,17 +6,18 @@ is two ranks, with two and one blocks in their window heaps, that dispatch and t
 single rules off, to see that each is needed. A call at a rank runs in lanes, four per peer, that take turns
 in any order, as in a progress loop or in parallel GPU programs:
 
-    post      once every peer's letter n-1 was seen: the letter, then its number
-    read      once all letters are posted and the peer's number n was seen: its letter
-    send      once all letters are read: rows into the peer's window, then `arrived`; or rows into its ring
-    receive   once all letters are read: rows out of the own ring; or pull the peer's x, then `pulled`
+    post      once every peer's notify message n-1 was seen: the notify message, then its number read
+    once all notify messages are posted and the peer's number n was seen: its notify message send      once
+    all notify messages are read: rows into the peer's window, then `arrived`; or rows into its ring receive
+    once all notify messages are read: rows out of the own ring; or pull the peer's x, then `pulled`
 
 It ends when all lanes are done, and what others do for it: its rows have arrived, its x is pulled. A rank
-that refuses the call only posts. Where a letter says refused, the call ends when all letters are read.
+that refuses the call only posts. Where a notify message says refused, the call ends when all notify messages
+are read.
 
 The invariants, by the kind of their violation:
 
-    letter   a letter read in call n is its sender's n-th
+    notify message   a notify message read in call n is its sender's n-th
     block    rows are written only into a block that is open for them in this very call
     ring     no row is written over one that was not taken yet
     rows     the rows received are those that the sender sent in this call
@@ -26,7 +27,8 @@ Every step advances a counter, so no state comes back: without a deadlock every 
 
 What is merged into one step, and why nothing is lost by it:
 - A wait and the step after it. What is waited for only grows: once it holds, it goes on holding.
-- The words of a letter; the rows into a window; the rows pulled from one. Between them the rank publishes
+- The words of a notify message; the rows into a window; the rows pulled from one. Between them the rank
+publishes
   nothing and waits for nothing, so whoever can interfere between two of them can do so before the first or
   after the last as well, and breaks the same invariant there.
 - The end of a call, what the user does then (free blocks, write the next x) and the choice of the next
@@ -50,24 +52,26 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from tests.model.explorer import Violation
 
 FREE, LENT = 0, -1  # the use of a block; or it is the number of the call that uses it
-# POST_EARLY posts the next call's letter during this one; only without the rule `letters_in_order`.
+# POST_EARLY posts the next call's notify message during this one; only without the rule `notify_in_order`.
 POST, READ, SEND, RECEIVE, POST_EARLY = SIDES = range(5)
 
 
 @dataclass(frozen=True)
 class Rules:
     num_mailboxes: int = 2
-    await_previous_letters: bool = True
-    """Letter n is written only after every peer's letter n-1 was seen."""
-    all_letters_first: bool = True
-    """No data moves before all letters are read; else: to and from a peer once its own letter is read."""
-    letter_for_cached: bool = True
+    await_previous_notify: bool = True
+    """Notify message n is written only after every peer's notify message n-1 was seen."""
+    all_notify_first: bool = True
+    """No data moves before all notify messages are read; else: to and from a peer once its own notify message
+    is read."""
+    notify_for_cached: bool = True
     """Else a cached dispatch starts writing at once, to the places of the call before it."""
-    letters_in_order: bool = True
-    """The letter of a refused call waits until the call before it has ended; else it may overtake it."""
+    notify_in_order: bool = True
+    """The notify message of a refused call waits until the call before it has ended; else it may overtake
+    it."""
     exit_ack: bool = True
     """The owner's combine waits until every reader has pulled."""
-    flag_before: Literal["letter", "write", "pull", "put", "take"] | None = None
+    flag_before: Literal["notify message", "write", "pull", "put", "take"] | None = None
     """Flags follow their data, but the flag of this: number, `arrived`, `pulled`, tail or head."""
     ring_has_room: bool = True
     """A row goes into a ring only while tail - head leaves room."""
@@ -92,7 +96,7 @@ class Call:
     """Which results the user frees before this call (never x); any: every choice, each rank for itself."""
 
 
-class Letter(NamedTuple):
+class Message(NamedTuple):
     number: int
     is_refused: bool
     place: int | None
@@ -122,10 +126,11 @@ class Rank(NamedTuple):
 
 
 class Heap(NamedTuple):
-    """What a rank's peers can touch. Numbers and letters go by mailbox and sender, the next four by peer."""
+    """What a rank's peers can touch. Numbers and notify messages go by mailbox and sender, the next four by
+    peer."""
 
     numbers: tuple[int, ...]
-    letters: tuple[Letter | None, ...]
+    messages: tuple[Message | None, ...]
     arrived: tuple[int, ...]
     pulled: tuple[int, ...]
     tails: tuple[int, ...]
@@ -192,17 +197,20 @@ class Protocol:
     # What there is to do, and when.
 
     def _actions(self, side: int, me: int, peer: int, rank: Rank) -> tuple[str, ...]:
-        """The steps of a lane in this call; of sending and receiving, once the peer's letter is read."""
+        """The steps of a lane in this call; of sending and receiving, once the peer's notify message is
+        read."""
         call = self.calls[rank.number - 1]
         if side == POST_EARLY:
             overtakes = rank.number < len(self.calls) and me in self.calls[rank.number].refused_by
-            return self._pair("letter", "number") if overtakes and not self.rules.letters_in_order else ()
+            return (
+                self._pair("notify message", "number") if overtakes and not self.rules.notify_in_order else ()
+            )
         if side == POST:
-            return self._pair("letter", "number") if self._has_letter(rank.number) else ()
+            return self._pair("notify message", "number") if self._has_notify(rank.number) else ()
         if me in call.refused_by:
             return ()
         if side == READ:
-            return ("read",) if self._has_letter(rank.number) else ()
+            return ("read",) if self._has_notify(rank.number) else ()
         place_of_rows = rank.place if (side == SEND) == (call.kind == "combine") else rank.peer_places[peer]
         sender, receiver = (me, peer) if side == SEND else (peer, me)
         if not self._has_rows(call, sender, receiver):
@@ -217,14 +225,14 @@ class Protocol:
         ranks, heaps = state
         rank, mine = ranks[me], heaps[me]
         if side in (POST, POST_EARLY):
-            previous = self._previous_letter(rank.number) if side == POST else rank.number
+            previous = self._previous_notify(rank.number) if side == POST else rank.number
             return (side == POST or self._are_done(POST, me, rank)) and (
-                not self.rules.await_previous_letters
+                not self.rules.await_previous_notify
                 or all(self._is_seen(mine, previous, other) for other in self._peers[me])
             )
         if side == READ:
             return self._are_done(POST, me, rank) and self._is_seen(mine, rank.number, peer)
-        if self.rules.all_letters_first:
+        if self.rules.all_notify_first:
             may_move = self._are_done(READ, me, rank)
         else:
             may_move = rank.lanes[self._lane(READ, peer)] == len(self._actions(READ, me, peer, rank))
@@ -278,16 +286,16 @@ class Protocol:
         # In a ring: which row of this call it is, and whether its counter has moved on already.
         position, is_second = divmod(rank.lanes[lane], 2)
         rank = rank._replace(lanes=put(rank.lanes, lane, rank.lanes[lane] + 1))
-        if action == "letter":
+        if action == "notify message":
             is_refused = me in call.refused_by
-            letter = Letter(number, is_refused, None if is_refused else rank.place)
-            theirs = theirs._replace(letters=put(theirs.letters, self._mailbox(number, me), letter))
+            message = Message(number, is_refused, None if is_refused else rank.place)
+            theirs = theirs._replace(messages=put(theirs.messages, self._mailbox(number, me), message))
         elif action == "number":
             theirs = theirs._replace(numbers=put(theirs.numbers, self._mailbox(number, me), number))
         elif action == "read":
-            found = mine.letters[self._mailbox(number, peer)]
+            found = mine.messages[self._mailbox(number, peer)]
             if found is None or found.number != number:
-                raise Violation("letter", f"{step}: found {found}")
+                raise Violation("notify message", f"{step}: found {found}")
             places = put(rank.peer_places, peer, found.place)
             rank = rank._replace(peer_places=places, peer_refused=rank.peer_refused or found.is_refused)
         elif action == "write":
@@ -342,7 +350,7 @@ class Protocol:
             uses = tuple(FREE if block in freed else use for block, use in enumerate(ended.blocks))
             if me in call.refused_by:
                 place = None
-            elif not self._has_letter(number):
+            elif not self._has_notify(number):
                 place = ended.place
             elif x is not None:
                 place = x
@@ -398,12 +406,12 @@ class Protocol:
         pair = (receiver, sender) if call.kind == "combine" else (sender, receiver)
         return pair not in call.silent
 
-    def _has_letter(self, number: int) -> bool:
-        return self.rules.letter_for_cached or self.calls[number - 1].kind != "cached"
+    def _has_notify(self, number: int) -> bool:
+        return self.rules.notify_for_cached or self.calls[number - 1].kind != "cached"
 
-    def _previous_letter(self, number: int) -> int:
-        """The number of the letter before letter `number`; 0: there is none."""
-        return next((n for n in range(number - 1, 0, -1) if self._has_letter(n)), 0)
+    def _previous_notify(self, number: int) -> int:
+        """The number of the notify message before notify message `number`; 0: there is none."""
+        return next((n for n in range(number - 1, 0, -1) if self._has_notify(n)), 0)
 
     def _mailbox(self, number: int, sender: int) -> int:
         return number % self.rules.num_mailboxes * self.num_ranks + sender

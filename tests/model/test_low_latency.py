@@ -234,21 +234,25 @@ def test_after_a_round_all_take_rows_from_all() -> None:
 
 
 HOLES = {
-    "no wait for acknowledgements": Hole(Rules(await_acks=False), "note", LowLatency((HOOKS,) * 2)),
+    "no wait for acknowledgements": Hole(
+        Rules(await_acks=False), "completion record", LowLatency((HOOKS,) * 2)
+    ),
     "a rank that refuses three times runs ahead": Hole(
         Rules(await_acks=False),
-        "note",
+        "completion record",
         LowLatency((THREE,) * 2, {call: Call(refused_by=BY_1) for call in (1, 2, 3)}),
     ),
     "the send area is handed out too early": Hole(
         Rules(fill_awaits_acks=False), "rows", LowLatency(("s1 s2 r1 f3 s3 r2 r3",) * 2)
     ),
-    "one set": Hole(Rules(num_sets=1), "note", LowLatency(("s1 s2 r1 r2",) * 2)),
-    "one set, no hooks": Hole(Rules(num_sets=1), "note", LowLatency(("s1 r1 s2 r2",) * 2)),
+    "one set": Hole(Rules(num_sets=1), "completion record", LowLatency(("s1 s2 r1 r2",) * 2)),
+    "one set, no hooks": Hole(Rules(num_sets=1), "completion record", LowLatency(("s1 r1 s2 r2",) * 2)),
     "acknowledged before rows are read": Hole(
         Rules(ack_after_pull=False), "list", LowLatency((HOOKS,) * 2, is_fine=True)
     ),
-    "arrived before the note": Hole(Rules(flag_last=False), "note", LowLatency(("s1 r1",) * 2, is_fine=True)),
+    "arrived before the completion record": Hole(
+        Rules(flag_last=False), "completion record", LowLatency(("s1 r1",) * 2, is_fine=True)
+    ),
     "a refused call is not acknowledged": Hole(
         Rules(refusal_acks=False), DEADLOCK, LowLatency((THREE,) * 2, {1: Call(refused_by=BY_1)})
     ),
@@ -271,7 +275,7 @@ HOLES = {
         Rules(look_last=False), "rows", LowLatency((THREE,) * 2, slow=SLOW_1)
     ),
     "sent to a peer that has not acknowledged": Hole(
-        Rules(mask_silent=False), "note", LowLatency((HOOKS,) * 2, slow=SLOW_1)
+        Rules(mask_silent=False), "completion record", LowLatency((HOOKS,) * 2, slow=SLOW_1)
     ),
     "a mask is told to nobody": Hole(Rules(tell="nobody"), "rows", LowLatency((THREE,) * 2, slow=SLOW_1)),
     "a mask is told to its subject alone": Hole(
@@ -291,15 +295,15 @@ HOLES = {
     ),
     "a round ends when who comes back dies": Hole(
         Rules(whole_round=False),
-        "note",
+        "completion record",
         LowLatency(("s1 s2 r1 r2 u2 s3", "s1 s2 r1 r2 u2 s3", "s1 s2 u2"), may_die=BY_2),
     ),
-    "one offer at a time": Hole(Rules(num_offers=1), DEADLOCK, TWO_ROUNDS),
+    "one request at a time": Hole(Rules(num_offers=1), DEADLOCK, TWO_ROUNDS),
     "a masked rank joins the round of another": Hole(Rules(named_round=False), "verdict", TWO_ROUNDS),
     "a masked rank skips the round that took it back": Hole(
         Rules(stay_where_taken_back=False), "verdict", TWICE
     ),
-    "the offer of who gave up lies there": Hole(Rules(ignore_other_offers=False), "verdict", EARLY),
+    "the request of who gave up lies there": Hole(Rules(ignore_other_offers=False), "verdict", EARLY),
     "a masked rank knows better whom to unmask": Hole(Rules(follow=False), "verdict", ASKING),
     "masks of before": Hole(Rules(take_masks=False), DEADLOCK, TWO_ROUNDS),
     "places of before": Hole(
@@ -308,7 +312,7 @@ HOLES = {
         LowLatency(("s1 r1 s2 r2 u1 s3 r3",) * 2, {2: CLEAN}, slow=SLOW_1),
     ),
     "numbers of before": Hole(
-        Rules(align="nobody"), "note", LowLatency(("s1 r1 u1 s3 r3",) * 2, slow=SLOW_1)
+        Rules(align="nobody"), "completion record", LowLatency(("s1 r1 u1 s3 r3",) * 2, slow=SLOW_1)
     ),
     "the highest number, that of one who dies": Hole(Rules(align="highest"), DEADLOCK, AHEAD),
     "acknowledgements of before": Hole(

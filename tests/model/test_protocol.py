@@ -98,7 +98,7 @@ def test_explorer_finds_a_race_by_a_shortest_trace() -> None:
 
 # The protocol as it is.
 
-LETTERS = {"start", "letter", "number", "read"}
+NOTIFY = {"start", "notify message", "number", "read"}
 WINDOW, RING, PULL = {"write", "arrived"}, {"put", "tail", "take", "head"}, {"pull", "pulled"}
 BY_0, BY_1, BY_2 = (frozenset({rank}) for rank in range(3))
 
@@ -142,7 +142,7 @@ def test_two_ranks_rings_of_changing_size() -> None:
         Call("dispatch", num_rows=1, ring_rows=1),
         Call("combine", num_rows=3, ring_rows=2),
     )
-    assert actions(assert_right(Protocol((0, 0), calls))) == LETTERS | RING
+    assert actions(assert_right(Protocol((0, 0), calls))) == NOTIFY | RING
 
 
 SPARSE = frozenset({(1, 0), (2, 1)})
@@ -185,7 +185,7 @@ SLOW = ("any result is kept", "one rank without windows", "full rings", "no wind
     ],
 )
 def test_three_ranks(num_blocks: tuple[int, ...], calls: tuple[Call, ...], moves: set[str]) -> None:
-    assert actions(assert_right(Protocol(num_blocks, calls))) == LETTERS | moves
+    assert actions(assert_right(Protocol(num_blocks, calls))) == NOTIFY | moves
 
 
 # Each rule is needed: without it, a program that was right goes wrong, and in the way that is expected.
@@ -198,35 +198,39 @@ HOLES = {
     "combine returns before a staged x is pulled": Hole(
         Rules(exit_ack=False), "pull", Protocol((1, 1), (Call("combine"), Call("combine")))
     ),
-    "cached dispatch without a letter, into windows": Hole(
-        Rules(letter_for_cached=False), "block", Protocol((1, 1), (Call(), Call("cached")))
+    "cached dispatch without a notify message, into windows": Hole(
+        Rules(notify_for_cached=False), "block", Protocol((1, 1), (Call(), Call("cached")))
     ),
-    "cached dispatch without a letter, into rings": Hole(
-        Rules(letter_for_cached=False),
+    "cached dispatch without a notify message, into rings": Hole(
+        Rules(notify_for_cached=False),
         "ring",
         Protocol((0, 0), (Call(num_rows=2, ring_rows=1), Call("cached"))),
     ),
     "a rank that refuses twice runs ahead": Hole(
-        Rules(await_previous_letters=False),
-        "letter",
+        Rules(await_previous_notify=False),
+        "notify message",
         Protocol((1, 1), (Call(refused_by=BY_1), Call(refused_by=BY_1), Call())),
     ),
     "one mailbox, refused call": Hole(
-        Rules(num_mailboxes=1), "letter", Protocol((1, 1), (Call(refused_by=BY_1), Call()))
+        Rules(num_mailboxes=1), "notify message", Protocol((1, 1), (Call(refused_by=BY_1), Call()))
     ),
     "one mailbox, no rows to wait for": Hole(
-        Rules(num_mailboxes=1), "letter", Protocol((1, 1), (ONE_WAY, Call()))
+        Rules(num_mailboxes=1), "notify message", Protocol((1, 1), (ONE_WAY, Call()))
     ),
     "rows move before a refusal is read": Hole(
-        Rules(all_letters_first=False), "block", Protocol((1, 1, 1), (Call(refused_by=BY_2), Call()))
+        Rules(all_notify_first=False), "block", Protocol((1, 1, 1), (Call(refused_by=BY_2), Call()))
     ),
     "x is pulled before a refusal is read": Hole(
-        Rules(all_letters_first=False), "pull", Protocol((1, 1, 1), (Call("combine", refused_by=BY_2),))
+        Rules(all_notify_first=False), "pull", Protocol((1, 1, 1), (Call("combine", refused_by=BY_2),))
     ),
     "a refusal overtakes the call before it": Hole(
-        Rules(letters_in_order=False), "letter", Protocol((1, 1), (ONE_WAY, Call(refused_by=BY_1), Call()))
+        Rules(notify_in_order=False),
+        "notify message",
+        Protocol((1, 1), (ONE_WAY, Call(refused_by=BY_1), Call())),
     ),
-    "number before letter": Hole(Rules(flag_before="letter"), "letter", Protocol((1, 1), (Call(),))),
+    "number before notify message": Hole(
+        Rules(flag_before="notify message"), "notify message", Protocol((1, 1), (Call(),))
+    ),
     "arrived before rows": Hole(Rules(flag_before="write"), "rows", Protocol((1, 1), (Call(),))),
     "pulled before pull": Hole(Rules(flag_before="pull"), "pull", Protocol((1, 1), (Call("combine"),))),
     "tail before row": Hole(Rules(flag_before="put"), "rows", Protocol((0, 0), (Call(),))),

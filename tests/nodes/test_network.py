@@ -103,7 +103,7 @@ def test_more_rows_than_the_worst_case_allows() -> None:
 
 
 def status_while_one_is_idle(context: RankContext) -> list[str]:
-    """Rank 0 looks while all others wait for its letter."""
+    """Rank 0 looks while all others wait for its notify message."""
     buffer = kept_buffer(context)
     check_case(context, GOOD, buffer)
     status = []
@@ -142,12 +142,12 @@ def call_across(context: RankContext, ranks_per_node: int | None, path: Any) -> 
         num_window_bytes=0 if path == "ring" else None,
         ranks_per_node=ranks_per_node,
     ) as buffer:
-        wire = buffer.runtime.conversation.wire
+        transport = buffer.runtime.control.transport
         for seed in range(4):
             case = replace(case_for(HOSTS, path), ranks_per_node=ranks_per_node or 2, seed=seed)
-            buffer.runtime.conversation.between_steps = delays(seed, context.rank)
+            buffer.runtime.control.between_steps = delays(seed, context.rank)
             check_case(context, case, buffer)
-        return tuple(wire.ranks)
+        return tuple(transport.ranks)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from anyep.backends.cpu.heap import OwnBlock, PrivateBlock
 from anyep.backends.cpu.kernels.signals import raise_words
 from anyep.errors import InvalidCall, PeerLost
-from anyep.network import NixlEngine
 from anyep.nixl_packages import NAMES, find_nixl
+from anyep.transport import NixlEngine
 from tests.support.namespaces import TwoHosts
 from tests.support.places import Place
 from tests.support.programs import run_program
@@ -366,7 +366,7 @@ def test_words_are_raised_in_order() -> None:
 
 
 def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
-    setup = "from anyep.backends.cpu.heap import OwnBlock; from anyep.network import NixlEngine\n"
+    setup = "from anyep.backends.cpu.heap import OwnBlock; from anyep.transport import NixlEngine\n"
     return run_program("-c", setup + code, finalizes=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from anyep import Config
-from anyep.layout import COUNTER_BYTES, DIGEST_BYTES, LETTER_HEADER_BYTES
+from anyep.layout import COUNTER_BYTES, DIGEST_BYTES, NOTIFY_HEADER_BYTES
 from anyep.sizes import token_layout
 from tests.support.cases import buffer_for
 from tests.support.places import Place
@@ -22,7 +22,7 @@ TOKEN = token_layout(2 * HIDDEN, 0, 0)
 
 
 class Sent(NamedTuple):
-    """Rows and bytes that a rank has sent, and the bytes that an engine put to each rank beyond the wire."""
+    """Rows and bytes that a rank has sent, and the bytes that an engine put to each rank that are remote."""
 
     rows_between: int
     bytes_between: int
@@ -54,13 +54,13 @@ ROUTINGS = ("all to one node", "all nodes", "one rank of every node", "own node 
 
 
 def sent_so_far(buffer: Any) -> Sent:
-    traffic, wire = buffer.runtime.traffic, buffer.runtime.conversation.wire
+    traffic, transport = buffer.runtime.traffic, buffer.runtime.control.transport
     return Sent(
         traffic.rows_between_nodes,
         traffic.bytes_between_nodes,
         traffic.rows_within_node,
         traffic.bytes_within_node,
-        dict(wire.engine.bytes_put) if wire is not None else {},
+        dict(transport.engine.bytes_put) if transport is not None else {},
     )
 
 
@@ -153,14 +153,15 @@ def check(measured: list[tuple[Sent, Sent, Sent]], routing: str, per_node: int) 
 @pytest.mark.parametrize("num_window_bytes", [None, 0])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_bytes_on_the_wire(routing: str, num_window_bytes: int | None) -> None:
-    """What the engine has put are the rows, a letter to every rank, and to the relays counts by channel."""
+    """What the engine has put are the rows, a notify message to every rank, and to the relays counts by
+    channel."""
     per_node, nodes, channels = 2, 2, CONFIG.num_channels
     measured = HOSTS.world().run(measure, routing, per_node, num_window_bytes, "nixl")
     check(measured, routing, per_node)
-    header = LETTER_HEADER_BYTES - COUNTER_BYTES
-    letter = header + 4 * (RANKS + nodes + channels + EXPERTS_PER_RANK)
+    header = NOTIFY_HEADER_BYTES - COUNTER_BYTES
+    message = header + 4 * (RANKS + nodes + channels + EXPERTS_PER_RANK)
     # Two digests of every rank and node, and three counts of every rank.
-    letter_by_handle = header + 2 * DIGEST_BYTES * (RANKS + nodes) + 4 * 3 * RANKS
+    notify_by_handle = header + 2 * DIGEST_BYTES * (RANKS + nodes) + 4 * 3 * RANKS
     for rank, (dispatched, again, combined) in enumerate(measured):
         routed = Routed(rank, per_node, masks_of(routing, per_node))
         ((node, relay),) = routed.relays.items()
@@ -168,6 +169,6 @@ def test_bytes_on_the_wire(routing: str, num_window_bytes: int | None) -> None:
             there = routed.tokens_to(node) * TOKEN.token_bytes if other == relay else 0
             back = routed.tokens_from(node) * TOKEN.token_bytes if other == relay else 0
             counts = 4 * channels * (per_node + 1) if other == relay else 0
-            assert dispatched.put[other] == letter + counts + there
-            assert again.put[other] == letter_by_handle + there
-            assert combined.put[other] == letter_by_handle + back
+            assert dispatched.put[other] == message + counts + there
+            assert again.put[other] == notify_by_handle + there
+            assert combined.put[other] == notify_by_handle + back

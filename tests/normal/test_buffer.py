@@ -19,8 +19,8 @@ import torch
 import anyep
 from anyep import Config
 from anyep.buffer import Buffer
+from anyep.calls import Phase
 from anyep.freelist import FreeList
-from anyep.modes.status import Phase
 from tests.support import oracle
 from tests.support.cases import Case, buffer_for, check_case, inputs_of
 from tests.support.communicator import FakeComm
@@ -140,7 +140,7 @@ def overlap(context: RankContext) -> None:
             if phase in (Phase.PULL, Phase.SEND):
                 assert released.wait(WAIT_S)
 
-        buffer.runtime.conversation.between_steps = hold_up
+        buffer.runtime.control.between_steps = hold_up
         for call in (
             lambda: buffer.combine(recv, handle, async_finish=True),
             lambda: buffer.dispatch(x, handle=handle, async_finish=True),
@@ -221,7 +221,7 @@ def results_that_are_not_there_yet(context: RankContext) -> None:
     assert given.topk_idx is not None
     expected = oracle.dispatch(inputs_of(CASE), context.rank, CASE.num_experts).x
     in_line = buffer.combine(*dispatch(buffer, CASE, context.rank)[::4][:2])[0]
-    buffer.runtime.conversation.between_steps = lambda call, phase: time.sleep(0.01)
+    buffer.runtime.control.between_steps = lambda call, phase: time.sleep(0.01)
     for _ in range(3):
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(
             given.topk_idx, CASE.num_experts, async_finish=True
@@ -242,7 +242,7 @@ def results_that_are_not_there_yet(context: RankContext) -> None:
         combined = buffer.combine(rows, handle)[0]  # type: ignore[arg-type]
         assert oracle.same_bits(rows[: len(expected)], expected)  # type: ignore[arg-type, index]
         assert oracle.same_bits(combined, in_line)
-    buffer.runtime.conversation.between_steps = None
+    buffer.runtime.control.between_steps = None
 
 
 def test_results_that_are_not_there_yet() -> None:

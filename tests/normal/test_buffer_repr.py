@@ -25,10 +25,10 @@ def through_its_life(context: RankContext) -> list[str]:
         os._exit(0)
     os.waitpid(child, 0)
     seen.append(os.read(reader, 1000).decode())
-    conversation = buffer.runtime.conversation
-    call = conversation.begin(1)
-    conversation.fail(call, ValueError("spilled\ncoffee"))
-    conversation.fail(call, ValueError("a later one"))
+    control = buffer.runtime.control
+    call = control.begin(1)
+    control.fail(call, ValueError("spilled\ncoffee"))
+    control.fail(call, ValueError("a later one"))
     seen.append(repr(buffer))
     buffer.destroy()
     return [*seen, repr(buffer)]

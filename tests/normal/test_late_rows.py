@@ -1,4 +1,4 @@
-"""Rows are announced when they are there: a receiver sees none before."""
+"""Rows are signalled when they are there: a receiver sees none before."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ NAP_S = 0.2
 def send_late(context: RankContext) -> None:
     """Rank 0 is slow to copy the rows of its first dispatch into the windows of all."""
     with Buffer(context.group, 1 << 20, device="cpu") as buffer:
-        runtime: Any = buffer.runtime
-        run = runtime._team.run
+        session: Any = buffer.runtime
+        team = session.normal.ops.mover.team
+        run = team.run
 
         def run_late(*arguments: Any, **options: Any) -> None:
-            runtime._team.run = run
+            team.run = run
             time.sleep(NAP_S)
             run(*arguments, **options)
 
         if context.rank == 0:
-            runtime._team.run = run_late
+            team.run = run_late
         check_case(context, Case(tokens=(5,) * context.num_ranks), buffer)
 
 
@@ -46,15 +47,26 @@ def dispatch_again_late(context: RankContext) -> list[float]:
         x = torch.zeros(num_tokens, 64, dtype=torch.bfloat16, device=device)
         counts = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert}
         *_, handle, _ = buffer.dispatch(x, is_token_in_rank=in_rank, **counts)
-        runtime: Any = buffer.runtime
-        transfer = runtime._transfer
+        session: Any = buffer.runtime
+        start = session.normal.ops.start
 
-        def transfer_late(*arguments: Any, **options: Any) -> None:
-            time.sleep(NAP_S)
-            transfer(*arguments, **options)
+        def start_late(*arguments: Any) -> Any:
+            """The operations of a call whose rows are sent late."""
+            call = start(*arguments)
+            notify = call.notify_by_handle
+
+            def notify_and_sleep(*arguments: Any) -> None:
+                notify(*arguments)
+                if hasattr(call, "_steps"):
+                    call._steps.append(lambda: time.sleep(NAP_S))
+                else:
+                    time.sleep(NAP_S)
+
+            call.notify_by_handle = notify_and_sleep
+            return call
 
         if context.rank == 0:
-            runtime._transfer = transfer_late
+            session.normal.ops.start = start_late
         again = buffer.dispatch(x + context.rank + 1, handle=handle)[0]
         found: list[float] = again.float().unique().tolist()  # type: ignore[union-attr]
         return found

@@ -67,7 +67,7 @@ def test_pairs_of_all_kinds() -> None:
 
 def grow(context: RankContext, first_bytes: int) -> list[int]:
     """The number of blocks of windows after each case; what an earlier one holds stays as it is."""
-    from anyep.modes import gpu_connection
+    from anyep import gpu_connection
 
     usual = gpu_connection.FIRST_WINDOW_BYTES, gpu_connection.BLOCK_BYTES
     gpu_connection.FIRST_WINDOW_BYTES, gpu_connection.BLOCK_BYTES = first_bytes, 4096  # type: ignore[misc]
@@ -115,7 +115,7 @@ def test_windows_are_held_by_results() -> None:
 
 def blocks_of(buffer: Buffer) -> list[weakref.ref[Any]]:
     """Its memory on the GPU: the heap, and the windows."""
-    blocks = (buffer.runtime.talk.heap, *buffer.runtime.windows._blocks)
+    blocks = (buffer.runtime.device_control.heap, *buffer.runtime.windows._blocks)
     return [weakref.ref(block._own) for block in blocks]
 
 
@@ -154,11 +154,11 @@ def test_memory_is_freed_with_the_buffer() -> None:
 
 def fail_to_make_a_buffer(context: RankContext, step: str, ranks: list[int]) -> tuple[list[str], list[int]]:
     """Some ranks fail at one step. What is raised, and what is left: heaps, descriptors and threads."""
+    from anyep.backends.cuda.device_control import DeviceControl
     from anyep.backends.cuda.gpu import Gpu
-    from anyep.modes.gpu_connection import GpuConnection
-    from anyep.modes.gpu_intranode import GpuIntranode
+    from anyep.backends.cuda.ops_normal import GpuNormalOps
+    from anyep.gpu_connection import GpuConnection
     from anyep.modes.gpu_low_latency import GpuLowLatency
-    from anyep.modes.gpu_talk import GpuTalk
 
     def fail(part: Any, *arguments: Any) -> None:
         heaps.extend(weakref.ref(each.heap._own) for each in (part, *arguments) if hasattr(each, "heap"))
@@ -174,10 +174,10 @@ def fail_to_make_a_buffer(context: RankContext, step: str, ranks: list[int]) -> 
 
     owner, method = {
         "gpu": (Gpu, "__init__"),
-        "talk": (GpuTalk, "__init__"),
+        "device control": (DeviceControl, "__init__"),
         "windows": (GpuConnection, "_add_windows"),
-        "bases": (GpuTalk, "set_window_bases"),
-        "normal mode": (GpuIntranode, "__init__"),
+        "bases": (DeviceControl, "set_window_bases"),
+        "normal mode": (GpuNormalOps, "__init__"),
         "low latency": (GpuLowLatency, "__init__"),
     }[step]
     heaps: list[weakref.ref[Any]] = []
@@ -207,7 +207,7 @@ def test_nothing_is_left_of_a_buffer_that_has_no_windows() -> None:
     "step",
     [
         *("gpu", "low latency"),
-        *(pytest.param(step, marks=pytest.mark.slow) for step in ("talk", "bases", "normal mode")),
+        *(pytest.param(step, marks=pytest.mark.slow) for step in ("device control", "bases", "normal mode")),
     ],
 )
 def test_nothing_is_left_of_a_buffer_that_one_rank_cannot_make(step: str) -> None:
@@ -222,7 +222,7 @@ def end_while_a_graph_is_captured(context: RankContext) -> list[str]:
     buffer, other = new_buffer(context), new_buffer(context)
     good_dispatch(buffer)
     dist.barrier(group=context.group)
-    stream, blocks, seen = buffer.runtime.talk.gpu.stream, blocks_of(buffer), []
+    stream, blocks, seen = buffer.runtime.device_control.gpu.stream, blocks_of(buffer), []
     stream.is_capturing = lambda: context.rank == 0
     seen.append(attempt(buffer.destroy) if context.rank == 0 else "")
     if context.rank == 0:

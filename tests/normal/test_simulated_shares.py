@@ -181,7 +181,7 @@ def test_like_an_intranode_test(num_window_bytes: int | None) -> None:
 
 
 def test_shares() -> None:
-    from anyep.modes.gpu_connection import share_of_sms
+    from anyep.gpu_connection import share_of_sms
 
     for num_sms in (1, 2, 78, 132, 144):
         for num_ranks in (1, 2, 3, 8, 16):

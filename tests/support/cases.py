@@ -174,18 +174,18 @@ def run_case(context: RankContext, case: Case) -> None:
     )
     if buffer_device() == "cuda":
         poison_windows(buffer)
-    conversation = buffer.runtime.conversation
-    conversation.between_steps = None if case.delay_seed is None else delays(case.delay_seed, context.rank)
+    control = buffer.runtime.control
+    control.between_steps = None if case.delay_seed is None else delays(case.delay_seed, context.rank)
     try:
         check_case(context, case, buffer)
     finally:
-        conversation.between_steps = None
+        control.between_steps = None
 
 
 def poison_windows(buffer: Buffer) -> None:
     """Fill the windows that are free on a GPU, on every rank, before any rank goes on."""
     buffer.runtime.windows.fill_free(POISON)
-    buffer.runtime.talk.gpu.synchronize_device()
+    buffer.runtime.device_control.gpu.synchronize_device()
     dist.barrier(group=buffer.group)
 
 

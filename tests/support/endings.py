@@ -360,7 +360,7 @@ def read_at_the_end(rank: Rank) -> Any:
         synchronize(rank)
         # On a GPU the host hears later what went wrong.
         buffer.get_dispatch_layout(arguments["topk_idx"], rank.num_ranks)
-        buffer.runtime.before(False)
+        buffer.runtime.normal.ops.before(False)
 
     hear(rank, combine, times=1)
     rank.say("right" if torch.equal(combined[0], arguments["x"]) else "wrong")
@@ -462,11 +462,11 @@ def goes_on(rank: Rank) -> Any:
 
 def in_a_team(rank: Rank) -> Any:
     """The same where a rank has many cores, and shares the work of a call among threads."""
-    import anyep.buffer
-    from anyep.modes import intranode
+    import anyep.session
+    from anyep.backends.cpu import rows, within_node
 
-    anyep.buffer.num_cores = lambda: 4 * rank.num_ranks
-    intranode.WORTH_SPLITTING_BYTES = 0
+    anyep.session.num_cores = lambda: 4 * rank.num_ranks
+    rows.WORTH_SPLITTING_BYTES = within_node.WORTH_SPLITTING_BYTES = 0
     return goes_on(rank)
 
 

@@ -35,7 +35,7 @@ import torch
 
 from anyep import Config
 from anyep.buffer import Buffer
-from anyep.modes.status import Phase
+from anyep.calls import Phase
 from tests.support import cases, low_latency_cases
 from tests.support.namespaces import TwoHosts, cut_own_link
 from tests.support.patience import patience_s
@@ -289,7 +289,7 @@ def arm(
         elif what == "cut":
             cut_own_link()
 
-    buffer.runtime.conversation.between_steps = step
+    buffer.runtime.control.between_steps = step
     return times
 
 

@@ -43,7 +43,7 @@ def check_pair(
     """A dispatch and a combine, and what they should be. What they return, for those who want to hold it."""
     shape, rank, is_async = truth.shape, buffer.rank, "async" in kind
     num_worst = shape.most_rows if "worst" in kind else 0
-    # No peer writes to these windows before it has a letter, which comes after this.
+    # No peer writes to these windows before it has a notify message, which comes after this.
     buffer.runtime.windows.fill_free(POISON)
     recv, ids, weights, counts, handle, event = buffer.dispatch(
         truth.x,

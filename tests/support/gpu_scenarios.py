@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from anyep import Config
 from anyep.buffer import Buffer
-from anyep.modes.status import Phase
+from anyep.calls import Phase
 from tests.support.cases import NVL_BYTES, POISON, Case, check_case, poison_windows
 from tests.support.world import RankContext, World
 
@@ -39,7 +39,7 @@ def new_buffer(context: RankContext) -> Buffer:
 
 def device_of(buffer: Buffer) -> str:
     """Where a Buffer's tensors are: the simulated GPU has the CPU's."""
-    return str(buffer.runtime.talk.gpu.device)
+    return str(buffer.runtime.device_control.gpu.device)
 
 
 def rows_of(buffer: Buffer, seed: int) -> torch.Tensor:
@@ -362,7 +362,7 @@ def fail_from_now_on(buffer: Buffer) -> None:
     def strike(call: Any, phase: Phase) -> None:
         raise ValueError("the experts are on fire")
 
-    buffer.runtime.conversation.between_steps = strike
+    buffer.runtime.control.between_steps = strike
 
 
 def wait_until_gone(buffer: Buffer, rank: int) -> None:

@@ -109,16 +109,16 @@ def run_case(context: RankContext, case: Case, clean: bool = True) -> None:
     """Lay out the slots for the case, dispatch and combine; assert that every result has the right bits."""
     buffer = buffer_for(context, ranks_per_node=case.ranks_per_node, network=case.network)
     assert buffer.runtime is not None
-    conversation = buffer.runtime.conversation
-    conversation.between_steps = None
+    control = buffer.runtime.control
+    control.between_steps = None
     if clean:
         buffer.clean_low_latency_buffer(case.max_tokens, case.hidden, case.num_experts)
     if case.delay_seed is not None:
-        conversation.between_steps = cases.delays(case.delay_seed, context.rank)
+        control.between_steps = cases.delays(case.delay_seed, context.rank)
     try:
         check_case(context.rank, case, buffer)
     finally:
-        conversation.between_steps = None
+        control.between_steps = None
 
 
 def how_to_call(case: Case) -> dict[str, bool]:

@@ -77,15 +77,13 @@ def soak_between_nodes(
             del result
         if own_chance.random() < 0.05:
             held.clear()
-        conversation = buffer.runtime.conversation
-        conversation.between_steps = (
-            None if case.delay_seed is None else delays(case.delay_seed, context.rank)
-        )
+        control = buffer.runtime.control
+        control.between_steps = None if case.delay_seed is None else delays(case.delay_seed, context.rank)
         try:
             check_case(context, case, buffer)
         except BaseException as error:
             error.add_note(f"pair {number} of seed {seed}: {case}")
             raise
         finally:
-            conversation.between_steps = None
+            control.between_steps = None
     return time.monotonic() - started

@@ -1,6 +1,6 @@
 """The obvious reference: what dispatch and combine must return, in dense PyTorch, from all ranks' inputs.
 
-Nothing here knows about letters, windows or rings. Results are compared bit for bit.
+Nothing here knows about notify messages, windows or rings. Results are compared bit for bit.
 """
 
 from __future__ import annotations

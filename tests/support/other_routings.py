@@ -116,7 +116,7 @@ def outcome(buffer: Buffer, mix: Mix, rank: int, rows: Any, handle: Any) -> str:
     """What is raised, by this call or, on a GPU, at the next contact."""
     try:
         call(buffer, mix, rank, rows, handle)
-        if hasattr(buffer.runtime, "talk"):
+        if buffer.runtime.device_control is not None:
             if tensor_device() == "cuda":
                 torch.cuda.synchronize()
             first_dispatch(buffer, mix, rank, False)

@@ -24,7 +24,7 @@ import anyep
 from anyep import sizes
 from anyep.backends.cpu import compilation, compile_cache
 from anyep.backends.cpu.compile_cache import Folder, Unusable, open_folder, source_key
-from anyep.backends.cpu.kernels import letters, masks, signals
+from anyep.backends.cpu.kernels import masks, notify, signals
 from anyep.backends.cpu.kernels.compiler import KERNELS, Group, Kernel, kernel
 from anyep.progress import CompileProgress
 from tests.support.programs import run_program
@@ -368,7 +368,7 @@ def test_where_nothing_can_be_kept_that_is_said_once(
     reason: str,
 ) -> None:
     trouble(base, monkeypatch)
-    first, second = twin(signals.raise_words), twin(letters.announce)
+    first, second = twin(signals.raise_words), twin(notify.signal)
     keeper = compilation._Keeper()
     with caplog.at_level(logging.WARNING, "anyep"):
         assert keeper.compile([first], silent) == 1
@@ -404,7 +404,7 @@ def test_kernels_of_others_are_not_kept(base: Path) -> None:
 
 def control_twins() -> list[Kernel]:
     return [
-        twin(entry) for entry in (letters.announce, masks.adopt_masks, masks.post_offers, masks.read_offers)
+        twin(entry) for entry in (notify.signal, masks.adopt_masks, masks.post_requests, masks.read_requests)
     ]
 
 
@@ -588,4 +588,4 @@ def test_groups_are_known() -> None:
     """A kernel in a module of no group would be compiled for every Buffer; this is how they are today."""
     by_default = {entry.module.rpartition(".")[2] for entry in KERNELS if entry.group is Group.CONTROL}
     ours = {entry.module.rpartition(".")[2] for entry in KERNELS if entry.module.startswith("anyep.")}
-    assert by_default & ours == {"letters", "masks", "rings"}
+    assert by_default & ours == {"notify", "masks", "rings"}

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from anyep import Config, NotSupported, outcomes
 from anyep.backends.cuda import pinned
-from anyep.backends.cuda.facts import WINDOW_BLOCK_BITS
+from anyep.backends.cuda.constants import WINDOW_BLOCK_BITS
+from anyep.backends.cuda.windows import GpuWindows
+from anyep.control.liveness import Watch
 from anyep.layout import nvl_rings
-from anyep.modes.gpu_windows import GpuWindows
-from anyep.modes.ring_areas import MAX_KNOWN_AREAS, RingAreas
-from anyep.modes.watch import Watch
+from anyep.rings import MAX_KNOWN_AREAS, NodeRings
 from anyep.sizes import TokenLayout
 from tests.support.simulated_gpu import SimulatedBlock, SimulatedGpu
 
@@ -432,15 +432,15 @@ def test_rings_shrink_to_what_fits() -> None:
     config, token = Config(8, 4, 64), TokenLayout(512, 0, 2)
     wanted = nvl_rings(4096, 4, 3, 1, 64, token.token_bytes)
     per_ring = wanted.num_bytes // 12
-    assert RingAreas(4096, wanted.num_bytes, 3).area_for(config, token) == wanted
-    assert RingAreas(4096, 10 * wanted.num_bytes, 3).area_for(config, token) == wanted
-    small = RingAreas(4096, 12 * (per_ring - token.token_bytes), 3).area_for(config, token)
+    assert NodeRings(4096, wanted.num_bytes, 3).area_for(config, token) == wanted
+    assert NodeRings(4096, 10 * wanted.num_bytes, 3).area_for(config, token) == wanted
+    small = NodeRings(4096, 12 * (per_ring - token.token_bytes), 3).area_for(config, token)
     assert small == nvl_rings(4096, 4, 3, 1, 63, token.token_bytes)
-    assert RingAreas(0, 0, 3).area_for(config, token).num_rows == 0
+    assert NodeRings(0, 0, 3).area_for(config, token).num_rows == 0
 
 
 def test_areas_are_known_by_their_config_and_layout() -> None:
-    areas, token = RingAreas(0, 1 << 20, 2), TokenLayout(64)
+    areas, token = NodeRings(0, 1 << 20, 2), TokenLayout(64)
     configs = [Config(2, 1, rows) for rows in range(2, 2 * MAX_KNOWN_AREAS)]
     first = areas.area_for(configs[0], token)
     assert areas.area_for(configs[0], token) is first

@@ -199,30 +199,29 @@ def test_control_region(num_ranks: int, per_node: int) -> None:
     assert all(region.offset % 128 == 0 for region in regions)
     assert control.num_bytes % 128 == 0
     assert control.num_bytes == align(max(region.end for region in regions), 128)
-    letters = [region for region in regions if region.kind == "mailbox"]
-    assert [(letter.slot_set, letter.peer) for letter in letters] == [
+    messages = [region for region in regions if region.kind == "mailbox"]
+    assert [(message.slot_set, message.peer) for message in messages] == [
         (box, rank) for box in (0, 1) for rank in range(num_ranks)
     ]
-    # A letter holds its header, rows of two count matrices, the channels' and every local expert's counts; or
-    # what a handle says: two digests for every rank and node, three counts for every rank.
-    assert control.letter_bytes % 128 == 0
+    # A notify message holds its header, rows of two count matrices, the channels' and every local expert's
+    # counts; or what a handle says: two digests for every rank and node, three counts for every rank.
+    assert control.notify_bytes % 128 == 0
     num_nodes = -(-num_ranks // per_node)
     by_handle = 16 * (num_ranks + num_nodes) + 12 * num_ranks
     used_bytes = 256 + max(8 * num_ranks + 4 * 128 + 4 * 1024, by_handle)
-    assert used_bytes <= control.letter_bytes < used_bytes + 128
-    for block in control.blocks:
-        assert control.block(block.kind) == block
+    assert used_bytes <= control.notify_bytes < used_bytes + 128
 
 
 def test_control_region_in_full() -> None:
-    assert (layout.LETTER_HEADER_BYTES, layout.NUM_MAX_CHANNELS, layout.STATUS_BYTES) == (256, 128, 8192)
+    assert (layout.NOTIFY_HEADER_BYTES, layout.NUM_MAX_CHANNELS, layout.STATUS_BYTES) == (256, 128, 8192)
     # Two ranks on one node, block by block: (kind, bytes per peer, peers, sets).
     found: dict[str, list[tuple[int | None, int | None, int]]] = {}
     for region in ControlRegion(2, 2).regions():
         found.setdefault(region.kind, []).append((region.slot_set, region.peer, region.num_bytes))
     expected = {
         "status": (8192, 1, 1),
-        "alarm": (16, 1, 1),
+        "wake-up count": (8, 1, 1),
+        "abort flag": (16, 1, 1),
         "sleepers": (8, 1, 1),
         "doorbell": (8, 1, 1),
         "mailbox": (4992, 2, 2),
@@ -230,15 +229,14 @@ def test_control_region_in_full() -> None:
         "window pulled": (8, 2, 1),
         "ring tail": (1024, 2, 1),
         "ring head": (1024, 2, 1),
-        "ring prefix": (2048, 2, 1),
         "network tail": (1024, 1, 1),
         "network head": (1024, 1, 1),
         "network counts": (128 * 4 * 3, 1, 2),
-        "low-latency note": (64 + 8192, 2, 2),
+        "completion record": (64 + 8192, 2, 2),
         "low-latency packed": (8, 2, 2),
         "mask": (16, 2, 1),
         "given up": (8, 2, 1),
-        "offer": (64 + 16, 2, 2),
+        "rejoin request": (64 + 16, 2, 2),
     }
     assert list(found) == list(expected)
     for kind, (num_bytes, peers, sets) in expected.items():

@@ -76,9 +76,9 @@ def test_a_text_that_is_not_in_its_file_once(
         ("sums.py", "BLOCK = 1024", "BLOCK = 512", {"sums.pull_and_sum", "slots.sum_tokens"}),
         (
             "../../../layout.py",
-            "NOTE_HEADER_BYTES: Final = 64",
-            "NOTE_HEADER_BYTES: Final = 80",
-            {"slots.read_notes"},
+            "RECORD_HEADER_BYTES: Final = 64",
+            "RECORD_HEADER_BYTES: Final = 80",
+            {"slots.read_records"},
         ),
         ("../../../settings.py", '"ANYEP_"', '"EP_"', set()),
     ],

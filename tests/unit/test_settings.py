@@ -105,11 +105,11 @@ def make(context: RankContext, variables: list[dict[str, str]], arguments: dict[
             buffer = Buffer(context.group, 1 << 20, 1 << 20, **arguments)
         except AnyEPError as error:
             return f"{type(error).__name__}: {error}"
-        wishes = buffer._connection.wishes
+        options = buffer.runtime.options
         buffer.destroy()
         return (
-            f"{wishes.device} {wishes.ranks_per_node} {wishes.num_window_bytes} {wishes.network}"
-            f" {wishes.timeout_s:g}"
+            f"{options.device} {options.ranks_per_node} {options.num_window_bytes} {options.network}"
+            f" {options.timeout_s:g}"
         )
 
 

@@ -5,7 +5,7 @@ A backend is this list of names; the modes use nothing else of it.
 
 from anyep.backends.cpu.compilation import compile_kernels
 from anyep.backends.cpu.heap import BlockAddress, OwnBlock, PrivateBlock, SharedBlock, open_block
-from anyep.backends.cpu.kernels.atomics import PATIENCE
+from anyep.backends.cpu.kernels.atomics import MAX_POLLS
 from anyep.backends.cpu.kernels.compiler import Group
 from anyep.backends.cpu.kernels.counting import (
     check_handle,
@@ -16,19 +16,19 @@ from anyep.backends.cpu.kernels.counting import (
     first_wrong_id,
     place_tokens,
 )
-from anyep.backends.cpu.kernels.letters import (
-    announce,
-    await_counters,
-    post_letters,
-    read_counts,
-    read_headers,
-)
-from anyep.backends.cpu.kernels.masks import adopt_masks, post_offers, read_offers
+from anyep.backends.cpu.kernels.masks import adopt_masks, post_requests, read_requests
 from anyep.backends.cpu.kernels.node_handles import (
     first_difference,
     place_in_nodes,
     plan_lanes,
     read_node_handle,
+)
+from anyep.backends.cpu.kernels.notify import (
+    await_counters,
+    post_notify,
+    read_counts,
+    read_headers,
+    signal,
 )
 from anyep.backends.cpu.kernels.relay import combine_between_nodes, dispatch_between_nodes
 from anyep.backends.cpu.kernels.rings import combine_through_rings, dispatch_through_rings, read_counters
@@ -37,8 +37,8 @@ from anyep.backends.cpu.kernels.slots import (
     list_returns,
     list_tokens,
     pack_tokens,
-    post_notes,
-    read_notes,
+    post_records,
+    read_records,
     send_tokens,
     stage_rows,
     sum_tokens,
@@ -58,7 +58,7 @@ __all__ = [
     "BF16",
     "FP16",
     "FP32",
-    "PATIENCE",
+    "MAX_POLLS",
     "BlockAddress",
     "Group",
     "OwnBlock",
@@ -67,7 +67,6 @@ __all__ = [
     "Stream",
     "Team",
     "adopt_masks",
-    "announce",
     "await_counters",
     "check_handle",
     "choose_windows",
@@ -92,18 +91,19 @@ __all__ = [
     "place_in_nodes",
     "place_tokens",
     "plan_lanes",
-    "post_letters",
-    "post_notes",
-    "post_offers",
+    "post_notify",
+    "post_records",
+    "post_requests",
     "pull_and_sum",
     "read_counters",
     "read_counts",
     "read_headers",
     "read_node_handle",
-    "read_notes",
-    "read_offers",
+    "read_records",
+    "read_requests",
     "send_to_windows",
     "send_tokens",
+    "signal",
     "stage_rows",
     "sum_tokens",
     "unpack_window",

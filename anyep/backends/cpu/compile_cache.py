@@ -1,8 +1,8 @@
 """The folder where compiled kernels are kept between processes, one file per kernel.
 
     folder = open_folder(source_key())       # ~/.cache/anyep/KEY, or raises Unusable
-    folder.write("letters.announce", identity, machine_code)
-    folder.read("letters.announce", identity)
+    folder.write("notify messages.announce", identity, machine_code)
+    folder.read("notify messages.announce", identity)
 
 The files hold code that will be run. So the folder must belong to this user, and nobody else may be able to
 write it. There is no other place to fall back to: where it cannot be used, nothing is kept.

@@ -20,8 +20,8 @@ import triton.language as tl
 from anyep import digests, outcomes
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels.floats import bf16_of_float, float_of_bf16, float_of_fp16, fp16_of_float
-from anyep.backends.cuda import facts
-from anyep.backends.cuda.kernels import atomics, counting, letters, sums, windows
+from anyep.backends.cuda import constants
+from anyep.backends.cuda.kernels import atomics, counting, notify, sums, windows
 from anyep.backends.cuda.kernels import digests as digest_kernels
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows
 from anyep.backends.cuda.launch import Launcher
@@ -85,9 +85,9 @@ def guarded(shape: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
 
 def state_of(device: str, **words: int) -> torch.Tensor:
     """The state of a call; all other words are 0."""
-    state = torch.zeros(facts.NUM_STATES, dtype=torch.int64, device=device)
+    state = torch.zeros(constants.NUM_STATES, dtype=torch.int64, device=device)
     for name, value in words.items():
-        state[getattr(facts, name)] = value
+        state[getattr(constants, name)] = value
     return state
 
 
@@ -166,7 +166,7 @@ def count(layout: Layout, backend: str, told: Array) -> tuple[torch.Tensor, torc
 
 def check_layout_of_wrong_ids(device: str) -> None:
     """count_layout, where an id is neither an expert nor -1: the host hears of the first, once."""
-    told = pinned_words(facts.NUM_LAYOUT_WORDS)
+    told = pinned_words(constants.NUM_LAYOUT_WORDS)
     # The example, of rank 0 of 2, with n = 6.
     told[:2] = 6
     count(replace(EXAMPLE, ids=int64([[0, 1], [3, 9]])), device, told)
@@ -177,11 +177,11 @@ def check_layout_of_wrong_ids(device: str) -> None:
     for wrong in (12, -2, 2**40, -(2**63), 2**63 - 1):
         ids = layout.ids.clone()
         ids[38, 2], ids[17, 1] = 99, wrong
-        told[facts.NUM_READ] = told[facts.NUM_REPORTS]
+        told[constants.NUM_READ] = told[constants.NUM_REPORTS]
         counts, _ = count(replace(layout, ids=ids), device, told)
         assert told[2:].tolist() == [17, 1, wrong, 12]
         assert counts[3:].sum() == int(((ids >= 0) & (ids < 12)).sum()), "it goes nowhere"
-        assert told[facts.NUM_REPORTS] == told[facts.NUM_READ] + 1
+        assert told[constants.NUM_REPORTS] == told[constants.NUM_READ] + 1
 
 
 def check_layout(backend: str) -> None:
@@ -190,7 +190,7 @@ def check_layout(backend: str) -> None:
     assert EXAMPLE.per_expert.tolist() == [1, 1, 0, 1]
     assert EXAMPLE.in_rank.tolist() == [[True, False], [False, True]]
     for right in layouts():
-        told = pinned_words(facts.NUM_LAYOUT_WORDS) if backend != "numba" else np.zeros(1, np.int64)
+        told = pinned_words(constants.NUM_LAYOUT_WORDS) if backend != "numba" else np.zeros(1, np.int64)
         counts, mask = count(right, backend, told)
         assert not told.any()
         assert counts.tolist() == [*right.per_rank.tolist(), *right.per_expert.tolist()]
@@ -211,8 +211,8 @@ def place(
         rank = cpu.place_tokens(layout.in_rank, layout.per_rank, *tables)
         assert counts.tolist() == layout.in_rank.sum(0).tolist()
         return position, by_channel, wrong_word_of(layout, rank, with_ids)
-    state = guarded((facts.NUM_STATES,), torch.int64, device)
-    state[facts.IS_WRONG] = 0
+    state = guarded((constants.NUM_STATES,), torch.int64, device)
+    state[constants.IS_WRONG] = 0
     local_experts = layout.num_experts // layout.num_ranks
     launch(
         counting.place_tokens,
@@ -228,8 +228,8 @@ def place(
         EXPERT_BLOCK=EXPERT_BLOCK,
         TILE_TOKENS=16,
     )
-    wrong = int(state[facts.IS_WRONG])
-    state[facts.IS_WRONG] = GUARD
+    wrong = int(state[constants.IS_WRONG])
+    state[constants.IS_WRONG] = GUARD
     assert (state == GUARD).all(), "other words of the state were written"
     return position.cpu(), by_channel.cpu(), wrong
 
@@ -238,12 +238,12 @@ def wrong_word_of(layout: Layout, wrong_rank: int, with_ids: bool) -> int:
     """What the CPU's kernels find wrong, as those of GPUs say it."""
     found = cpu.first_contradiction(layout.ids.numpy(), layout.per_expert, layout.in_rank) if with_ids else -1
     if found >= layout.num_experts:
-        return facts.wrong_word(facts.WRONG_ID, found - layout.num_experts)
+        return constants.wrong_word(constants.WRONG_ID, found - layout.num_experts)
     if found >= 0:
-        return facts.wrong_word(facts.WRONG_EXPERT_COUNT, found)
+        return constants.wrong_word(constants.WRONG_EXPERT_COUNT, found)
     if found < -1:
-        return facts.wrong_word(facts.WRONG_TOKEN, -2 - found)
-    return facts.wrong_word(facts.WRONG_RANK_COUNT, wrong_rank) if wrong_rank >= 0 else 0
+        return constants.wrong_word(constants.WRONG_TOKEN, -2 - found)
+    return constants.wrong_word(constants.WRONG_RANK_COUNT, wrong_rank) if wrong_rank >= 0 else 0
 
 
 @deeper
@@ -285,40 +285,46 @@ def check_contradictions(backend: str) -> None:
     counts = np.array([1, 2], np.int32)
     example = Layout(int64([[0, 1], [1, -1]]), 2, 2, counts, counts, in_rank)
     assert wrong(example) == 0
-    assert wrong(example, per_expert=changed(counts, 1, 1)) == facts.wrong_word(facts.WRONG_EXPERT_COUNT, 1)
-    assert wrong(example, ids=int64([[0, 1], [1, 2]])) == facts.wrong_word(facts.WRONG_ID, 3)
+    assert wrong(example, per_expert=changed(counts, 1, 1)) == constants.wrong_word(
+        constants.WRONG_EXPERT_COUNT, 1
+    )
+    assert wrong(example, ids=int64([[0, 1], [1, 2]])) == constants.wrong_word(constants.WRONG_ID, 3)
     for token, rank in ((1, 0), (0, 1)):
         mask = changed(in_rank, (token, rank), not in_rank[token, rank])
-        where = facts.wrong_word(facts.WRONG_TOKEN, 2 * token + rank)
+        where = constants.wrong_word(constants.WRONG_TOKEN, 2 * token + rank)
         assert wrong(example, in_rank=mask, per_rank=mask.sum(0).astype(np.int32)) == where
     layout = Layout.of(routing(40, 3, 12, 3), 12, 3)
     for rank, count in ((0, 0), (2, 41), (1, -1)):
         for with_ids in (True, False):
             found = wrong(layout, with_ids, per_rank=changed(layout.per_rank, rank, count))
-            assert found == facts.wrong_word(facts.WRONG_RANK_COUNT, rank)
+            assert found == constants.wrong_word(constants.WRONG_RANK_COUNT, rank)
     for expert in (0, 3, 11):
         per_expert = changed(layout.per_expert, expert, layout.per_expert[expert] + 1)
-        assert wrong(layout, per_expert=per_expert) == facts.wrong_word(facts.WRONG_EXPERT_COUNT, expert)
+        assert wrong(layout, per_expert=per_expert) == constants.wrong_word(
+            constants.WRONG_EXPERT_COUNT, expert
+        )
         assert wrong(layout, with_ids=False, per_expert=per_expert) == 0
     for token, rank in ((0, 0), (17, 1), (39, 2)):
         mask = changed(layout.in_rank, (token, rank), not layout.in_rank[token, rank])
         both: dict[str, Any] = {"in_rank": mask, "per_rank": mask.sum(0).astype(np.int32)}
-        assert wrong(layout, **both) == facts.wrong_word(facts.WRONG_TOKEN, 3 * token + rank)
+        assert wrong(layout, **both) == constants.wrong_word(constants.WRONG_TOKEN, 3 * token + rank)
         assert wrong(layout, with_ids=False, **both) == 0
     # An id that is no expert; on a GPU it comes before all else.
     for value in (12, -2, 2**40, -(2**63), 2**63 - 1):
         ids = layout.ids.clone()
         ids[33, 0], ids[17, 1] = 99, value
-        assert wrong(layout, ids=ids) == facts.wrong_word(facts.WRONG_ID, 17 * 3 + 1)
+        assert wrong(layout, ids=ids) == constants.wrong_word(constants.WRONG_ID, 17 * 3 + 1)
         ids[3] = (ids[3] + 4) % 12  # contradicts in_rank
-        assert backend == "numba" or wrong(layout, ids=ids) == facts.wrong_word(facts.WRONG_ID, 17 * 3 + 1)
+        assert backend == "numba" or wrong(layout, ids=ids) == constants.wrong_word(
+            constants.WRONG_ID, 17 * 3 + 1
+        )
     # Of much that is wrong, the first token is named, then the first expert.
     layout = Layout.of(routing(40, 5, 60, 7), 60, 3)
     per_expert = layout.per_expert + 1
     found = wrong(layout, in_rank=~layout.in_rank, per_expert=per_expert)
-    assert found == facts.wrong_word(facts.WRONG_TOKEN, 0)
+    assert found == constants.wrong_word(constants.WRONG_TOKEN, 0)
     found = wrong(layout, per_rank=layout.per_rank + 1, per_expert=per_expert)
-    assert found == facts.wrong_word(facts.WRONG_EXPERT_COUNT, 0)
+    assert found == constants.wrong_word(constants.WRONG_EXPERT_COUNT, 0)
 
 
 def assert_same_words(ours: torch.Tensor, right: list[int]) -> None:
@@ -393,7 +399,7 @@ def check_send_head(device: str) -> None:
         in_rank = guarded(position.shape, torch.int8, device)
         begun = int64(range(2 * num_ranks), device)
         launch(
-            *(letters.fill_send_head, device, triton.cdiv(num_tokens, 4), int64([rank], device)),
+            *(notify.fill_send_head, device, triton.cdiv(num_tokens, 4), int64([rank], device)),
             *(int64([outcome], device), send_head, there(prefix, device), in_rank, begun, num_tokens),
             NUM_RANKS=num_ranks,
             RANK_BLOCK=power_of_two(num_ranks),
@@ -542,8 +548,8 @@ class Dispatch:
             CHUNK_TOKENS=8,
             ALL_OR_NONE=all_or_none,
         )
-        assert int(state[facts.OUTCOME]) == words.get("OUTCOME", 0)
-        return results, int(state[facts.BAD_ROWS])
+        assert int(state[constants.OUTCOME]) == words.get("OUTCOME", 0)
+        return results, int(state[constants.BAD_ROWS])
 
 
 DISPATCHES = (
@@ -864,7 +870,7 @@ def check_sums_that_are_not_made(device: str) -> None:
         without[token, rank], bad[token, rank] = -1, case.num_rows[rank] + beyond
         state = state_of(device)
         assert_same_sums(case, case.ours(device, bad, state), without)
-        assert int(state[facts.BAD_ROWS]) == outcomes.outcome_of(outcomes.BAD_HANDLE, rank)
+        assert int(state[constants.BAD_ROWS]) == outcomes.outcome_of(outcomes.BAD_HANDLE, rank)
         bad[token, rank] = -2 - beyond
         state = state_of(device)
         assert_same_sums(case, case.ours(device, bad, state), without)
@@ -881,14 +887,14 @@ def ask_parts(codes, headers, rows, times, answers):  # type: ignore[no-untyped-
     is_rank = ranks < 3
     # What lies outside is no rank's.
     bad = tl.load(codes + ranks, mask=is_rank, other=3)
-    tl.store(answers, letters.first_bad(bad, ranks, is_rank, 4))
+    tl.store(answers, notify.first_bad(bad, ranks, is_rank, 4))
     pair = tl.arange(0, 2)
-    tl.store(answers + 1 + pair, letters.word_of(headers + 2 * pair, pair < 2, 1))
+    tl.store(answers + 1 + pair, notify.word_of(headers + 2 * pair, pair < 2, 1))
     below = windows.is_below(tl.load(rows + ranks), tl.full((), 3, tl.int32))
     tl.store(answers + 3 + ranks, below.to(tl.int64))
-    tl.store(answers + 7, letters.aligned(tl.full((), 130, tl.int64)))
-    tl.store(answers + 8, letters.bytes_of_window(tl.full((), 3, tl.int64), 64, 0, 0))
-    tl.store(answers + 9, letters.bytes_of_window(tl.full((), 0, tl.int64), 64, 0, 0))
+    tl.store(answers + 7, notify.aligned(tl.full((), 130, tl.int64)))
+    tl.store(answers + 8, notify.bytes_of_window(tl.full((), 3, tl.int64), 64, 0, 0))
+    tl.store(answers + 9, notify.bytes_of_window(tl.full((), 0, tl.int64), 64, 0, 0))
     for index in tl.static_range(3):
         now = tl.load(times + index)
         tl.store(answers + 10 + index, atomics.is_time_to_ask(now, 0).to(tl.int64))

@@ -23,7 +23,7 @@ import torch
 
 from anyep import outcomes
 from anyep.backends import cpu
-from anyep.backends.cuda import facts
+from anyep.backends.cuda import constants
 from anyep.backends.cuda.pinned import pinned_words
 from anyep.sizes import TokenLayout
 from tests.support.checks import deeper
@@ -36,9 +36,9 @@ floats = importlib.import_module("anyep.backends.cuda.kernels.floats")
 rings = importlib.import_module("anyep.backends.cuda.kernels.rings")
 
 GUARD = 7
-PATIENCE_NS = 20 * 10**9
+TIMEOUT_NS = 20 * 10**9
 STRIDE = 128
-ALARM_AT, TAIL_AT = 0, 128
+ABORT_AT, TAIL_AT = 0, 128
 EXPERTS_PER_RANK = 3
 DTYPES = {torch.bfloat16: cpu.BF16, torch.float16: cpu.FP16, torch.float32: cpu.FP32}
 
@@ -139,8 +139,8 @@ class Ranks:
         num_bytes = self.sizes.heap_bytes
         self.heaps = [self.there(torch.zeros(num_bytes, dtype=torch.uint8)) for _ in range(self.num_ranks)]
         self.bases = self.there(torch.tensor([heap.data_ptr() for heap in self.heaps]))
-        state = torch.zeros(facts.NUM_STATES, dtype=torch.int64)
-        state[facts.USES_RINGS] = 1
+        state = torch.zeros(constants.NUM_STATES, dtype=torch.int64)
+        state[constants.USES_RINGS] = 1
         self.states = [self.there(state) for _ in range(self.num_ranks)]
 
     @property
@@ -149,7 +149,7 @@ class Ranks:
 
     @property
     def outcomes(self) -> list[torch.Tensor]:
-        return [state[facts.OUTCOME] for state in self.states]
+        return [state[constants.OUTCOME] for state in self.states]
 
     def there(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the device; on the CPU where all processes see what one of them writes."""
@@ -202,13 +202,13 @@ class Ranks:
             torch.cuda.synchronize()
         return [int(outcome) for outcome in self.outcomes]
 
-    def arguments(self, rank: int, patience_ns: int) -> tuple[Any, ...]:
+    def arguments(self, rank: int, timeout_ns: int) -> tuple[Any, ...]:
         """What both kernels take."""
         return (
             self.bases,
             self.states[rank],
-            self.heaps[rank].data_ptr() + ALARM_AT,
-            patience_ns,
+            self.heaps[rank].data_ptr() + ABORT_AT,
+            timeout_ns,
             rank,
             self.sizes.rows_at,
             TAIL_AT,
@@ -273,7 +273,7 @@ class Dispatch:
     seed: int
     in_window: tuple[int, ...] = ()
     num_too_many: int = 0
-    patience_ns: int = PATIENCE_NS
+    timeout_ns: int = TIMEOUT_NS
 
     @property
     def sizes(self) -> Sizes:
@@ -364,7 +364,7 @@ class Dispatch:
                 *tensors[:6],
                 tensors[6].data_ptr(),
                 *tensors[7:],
-                *ranks.arguments(rank, self.patience_ns),
+                *ranks.arguments(rank, self.timeout_ns),
                 *slot_offsets(token),
                 *(len(self.x[rank]), self.routing.per_channel(rank), token.hidden_bytes // 4),
                 token.num_scales,
@@ -493,7 +493,7 @@ class Combine:
     dtype: torch.dtype = torch.bfloat16
     num_biases: int = 0
     in_window: tuple[int, ...] = ()
-    patience_ns: int = PATIENCE_NS
+    timeout_ns: int = TIMEOUT_NS
 
     @property
     def sizes(self) -> Sizes:
@@ -575,7 +575,7 @@ class Combine:
         def launch(rank: int) -> None:
             rings.combine_through_rings[(sizes.num_programs(rank),)](
                 *of_rank[rank],
-                *ranks.arguments(rank, self.patience_ns),
+                *ranks.arguments(rank, self.timeout_ns),
                 *(slot_offsets(token)[3], len(self.routing.topk_idx[rank])),
                 *(self.routing.per_channel(rank), self.hidden, token.num_topk),
                 DTYPE=DTYPES[self.dtype],
@@ -663,23 +663,23 @@ STOPPED = outcomes.outcome_of(outcomes.STOPPED, 1)
 
 
 def check_who_waits_in_vain_says_so(device: str) -> None:
-    """Rank 1 does not come: rank 0 waits for its rows, and then raises its own alarm."""
+    """Rank 1 does not come: rank 0 waits for its rows, and then raises its own abort flag."""
     for kind in (Dispatch, Combine):
-        call = replace(kind(two_ranks(), 1), patience_ns=LITTLE_PATIENCE_NS)
-        for alarm, expected in ((0, LATE), (2, STOPPED)):
+        call = replace(kind(two_ranks(), 1), timeout_ns=LITTLE_PATIENCE_NS)
+        for abort, expected in ((0, LATE), (2, STOPPED)):
             ranks = Ranks(call.sizes, device)
-            ranks.words(0, ALARM_AT, 1).fill_(alarm)
+            ranks.words(0, ABORT_AT, 1).fill_(abort)
             said, _ = call.run(ranks, [0])
             assert said[0] == expected
-            assert int(ranks.words(0, ALARM_AT, 1)) == (alarm or 1)
+            assert int(ranks.words(0, ABORT_AT, 1)) == (abort or 1)
         # Or its host says that rank 1 is gone.
         host = pinned_words(1)
         host[0] = 2
         ranks = Ranks(call.sizes, device)
-        ranks.words(0, ALARM_AT + 8, 1).fill_(int(host.ctypes.data))
-        said, _ = replace(call, patience_ns=PATIENCE_NS).run(ranks, [0])
+        ranks.words(0, ABORT_AT + 8, 1).fill_(int(host.ctypes.data))
+        said, _ = replace(call, timeout_ns=TIMEOUT_NS).run(ranks, [0])
         assert said[0] == STOPPED
-        assert int(ranks.words(0, ALARM_AT, 1)) == 2
+        assert int(ranks.words(0, ABORT_AT, 1)) == 2
 
 
 def check_no_channel_is_begun_after_a_failure(device: str) -> None:
@@ -687,7 +687,7 @@ def check_no_channel_is_begun_after_a_failure(device: str) -> None:
     sizes = Sizes(2, 2, 4, 2, TokenLayout(hidden_bytes=64, num_topk=2), (1, 1))
     choices = [torch.tensor([[0, 3]] * 6), torch.tensor([[0, 3]] * 6)]
     for kind, counters in ((Dispatch, "head"), (Combine, "head")):
-        call = replace(kind(Routing(sizes, choices), 1), patience_ns=LITTLE_PATIENCE_NS)
+        call = replace(kind(Routing(sizes, choices), 1), timeout_ns=LITTLE_PATIENCE_NS)
         ranks = Ranks(sizes, device)
         # What rank 0 has in its second channel is all there: it could take it.
         ranks.words(0, TAIL_AT + STRIDE + 8, 1).fill_(3)
@@ -699,7 +699,7 @@ def check_no_channel_is_begun_after_a_failure(device: str) -> None:
 def check_who_finds_no_room_says_so(device: str) -> None:
     """The ring to rank 1 has one free slot, and nobody empties it: what is in the others stays."""
     for kind, num_sent in ((Dispatch, 0), (Combine, 1)):  # two tokens make a tile, but rows are pushed singly
-        call = replace(kind(two_ranks(), 1), patience_ns=LITTLE_PATIENCE_NS)
+        call = replace(kind(two_ranks(), 1), timeout_ns=LITTLE_PATIENCE_NS)
         ranks = Ranks(call.sizes, device)
         num_full = call.sizes.ring_rows - 1
         ranks.words(1, TAIL_AT, 1).fill_(num_full)
@@ -717,7 +717,7 @@ def check_nothing_is_done_after_a_failure(device: str) -> None:
             call = kind(two_ranks(), 1)
             ranks = Ranks(call.sizes, device)
             for state in ranks.states:
-                state[facts.OUTCOME], state[facts.USES_RINGS] = outcome, uses_rings
+                state[constants.OUTCOME], state[constants.USES_RINGS] = outcome, uses_rings
             said, results = call.run(ranks)
             assert said == [outcome] * 2
             assert all((part == GUARD).all() for parts in results for part in parts)
@@ -731,7 +731,7 @@ def check_rows_that_a_window_does_not_have(device: str) -> None:
     ranks = Ranks(call.sizes, device)
     said, _ = call.run(ranks)
     assert said == [outcomes.GOOD] * 2, "all programs take their part"
-    bad_rows = [int(state[facts.BAD_ROWS]) for state in ranks.states]
+    bad_rows = [int(state[constants.BAD_ROWS]) for state in ranks.states]
     assert bad_rows == [outcomes.outcome_of(outcomes.BAD_HANDLE, 1)] * 2
 
 

@@ -17,10 +17,10 @@ import torch
 
 from anyep import formats, outcomes
 from anyep.backends.cpu.kernels import slots as cpu
-from anyep.backends.cuda import facts
+from anyep.backends.cuda import constants
 from anyep.backends.cuda.pinned import pinned_words
-from anyep.layout import NOTE_HEADER_BYTES, ControlRegion
-from anyep.modes.letters import Kind
+from anyep.calls import Kind
+from anyep.layout import RECORD_HEADER_BYTES, ControlRegion
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 from tests.support.checks.casts import rows_of_blocks, slow_decode, slow_encode, slow_fp8
 
@@ -29,7 +29,7 @@ casts = importlib.import_module("anyep.backends.cuda.kernels.casts")
 gpu = importlib.import_module("anyep.backends.cuda.kernels.slots")
 
 GUARD = 0x5A
-NOTE_WORDS = NOTE_HEADER_BYTES // 8
+RECORD_WORDS = RECORD_HEADER_BYTES // 8
 SECOND_OF_TWO = 2 << 32 | 1
 """One row that begins after two others."""
 FP8_FORMATS = (formats.FP8, formats.FP8_ROUNDED, formats.FP8_UE8M0)
@@ -80,7 +80,8 @@ def message_bytes_of(hidden: int) -> int:
 
 
 class Setting:
-    """What every kernel finds: the control regions of all ranks, this rank's facts, and a call's state."""
+    """What every kernel finds: the control regions of all ranks, this rank's device constants, and a call's
+    state."""
 
     def __init__(
         self,
@@ -91,41 +92,44 @@ class Setting:
         masked: Iterable[int] = (),
         outcome: int = 0,
         local_experts: int = 1,
-        patience_ns: int = 0,
+        timeout_ns: int = 0,
     ) -> None:
         self.device, self.num_ranks, self.rank, self.number = device, num_ranks, rank, number
-        self.control = ControlRegion(num_ranks, num_ranks)
-        self.heaps = words([[0] * (self.control.num_bytes // 8)] * num_ranks, device)
+        self.region = ControlRegion(num_ranks, num_ranks)
+        self.heaps = words([[0] * (self.region.num_bytes // 8)] * num_ranks, device)
         self.table = addresses(self.heaps, device)
-        self.report = words([0] * (facts.REPORTED_HEADERS + NOTE_WORDS * num_ranks), device)
+        self.report = words([0] * (constants.REPORTED_HEADERS + RECORD_WORDS * num_ranks), device)
         self.generations = words([*masked, *[0] * num_ranks][:num_ranks], device)
-        self.state = words([0] * (facts.RANGES + num_ranks * local_experts), device)
-        self.state[facts.NUMBER], self.state[facts.OUTCOME] = number, outcome
-        self.state[facts.MISSING_ROW] = gpu.NO_ROWS_MISSING
-        self.state[facts.WRONG_PLACE] = gpu.NO_ROWS_MISSING
+        self.state = words([0] * (constants.RANGES + num_ranks * local_experts), device)
+        self.state[constants.NUMBER], self.state[constants.OUTCOME] = number, outcome
+        self.state[constants.MISSING_ROW] = gpu.NO_ROWS_MISSING
+        self.state[constants.WRONG_PLACE] = gpu.NO_ROWS_MISSING
         self.local_experts = local_experts
-        note, packed = self.control.block("low-latency note"), self.control.block("low-latency packed")
-        mask = self.control.block("mask")
-        here = [0] * facts.NUM_LOW_LATENCY_FACTS
-        here[facts.RANK], here[facts.OWN_HEAP] = rank, self.heaps[rank].data_ptr()
-        here[facts.PATIENCE_NS] = patience_ns
-        here[facts.ALARM_AT] = self.control.block("alarm").start
-        here[facts.GIVEN_UP_AT] = self.control.block("given up").start
-        here[facts.FLAG_STRIDE] = packed.stride
-        here[facts.REPORT] = self.report.data_ptr()
-        here[facts.CALLS_AT] = self.control.block("status").start + 8
-        here[facts.NOTE_AT], here[facts.NOTE_STRIDE] = note.start, note.stride
-        here[facts.NOTE_SET_STRIDE] = note.offset(0, 1) - note.start
-        here[facts.PACKED_AT] = packed.start
-        here[facts.PACKED_SET_STRIDE] = packed.offset(0, 1) - packed.start
-        here[facts.MASK_AT], here[facts.MASK_STRIDE] = mask.start, mask.stride
-        self.facts = words(here, device)
+        record, packed = (
+            self.region.blocks.record,
+            self.region.blocks.packed,
+        )
+        mask = self.region.blocks.mask
+        here = [0] * constants.NUM_LOW_LATENCY_CONSTANTS
+        here[constants.RANK], here[constants.OWN_HEAP] = rank, self.heaps[rank].data_ptr()
+        here[constants.TIMEOUT_NS] = timeout_ns
+        here[constants.ABORT_AT] = self.region.blocks.abort.start
+        here[constants.GIVEN_UP_AT] = self.region.blocks.given_up.start
+        here[constants.FLAG_STRIDE] = packed.stride
+        here[constants.REPORT] = self.report.data_ptr()
+        here[constants.CALLS_AT] = self.region.blocks.status.start + 8
+        here[constants.RECORD_AT], here[constants.RECORD_STRIDE] = record.start, record.stride
+        here[constants.RECORD_SET_STRIDE] = record.offset(0, 1) - record.start
+        here[constants.PACKED_AT] = packed.start
+        here[constants.PACKED_SET_STRIDE] = packed.offset(0, 1) - packed.start
+        here[constants.MASK_AT], here[constants.MASK_STRIDE] = mask.start, mask.stride
+        self.constants = words(here, device)
         self.decoy = guarded((1 << 12,), torch.uint8).to(device)
 
     @property
     def common(self) -> tuple[torch.Tensor, ...]:
         """The arguments that every kernel begins with."""
-        return self.facts, self.table, self.generations, self.state
+        return self.constants, self.table, self.generations, self.state
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -137,29 +141,31 @@ class Setting:
         sets = [of_this_call, other] if self.number % 2 == 0 else [other, of_this_call]
         return torch.cat(sets).to(self.device)
 
-    def note(self, reader: int, sender: int) -> torch.Tensor:
-        """A sender's note at a reader."""
-        offset = self.control.block("low-latency note").offset(sender, self.number % 2) // 8
-        return self.heaps[reader, offset : offset + NOTE_WORDS + self.local_experts]
+    def record(self, reader: int, sender: int) -> torch.Tensor:
+        """A sender's completion record at a reader."""
+        offset = self.region.blocks.record.offset(sender, self.number % 2) // 8
+        return self.heaps[reader, offset : offset + RECORD_WORDS + self.local_experts]
 
     def word(self, rank: int, block: str, writer: int, slot_set: int = 0, index: int = 0) -> torch.Tensor:
-        return self.heaps[rank, self.control.block(block).offset(writer, slot_set) // 8 + index]
+        return self.heaps[rank, getattr(self.region.blocks, block).offset(writer, slot_set) // 8 + index]
 
     def packed(self, rank: int, writer: int) -> int:
         """What a rank was told about the set of this call."""
-        return int(self.word(rank, "low-latency packed", writer, self.number % 2))
+        return int(self.word(rank, "packed", writer, self.number % 2))
 
     @property
     def outcome(self) -> int:
-        return int(self.state[facts.OUTCOME])
+        return int(self.state[constants.OUTCOME])
 
     def put_header(self, header: list[int]) -> None:
-        self.state[facts.NOTE_HEADER : facts.NOTE_HEADER + len(header)] = words(header, self.device)
+        self.state[constants.RECORD_HEADER : constants.RECORD_HEADER + len(header)] = words(
+            header, self.device
+        )
 
     def guard_ranges(self) -> None:
-        """In the notes of this rank at its readers."""
+        """In the completion records of this rank at its readers."""
         for reader in range(self.num_ranks):
-            self.note(reader, self.rank)[NOTE_WORDS:] = GUARD
+            self.record(reader, self.rank)[RECORD_WORDS:] = GUARD
 
 
 # What all calls have
@@ -181,26 +187,26 @@ def check_open_call(device: str) -> None:
     setting = Setting(device, 2, rank=1)
     setting.word(1, "status", 0, index=1).fill_(6)
     for writer in range(2):
-        setting.word(1, "low-latency packed", writer, 1).fill_(5)
+        setting.word(1, "packed", writer, 1).fill_(5)
     open_call(setting, posts=True)
     assert setting.outcome == 0
     assert int(setting.word(1, "status", 0, index=1)) == 7
     header = [7, 0, int(Kind.LOW_LATENCY_DISPATCH), 8, 128, 4, formats.FP8, 0]
     for reader in range(2):
-        assert setting.note(reader, 1)[:NOTE_WORDS].tolist() == header
-        assert not setting.note(reader, 0).any()
+        assert setting.record(reader, 1)[:RECORD_WORDS].tolist() == header
+        assert not setting.record(reader, 0).any()
     # The set of even calls is not known to be free.
     setting = Setting(device, 2, rank=1)
     setting.word(1, "status", 0, index=1).fill_(7)
-    setting.word(1, "low-latency packed", 0, 0).fill_(6)
-    setting.word(1, "low-latency packed", 1, 0).fill_(4)
+    setting.word(1, "packed", 0, 0).fill_(6)
+    setting.word(1, "packed", 1, 0).fill_(4)
     open_call(setting, advances=False)
     assert setting.outcome == outcomes.outcome_of(outcomes.LATE, 1)
     assert int(setting.word(1, "status", 0, index=1)) == 7
-    assert setting.report[: facts.REPORTED_WAIT + 1].tolist() == [
-        *(1, 0, setting.outcome, 8, 0, Kind.LOW_LATENCY_DISPATCH, facts.PACKED_AT)
+    assert setting.report[: constants.REPORTED_WAIT + 1].tolist() == [
+        *(1, 0, setting.outcome, 8, 0, Kind.LOW_LATENCY_DISPATCH, constants.PACKED_AT)
     ]
-    assert int(setting.word(0, "alarm", 0)) == 2
+    assert int(setting.word(0, "abort", 0)) == 2
     # The first two calls of a round need no telling.
     for before, expected in ((3 << 32, 0), ((3 << 32) + 1, 0), ((3 << 32) + 2, 1)):
         setting = Setting(device, 2)
@@ -210,12 +216,12 @@ def check_open_call(device: str) -> None:
     # The example: rank 2 has given up before.
     for can_shrink in (False, True):
         setting = Setting(device, 3, rank=2)
-        setting.word(2, "given up", 2).fill_(1)
+        setting.word(2, "given_up", 2).fill_(1)
         open_call(setting, can_shrink=can_shrink, posts=True)
         assert setting.outcome == outcomes.outcome_of(outcomes.OUT, 2) == 8 + 16 * 2
         finish(setting, can_shrink=can_shrink)
         assert not any(setting.packed(reader, 2) for reader in range(3))
-        assert not any(setting.note(reader, slot_set).any() for reader in range(3) for slot_set in range(2))
+        assert not any(setting.record(reader, slot_set).any() for reader in range(3) for slot_set in range(2))
 
 
 def check_masks(device: str) -> None:
@@ -223,7 +229,7 @@ def check_masks(device: str) -> None:
     setting = Setting(device, 3, number=0)
     setting.word(0, "status", 0, index=1).fill_((3 << 32) + 6)
     for writer in (0, 2):
-        setting.word(0, "low-latency packed", writer, 1).fill_((3 << 32) + 5)
+        setting.word(0, "packed", writer, 1).fill_((3 << 32) + 5)
     open_call(setting, can_shrink=True)
     assert setting.outcome == 0
     assert setting.generations.tolist() == [0, 7, 0]
@@ -238,11 +244,11 @@ def check_masks(device: str) -> None:
     setting.word(2, "mask", 0, index=2).fill_(1)
     open_call(setting, can_shrink=True, posts=True)
     assert setting.outcome == outcomes.outcome_of(outcomes.MASKED, 2)
-    assert not setting.heaps[1, setting.control.block("low-latency note").start // 8 :].eq(2).any()
+    assert not setting.heaps[1, setting.region.blocks.record.start // 8 :].eq(2).any()
     finish(setting, can_shrink=True)
     assert setting.packed(0, 2) == 0
     setting = Setting(device, 2)
-    gpu.mask_rank[(1,)](setting.facts, setting.table, 1, 3, **setting.blocks, num_warps=1)
+    gpu.mask_rank[(1,)](setting.constants, setting.table, 1, 3, **setting.blocks, num_warps=1)
     assert [int(setting.word(rank, "mask", 0, index=1)) for rank in range(2)] == [3, 3]
 
 
@@ -258,11 +264,11 @@ def check_finish_call(device: str) -> None:
         finish(setting)
         assert [setting.packed(rank, 1) for rank in range(2)] == [told, told]
         assert [setting.packed(rank, 0) for rank in range(2)] == [0, 0]
-        assert int(setting.report[facts.NUM_REPORTS]) == int(code != 0)
+        assert int(setting.report[constants.NUM_REPORTS]) == int(code != 0)
 
 
 def receive(setting: Setting, stats: torch.Tensor | None = None, can_shrink: bool = False) -> None:
-    gpu.receive_notes[(1,)](
+    gpu.receive_records[(1,)](
         *setting.common,
         setting.state if stats is None else stats,
         setting.local_experts,
@@ -274,46 +280,46 @@ def receive(setting: Setting, stats: torch.Tensor | None = None, can_shrink: boo
     )
 
 
-def check_receive_notes(device: str) -> None:
+def check_receive_record(device: str) -> None:
     for num_ranks, local_experts, masked in ((2, 1, []), (3, 5, [0, 1]), (1, 4, [])):
         setting = Setting(device, num_ranks, masked=masked, local_experts=local_experts)
         setting.put_header([7, 0, 4, 9])
         right = torch.zeros(num_ranks, local_experts, dtype=torch.int64)
         for sender in range(num_ranks):
             if not int(setting.generations[sender]):
-                setting.note(0, sender)[:4] = words([7, 0, 4, 9], device)
+                setting.record(0, sender)[:4] = words([7, 0, 4, 9], device)
                 right[sender] = sender << 32 | torch.arange(local_experts)
-                setting.note(0, sender)[NOTE_WORDS:] = right[sender].to(device)
+                setting.record(0, sender)[RECORD_WORDS:] = right[sender].to(device)
         stats = words([5] * num_ranks, device)
         receive(setting, stats)
         assert setting.outcome == 0
-        assert_same(setting.state[facts.RANGES :].view_as(right), right)
+        assert_same(setting.state[constants.RANGES :].view_as(right), right)
         assert (stats >= 5).all()
     # They disagree; the second call that goes wrong is not reported before the first was heard.
     setting = Setting(device, 3)
     setting.put_header([7, 0, 4])
     for sender, word in ((0, 4), (1, 4), (2, 5)):
-        setting.note(0, sender)[:3] = words([7, 0, word], device)
+        setting.record(0, sender)[:3] = words([7, 0, word], device)
     for _ in range(2):
-        setting.state[facts.OUTCOME] = setting.state[facts.IS_REPORTED] = 0
+        setting.state[constants.OUTCOME] = setting.state[constants.IS_REPORTED] = 0
         receive(setting)
         assert setting.outcome == outcomes.outcome_of(outcomes.DIFFERENT, 2)
-    assert setting.report[: facts.NUM_READ + 1].tolist() == [1, 0]
-    headers = setting.report[facts.REPORTED_HEADERS :].view(3, NOTE_WORDS)[:, :3]
+    assert setting.report[: constants.NUM_READ + 1].tolist() == [1, 0]
+    headers = setting.report[constants.REPORTED_HEADERS :].view(3, RECORD_WORDS)[:, :3]
     assert headers.tolist() == [[7, 0, 4], [7, 0, 4], [7, 0, 5]]
     # One is late; or the call went wrong before, and nobody is waited for.
     setting = Setting(device, 2, rank=1)
     setting.put_header([7])
-    setting.note(1, 1)[0] = 7
+    setting.record(1, 1)[0] = 7
     receive(setting)
     assert setting.outcome == outcomes.outcome_of(outcomes.LATE, 0)
-    setting = Setting(device, 2, outcome=outcomes.BAD_HANDLE, patience_ns=10**11)
+    setting = Setting(device, 2, outcome=outcomes.BAD_HANDLE, timeout_ns=10**11)
     receive(setting)
     assert setting.outcome == outcomes.BAD_HANDLE
     # Or it is masked.
     setting = Setting(device, 2, rank=1)
     setting.put_header([7])
-    setting.note(1, 1)[0] = 7
+    setting.record(1, 1)[0] = 7
     receive(setting, can_shrink=True)
     assert setting.outcome == 0
     assert setting.generations.tolist() == [1, 0]
@@ -322,21 +328,21 @@ def check_receive_notes(device: str) -> None:
 def check_what_the_host_says(device: str) -> None:
     """Who waits long enough is told by the host, too."""
     for can_shrink, block, index, value, generations in (
-        (False, "alarm", 1, 1, [0, 0]),
+        (False, "abort", 1, 1, [0, 0]),
         # Rank 0 is gone, and masked for it; or the host was told that it is masked, in round 1.
-        (True, "given up", 0, 1, [1, 0]),
+        (True, "given_up", 0, 1, [1, 0]),
         (True, "mask", 0, 3, [3, 0]),
         # This rank itself has given up: it masks nobody.
-        (True, "given up", 16, 1, [0, 0]),
+        (True, "given_up", 16, 1, [0, 0]),
     ):
-        setting = Setting(device, 2, rank=1, patience_ns=10**11)
-        host = pinned_words(setting.control.num_bytes // 8)
-        setting.facts[facts.AT_HOST] = int(host.ctypes.data)
-        alarm_at = setting.control.block("alarm").start + 8
-        setting.word(1, "alarm", 0, index=1).fill_(int(host.ctypes.data) + alarm_at)
-        host[setting.control.block(block).start // 8 + index] = value
+        setting = Setting(device, 2, rank=1, timeout_ns=10**11)
+        host = pinned_words(setting.region.num_bytes // 8)
+        setting.constants[constants.AT_HOST] = int(host.ctypes.data)
+        abort_at = setting.region.blocks.abort.start + 8
+        setting.word(1, "abort", 0, index=1).fill_(int(host.ctypes.data) + abort_at)
+        host[getattr(setting.region.blocks, block).start // 8 + index] = value
         setting.put_header([7])
-        setting.note(1, 1)[0] = 7
+        setting.record(1, 1)[0] = 7
         receive(setting, can_shrink=can_shrink)
         assert setting.outcome == (0 if any(generations) else outcomes.outcome_of(outcomes.STOPPED, 0))
         assert setting.generations.tolist() == generations
@@ -591,11 +597,11 @@ class Numba:
         messages = sent.messages.data_ptr(), sent.messages.stride(0)
         kind = call.hidden, call.travel
         cpu.send_tokens(tokens.start, tokens.stop, x.data_ptr(), *kind, ids, call.num_experts, *messages)
-        notes, counts = new_notes(*sent.ranges.shape), np.full(call.num_experts, -9, np.int64)
-        places = addresses(sent.lists).numpy(), strides(sent.lists), addresses(notes).numpy()
+        records, counts = new_record(*sent.ranges.shape), np.full(call.num_experts, -9, np.int64)
+        places = addresses(sent.lists).numpy(), strides(sent.lists), addresses(records).numpy()
         cpu.list_tokens(ids, *places, masks(call.masked), counts)
-        assert (notes[:, :NOTE_WORDS] == GUARD).all()
-        ranges = notes[:, NOTE_WORDS:]
+        assert (records[:, :RECORD_WORDS] == GUARD).all()
+        ranges = records[:, RECORD_WORDS:]
         is_masked = torch.tensor(call.masked, dtype=torch.bool)[:, None]
         assert counts.tolist() == torch.where(is_masked, 0, ranges).flatten().tolist()
         return sent._replace(ranges=ranges)
@@ -621,11 +627,11 @@ class Numba:
             *(experts.start, experts.stop, x.data_ptr(), call.hidden, layout_range, rows_per_expert),
             *(int(call.use_logfmt), int(self.streaming), sent.messages.data_ptr(), sent.messages.stride(0)),
         )
-        notes = new_notes(*sent.ranges.shape)
-        places = addresses(sent.lists).numpy(), strides(sent.lists), addresses(notes).numpy()
+        records = new_record(*sent.ranges.shape)
+        places = addresses(sent.lists).numpy(), strides(sent.lists), addresses(records).numpy()
         cpu.list_returns(call.src_info.numpy(), layout_range, *places, masks(call.masked))
-        assert (notes[:, :NOTE_WORDS] == GUARD).all()
-        return sent._replace(ranges=notes[:, NOTE_WORDS:])
+        assert (records[:, :RECORD_WORDS] == GUARD).all()
+        return sent._replace(ranges=records[:, RECORD_WORDS:])
 
     def add_up(
         self, returned: Returned, masked: list[int], tokens: range | None = None
@@ -641,8 +647,8 @@ class Numba:
         return out, int(missing)
 
 
-def new_notes(num_ranks: int, local_experts: int) -> torch.Tensor:
-    return guarded((num_ranks, NOTE_WORDS + local_experts), torch.int64)
+def new_record(num_ranks: int, local_experts: int) -> torch.Tensor:
+    return guarded((num_ranks, RECORD_WORDS + local_experts), torch.int64)
 
 
 @dataclass(frozen=True)
@@ -659,14 +665,14 @@ class Triton:
         return Setting(self.device, rank + 1, rank, call.number, call.masked, local_experts=local)
 
     def sent(self, setting: Setting, sent: Sent) -> Sent:
-        """With the ranges out of the notes, which only readers that are not masked have got."""
+        """With the ranges out of the completion records, which only readers that are not masked have got."""
         readers = range(setting.num_ranks)
-        notes = torch.stack([setting.note(reader, setting.rank) for reader in readers]).cpu()
-        header = setting.state[facts.NOTE_HEADER :][:4].tolist()
+        records = torch.stack([setting.record(reader, setting.rank) for reader in readers]).cpu()
+        header = setting.state[constants.RECORD_HEADER :][:4].tolist()
         is_masked = [int(generation) % 2 for generation in setting.generations]
-        assert notes[:, :4].tolist() == [[0] * 4 if masked else header for masked in is_masked]
+        assert records[:, :4].tolist() == [[0] * 4 if masked else header for masked in is_masked]
         assert (setting.decoy == GUARD).all()
-        return Sent(sent.messages.cpu(), sent.lists.cpu(), notes[:, NOTE_WORDS:])
+        return Sent(sent.messages.cpu(), sent.lists.cpu(), records[:, RECORD_WORDS:])
 
     def send(self, call: Send) -> Sent:
         setting = self.setting(call, call.local_experts)
@@ -674,11 +680,11 @@ class Triton:
         setting.guard_ranges()
         sent = self.there(call.untouched())
         for outcome in (outcomes.LATE, 0):
-            setting.state[facts.OUTCOME], setting.state[facts.NUM_SENT] = outcome, 0
+            setting.state[constants.OUTCOME], setting.state[constants.NUM_SENT] = outcome, 0
             send_tokens(setting, call.x, call.ids, sent.messages, sent.lists, call.travel)
             if outcome:  # something went wrong before: nothing may be sent
                 assert (sent.messages == GUARD).all()
-                assert not setting.note(0, setting.rank)[:NOTE_WORDS].any()
+                assert not setting.record(0, setting.rank)[:RECORD_WORDS].any()
         return self.sent(setting, sent)
 
     def pack(self, call: Pack) -> Packed:
@@ -686,9 +692,9 @@ class Triton:
         packed = self.there(call.untouched())
         lists, messages = call.lists.to(self.device), call.messages.to(self.device)
         setting = Setting(self.device, num_senders, local_experts=num_experts)
-        setting.state[facts.RANGES :] = call.counts.flatten().to(self.device)
+        setting.state[constants.RANGES :] = call.counts.flatten().to(self.device)
         for outcome in (outcomes.STOPPED, 0):
-            setting.state[facts.OUTCOME], setting.state[facts.NUM_TAKEN] = outcome, 0
+            setting.state[constants.OUTCOME], setting.state[constants.NUM_TAKEN] = outcome, 0
             gpu.pack_tokens[(num_experts, num_senders, 2)](
                 *setting.common,
                 *(setting.both_sets(addresses(messages)), setting.both_sets(addresses(lists))),
@@ -727,9 +733,9 @@ class Triton:
         lists, messages = returned.lists.to(self.device), returned.messages.to(self.device)
         out = returned.untouched().to(self.device)
         setting = Setting(self.device, num_ranks, masked=masked, local_experts=local_experts)
-        setting.state[facts.RANGES :] = returned.ranges.flatten().to(self.device)
+        setting.state[constants.RANGES :] = returned.ranges.flatten().to(self.device)
         for outcome in (outcomes.DIFFERENT, 0):
-            setting.state[facts.OUTCOME], setting.state[facts.NUM_TAKEN] = outcome, 0
+            setting.state[constants.OUTCOME], setting.state[constants.NUM_TAKEN] = outcome, 0
             gpu.sum_tokens[(max(1, num_tokens), 2)](
                 *setting.common,
                 *(returned.ids.to(self.device), returned.weights.to(self.device)),
@@ -748,17 +754,17 @@ class Triton:
             )
             if outcome:  # something went wrong before: nothing may be added up
                 assert_same(out, returned.untouched())
-                assert int(setting.state[facts.MISSING_ROW]) == gpu.NO_ROWS_MISSING
+                assert int(setting.state[constants.MISSING_ROW]) == gpu.NO_ROWS_MISSING
             assert [setting.packed(rank, 0) for rank in range(num_ranks)] == [7] * num_ranks
-            setting.report[facts.NUM_READ] = setting.report[facts.NUM_REPORTS]
-            setting.state[facts.IS_REPORTED] = 0
-        found = int(setting.state[facts.MISSING_ROW])
+            setting.report[constants.NUM_READ] = setting.report[constants.NUM_REPORTS]
+            setting.state[constants.IS_REPORTED] = 0
+        found = int(setting.state[constants.MISSING_ROW])
         missing = -1 if found == gpu.NO_ROWS_MISSING else found
         assert setting.outcome == (outcomes.outcome_of(outcomes.MISSING, 0) if missing >= 0 else 0)
         if missing >= 0:
             token, slot = divmod(missing, num_topk)
             wrong = token << 32 | int(returned.ids[token, slot])
-            assert int(setting.report[facts.REPORTED_WRONG]) == wrong
+            assert int(setting.report[constants.REPORTED_WRONG]) == wrong
         return out.cpu(), missing
 
 
@@ -990,9 +996,9 @@ def check_handles(backend: str) -> None:
         x = torch.zeros(8 * len(ranges), 8, dtype=torch.uint16)
         return_rows(setting, x, words(ranges), src_info, sent)
         assert setting.outcome == (outcomes.outcome_of(outcomes.BAD_HANDLE, 1) if num_rows < 0 else 0)
-        is_refused = [int(setting.note(reader, 1)[1]) for reader in range(2)]
+        is_refused = [int(setting.record(reader, 1)[1]) for reader in range(2)]
         assert is_refused == [gpu.BY_HANDLE * (num_rows < 0)] * 2
-        assert int(setting.note(0, 1)[0]) == 7
+        assert int(setting.record(0, 1)[0]) == 7
 
 
 def bits_of(value: float) -> int:
@@ -1055,9 +1061,9 @@ def assert_wrong_id(setting: Setting, ids: torch.Tensor, place: int) -> None:
     """That the host hears of it."""
     token, column = divmod(place, ids.shape[1])
     words = setting.report
-    assert int(words[facts.REPORTED_WRONG]) == token << 32 | column
-    assert int(words[facts.REPORTED_VALUE]) == int(ids[token, column])
-    assert int(words[facts.REPORTED_EXPERTS]) == setting.num_ranks * setting.local_experts
+    assert int(words[constants.REPORTED_WRONG]) == token << 32 | column
+    assert int(words[constants.REPORTED_VALUE]) == int(ids[token, column])
+    assert int(words[constants.REPORTED_EXPERTS]) == setting.num_ranks * setting.local_experts
 
 
 WRONG_IDS = (-2, -7, 2**40, -(2**63), 2**63 - 1)
@@ -1075,7 +1081,7 @@ def check_returns_for_wrong_ids(device: str) -> None:
         sent = Triton(device).there(call.untouched())
         return_rows(setting, call.x, call.layout_range, call.src_info, sent, ids=ids)
         assert setting.outcome == outcomes.outcome_of(outcomes.BAD_IDS, 1)
-        assert [int(setting.note(reader, 1)[1]) for reader in range(2)] == [gpu.BY_IDS] * 2
+        assert [int(setting.record(reader, 1)[1]) for reader in range(2)] == [gpu.BY_IDS] * 2
         finish(setting)
         assert_wrong_id(setting, ids, 41 * 2 + 1)
 
@@ -1090,7 +1096,7 @@ def check_sending_wrong_ids(device: str) -> None:
         send_tokens(setting, rows_of(4, 4, 128), ids, sent.messages, sent.lists)
         assert setting.outcome == outcomes.outcome_of(outcomes.BAD_IDS, 1)
         for reader, is_masked in enumerate(masked):
-            posted = setting.note(reader, setting.rank)[:3].tolist()
+            posted = setting.record(reader, setting.rank)[:3].tolist()
             assert posted == ([0, 0, 0] if is_masked else [7, gpu.BY_IDS, 4])
         finish(setting)
         assert_wrong_id(setting, ids, 5)

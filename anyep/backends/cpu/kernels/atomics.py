@@ -2,7 +2,7 @@
 
 Data first, then `store_release`; `load_acquire` before reading data. Addresses are plain int64 numbers, also
 of memory that other processes write. Who waits long sleeps on a futex: for counters of several peers he sets
-an alarm, and whoever brings the last of them wakes him; for rings he sleeps on his doorbell.
+an wake-up count, and whoever brings the last of them wakes him; for rings he sleeps on his doorbell.
 
     with one process:   copy rows; store_release(flag, 7)
     with another one:   load_acquire(flag) == 7, then the rows are there
@@ -28,7 +28,7 @@ FUTEX_WAIT = 0
 FUTEX_WAKE = 1
 SLEEP_NS = 2_000_000
 NUM_YIELDS = 20
-PATIENCE = NUM_YIELDS + 2
+MAX_POLLS = NUM_YIELDS + 2
 """Polls in vain after which a kernel returns to its caller: a few milliseconds."""
 LOW_BIT_COUNT = 32
 LOW_BITS = (1 << LOW_BIT_COUNT) - 1
@@ -143,39 +143,39 @@ def sleep_on(address, seen, sleepers):
 
 
 @inlined
-def set_alarm(alarm, topic, num_missing):
+def request_wake_up(wake_up, topic, num_missing):
     """Want to be woken when so many counters of a topic have come; then look once more before sleeping.
 
-    Either those who bring them see the alarm, or what they brought is seen here.
+    Either those who bring them see the wake-up count, or what they brought is seen here.
     """
-    store_release(alarm, topic << LOW_BIT_COUNT | num_missing)
+    store_release(wake_up, topic << LOW_BIT_COUNT | num_missing)
     fence()
 
 
 @inlined
-def ring_alarm(alarm, topic):
+def count_down(wake_up, topic):
     """After a counter was advanced and a fence: wake who waits for it, if he waits for no other one."""
-    value = load_acquire(alarm)
+    value = load_acquire(wake_up)
     if (
         value >> LOW_BIT_COUNT == topic
         and value & LOW_BITS > 0
-        and add(alarm, -1) & LOW_BITS == 1
+        and add(wake_up, -1) & LOW_BITS == 1
         and _FUTEX != 0
     ):
-        _futex_wake(alarm)
+        _futex_wake(wake_up)
 
 
 @inlined
-def sleep_until_alarm(alarm):
-    """Sleep until the alarm that was set goes off, `SLEEP_NS` at most, and turn it off."""
+def sleep_until_woken(wake_up):
+    """Sleep until the wake-up count that was set goes off, `SLEEP_NS` at most, and turn it off."""
     if _FUTEX:
-        remaining = load_acquire(alarm) & LOW_BITS
+        remaining = load_acquire(wake_up) & LOW_BITS
         # Two at once may have counted it down below 0.
         if 0 < remaining < MAX_RANKS:
-            _futex_wait(alarm, remaining)
+            _futex_wait(wake_up, remaining)
     else:
         _usleep(types.uint32(100))
-    store_release(alarm, 0)
+    store_release(wake_up, 0)
 
 
 @inlined

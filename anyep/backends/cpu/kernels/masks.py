@@ -1,8 +1,8 @@
-"""Masks: who goes on without whom, and the offers by which ranks are taken back."""
+"""Masks: who goes on without whom, and the requests by which ranks are taken back."""
 
 from __future__ import annotations
 
-from anyep.backends.cpu.kernels.atomics import fence, load_acquire, ring_alarm, store_release
+from anyep.backends.cpu.kernels.atomics import count_down, fence, load_acquire, store_release
 from anyep.backends.cpu.kernels.compiler import kernel
 from anyep.backends.cpu.kernels.memory import int64_at
 
@@ -32,35 +32,36 @@ def adopt_masks(words, writer_stride, generations, masked, changed):
 
 
 @kernel("void(int64[::1], int64[::1], int64, int64[::1])")
-def post_offers(offers, alarms, topic, words):
-    """Write an offer to everyone; its first word, an even number, is one less while the rest is written.
+def post_requests(requests, wake_ups, topic, words):
+    """Write an request to everyone; its first word, an even number, is one less while the rest is written.
 
     With words [4, 7] everyone finds 4 when 7 is there.
     """
-    for index in range(offers.shape[0]):
-        store_release(offers[index], words[0] - 1)
+    for index in range(requests.shape[0]):
+        store_release(requests[index], words[0] - 1)
     fence()
-    for index in range(offers.shape[0]):
-        place = int64_at(offers[index], words.shape[0])
+    for index in range(requests.shape[0]):
+        place = int64_at(requests[index], words.shape[0])
         for word in range(1, words.shape[0]):
             place[word] = words[word]
-        store_release(offers[index], words[0])
+        store_release(requests[index], words[0])
     fence()
-    for index in range(offers.shape[0]):
-        ring_alarm(alarms[index], topic)
+    for index in range(requests.shape[0]):
+        count_down(wake_ups[index], topic)
 
 
 @kernel("void(int64[::1], int64[:,::1])")
-def read_offers(offers, words):
-    """Copy everyone's offer (row p comes from peer p); where one is just being written, its first word is 0.
+def read_requests(requests, words):
+    """Copy everyone's request (row p comes from peer p); where one is just being written, its first word is
+    0.
 
-    With the offers [4, 7] and [3, 9] the rows begin with 4, 7 and with 0.
+    With the requests [4, 7] and [3, 9] the rows begin with 4, 7 and with 0.
     """
-    for peer in range(offers.shape[0]):
-        first = load_acquire(offers[peer])
-        place = int64_at(offers[peer], words.shape[1])
+    for peer in range(requests.shape[0]):
+        first = load_acquire(requests[peer])
+        place = int64_at(requests[peer], words.shape[1])
         for word in range(words.shape[1]):
             words[peer, word] = place[word]
         fence()
-        is_whole = first % 2 == 0 and load_acquire(offers[peer]) == first
+        is_whole = first % 2 == 0 and load_acquire(requests[peer]) == first
         words[peer, 0] = first if is_whole else 0

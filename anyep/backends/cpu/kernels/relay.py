@@ -235,7 +235,7 @@ def dispatch_between_nodes(
     topk_weights,
     experts_per_rank,
     num_spins,
-    patience,
+    max_polls,
     sleepers,
     doorbells,
     streaming,
@@ -251,7 +251,7 @@ def dispatch_between_nodes(
     same for what comes through this rank's own rings; `result` has the addresses of x, meta, ids, weights and
     scales.
 
-    It returns after `patience` polls in vain; if that is below 0, after so many rounds, whatever is left.
+    It returns after `max_polls` polls in vain; if that is below 0, after so many rounds, whatever is left.
 
     With 2 nodes of 1 rank, one channel, and a token at rank 0 that goes to both: rank 0 writes it to its own
     window as row 0, and to slot 0 of its ring at rank 1, whose tail becomes base + 1; rank 1 writes it to row
@@ -434,9 +434,9 @@ def dispatch_between_nodes(
         num_rounds += 1
         if unfinished == 0:
             return 0
-        if progress and (patience >= 0 or num_rounds < -patience):
+        if progress and (max_polls >= 0 or num_rounds < -max_polls):
             num_polls = 0
-        elif num_polls >= num_spins + patience:
+        elif num_polls >= num_spins + max_polls:
             return unfinished
         else:
             rank = first_rank + own_index
@@ -541,7 +541,7 @@ def combine_between_nodes(
     dtype,
     combined_weights,
     num_spins,
-    patience,
+    max_polls,
     sleepers,
     doorbells,
     streaming,
@@ -736,9 +736,9 @@ def combine_between_nodes(
         num_rounds += 1
         if unfinished == 0:
             return 0
-        if progress and (patience >= 0 or num_rounds < -patience):
+        if progress and (max_polls >= 0 or num_rounds < -max_polls):
             num_polls = 0
-        elif num_polls >= num_spins + patience:
+        elif num_polls >= num_spins + max_polls:
             return unfinished
         else:
             rank = first_rank + own_index

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from anyep.backends.cpu.kernels.atomics import (
-    PATIENCE,
+    MAX_POLLS,
     back_off,
     load_acquire,
     ring_bell,
@@ -187,7 +187,7 @@ def dispatch_through_rings(
             return 0
         if progress:
             num_polls = 0
-        elif num_polls >= num_spins + PATIENCE:
+        elif num_polls >= num_spins + MAX_POLLS:
             return unfinished
         else:
             back_off(num_polls, num_spins, doorbells[own_rank], bell, sleepers[own_rank])
@@ -334,7 +334,7 @@ def combine_through_rings(
             return 0
         if progress:
             num_polls = 0
-        elif num_polls >= num_spins + PATIENCE:
+        elif num_polls >= num_spins + MAX_POLLS:
             return unfinished
         else:
             back_off(num_polls, num_spins, doorbells[own_rank], bell, sleepers[own_rank])

@@ -1,16 +1,17 @@
 """Low latency: rows wait in fixed places of their sender's memory, and whoever wants them takes them there.
 
 A sender puts each row into a message of its own send set, and a list of tokens for each reader and expert
-beside them, and closes with a note to each reader. The reader waits for all notes and takes the rows: a
-dispatch packs them by expert, a combine adds them up by token. Only notes are written into the memory of
-others, at places that never move: whoever was masked and does not know it yet can do no harm.
+beside them, and closes with a completion record to each reader. The reader waits for all completion records
+and takes the rows: a dispatch packs them by expert, a combine adds them up by token. Only completion records
+are written into the memory of others, at places that never move: whoever was masked and does not know it yet
+can do no harm.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from anyep.backends.cpu.kernels.atomics import fence, ring_alarm, store_release
+from anyep.backends.cpu.kernels.atomics import count_down, fence, store_release
 from anyep.backends.cpu.kernels.casts import (
     cast_row_to_fp8,
     decode_logfmt_block,
@@ -38,7 +39,7 @@ from anyep.formats import (
     LOGFMT_RAW_BLOCK_BYTES,
     RAW,
 )
-from anyep.layout import NOTE_HEADER_BYTES
+from anyep.layout import RECORD_HEADER_BYTES
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES
 
 COUNT_BITS = 32
@@ -67,13 +68,14 @@ def send_tokens(first_token, end_token, x, hidden, travel, topk_idx, num_experts
 
 
 @kernel("void(int64[:,::1], int64[::1], int64[::1], int64[::1], boolean[::1], int64[::1])")
-def list_tokens(topk_idx, lists, list_strides, notes, masked, counts):
-    """Leave a list of this rank's tokens for each expert of each reader, and their counts in his note.
+def list_tokens(topk_idx, lists, list_strides, records, masked, counts):
+    """Leave a list of this rank's tokens for each expert of each reader, and their counts in his completion
+    record.
 
     lists[r] is the address of the list for reader r's first expert, the next expert's is `list_strides[r]`
     further on. With 1 expert on each of 2 readers and topk_idx [[1, 0], [-1, 1]], reader 0 finds the tokens
-    [0] and reader 1 finds [0, 1]; the ranges in their notes are 1 and 2, as are the counts [1, 2]. A token
-    that chose an expert twice is listed once. Nothing is left for a masked reader.
+    [0] and reader 1 finds [0, 1]; the ranges in their completion records are 1 and 2, as are the counts [1,
+    2]. A token that chose an expert twice is listed once. Nothing is left for a masked reader.
     """
     num_readers = lists.shape[0]
     local_experts = counts.shape[0] // num_readers
@@ -91,33 +93,33 @@ def list_tokens(topk_idx, lists, list_strides, notes, masked, counts):
                         counts[expert] += 1
     for reader in range(num_readers):
         if not masked[reader]:
-            ranges = int64_at(notes[reader] + NOTE_HEADER_BYTES, local_experts)
+            ranges = int64_at(records[reader] + RECORD_HEADER_BYTES, local_experts)
             for local in range(local_experts):
                 ranges[local] = counts[reader * local_experts + local]
 
 
 @kernel("void(int64[::1], boolean[::1], int64[::1], int64, int64[::1])")
-def post_notes(notes, masked, alarms, topic, header):
+def post_records(records, masked, wake_ups, topic, header):
     """Close this rank's sending at every reader that is not masked.
 
-    With header [7, 0, 4] a reader that acquires 7 in word 0 of its note finds 0 and 4 after it, and all that
-    was written before.
+    With header [7, 0, 4] a reader that acquires 7 in word 0 of its completion record finds 0 and 4 after it,
+    and all that was written before.
     """
     drain_stores()
-    for reader in range(notes.shape[0]):
+    for reader in range(records.shape[0]):
         if not masked[reader]:
-            words = int64_at(notes[reader], header.shape[0])
+            words = int64_at(records[reader], header.shape[0])
             for index in range(1, header.shape[0]):
                 words[index] = header[index]
-            store_release(notes[reader], header[0])
+            store_release(records[reader], header[0])
     fence()
-    for reader in range(notes.shape[0]):
+    for reader in range(records.shape[0]):
         if not masked[reader]:
-            ring_alarm(alarms[reader], topic)
+            count_down(wake_ups[reader], topic)
 
 
 @kernel("int64(int64[::1], boolean[::1], int64[::1], int64, int64, int64[:,::1], int64[:,::1])")
-def read_notes(notes, masked, own_header, first, end, headers, ranges):
+def read_records(records, masked, own_header, first, end, headers, ranges):
     """Copy every sender's header and ranges (row s comes from sender s); the rows in all ranges together.
 
     It is -1 if the headers do not agree in the words [first, end). Of a masked sender all is 0. With the
@@ -125,17 +127,17 @@ def read_notes(notes, masked, own_header, first, end, headers, ranges):
     """
     num_rows = 0
     agree = True
-    for sender in range(notes.shape[0]):
+    for sender in range(records.shape[0]):
         if masked[sender]:
             headers[sender] = 0
             ranges[sender] = 0
         else:
-            words = int64_at(notes[sender], headers.shape[1])
+            words = int64_at(records[sender], headers.shape[1])
             for index in range(headers.shape[1]):
                 headers[sender, index] = words[index]
                 if first <= index < end and words[index] != own_header[index]:
                     agree = False
-            theirs = int64_at(notes[sender] + NOTE_HEADER_BYTES, ranges.shape[1])
+            theirs = int64_at(records[sender] + RECORD_HEADER_BYTES, ranges.shape[1])
             for local in range(ranges.shape[1]):
                 ranges[sender, local] = theirs[local]
                 num_rows += theirs[local] & COUNT_MASK
@@ -262,7 +264,7 @@ def stage_rows(
 
 
 @kernel("void(int32[:,::1], int64[:,::1], int64[::1], int64[::1], int64[::1], boolean[::1])")
-def list_returns(src_info, layout_range, lists, list_strides, notes, masked):
+def list_returns(src_info, layout_range, lists, list_strides, records, masked):
     """Leave for each reader the list of its tokens whose rows this rank's experts return, and their ranges.
 
     lists[r] is the address of the list for reader r of expert 0's rows, the next expert's is
@@ -271,7 +273,7 @@ def list_returns(src_info, layout_range, lists, list_strides, notes, masked):
     """
     for reader in range(lists.shape[0]):
         if not masked[reader]:
-            ranges = int64_at(notes[reader] + NOTE_HEADER_BYTES, layout_range.shape[0])
+            ranges = int64_at(records[reader] + RECORD_HEADER_BYTES, layout_range.shape[0])
             for expert in range(layout_range.shape[0]):
                 begin = layout_range[expert, reader] >> COUNT_BITS
                 count = layout_range[expert, reader] & COUNT_MASK

@@ -92,10 +92,10 @@ def choose_windows(
 ):
     """Decide for each receiver where in its window heap its rows go; every rank decides alike.
 
-    A receiver gets `result_rows` of its letter, or (where that is -1) as many rows as the matrix says. Its
-    window holds the results side by side, each aligned to 128 bytes, in the first of its offers that is large
-    enough; where none is, offsets is -1 and places are 0: its rows go through rings. Returns the first
-    receiver that would get more rows than its letter allows, or -1.
+    A receiver gets `result_rows` of its notify message, or (where that is -1) as many rows as the matrix
+    says. Its window holds the results side by side, each aligned to 128 bytes, in the first of its offers
+    that is large enough; where none is, offsets is -1 and places are 0: its rows go through rings. Returns
+    the first receiver that would get more rows than its notify message allows, or -1.
 
     With one receiver of 3 rows, bytes_per_row [64, 4, 0, 0, 0] (256 + 128 bytes) and the offers (0, 256) and
     (512, 1024) in a heap at 4096: num_rows [3], offsets [512], places [[4608, 4864, 4992, 4992, 4992]].

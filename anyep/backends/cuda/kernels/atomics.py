@@ -2,7 +2,7 @@
 
 Data first, then `release_max`; `wait_for_all` before reading data. Flags are 64-bit words in memory of GPUs
 that other ranks' programs see too (scope `sys`); what the host waits for is in its own memory: `tell_host`.
-What the host has to say to a kernel that waits is there, too: `is_time_to_ask`, `said_by_host`.
+What the host has to say to a kernel that waits is there, too: `is_time_to_ask`, `abort_of_host`.
 Before each release all warps of a program meet (`tl.debug_barrier`), since up to Triton 3.8 the stores of
 other warps would not be ordered before it.
 """
@@ -57,9 +57,9 @@ def nanoseconds():
 
 
 @triton.jit
-def is_raised(alarm):
-    """Whether this rank was told not to wait any more: `alarm` is the address of a word, 0 until then."""
-    return tl.atomic_add(alarm.to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys") != 0
+def is_aborted(abort):
+    """Whether this rank was told not to wait any more: `abort` is the address of a word, 0 until then."""
+    return tl.atomic_add(abort.to(tl.pointer_type(tl.int64)), 0, sem="acquire", scope="sys") != 0
 
 
 @triton.jit
@@ -73,31 +73,32 @@ def is_time_to_ask(now, start):
 
 
 @triton.jit
-def said_by_host(alarm, is_time):
+def abort_of_host(abort, is_time):
     """What the host says of the ranks, if it is time to ask: 1 + the rank that is gone, or 0.
 
-    Only a kernel could raise the alarm itself; and where ranks share a GPU, no other kernel of this process
-    runs while the caller's stream waits for ours. The word after the alarm is the address of the host's, or
-    0. If that says 2 (rank 1 is gone), so does this.
+    Only a kernel could raise the abort flag itself; and where ranks share a GPU, no other kernel of this
+    process runs while the caller's stream waits for ours. The word after the abort flag is the address of the
+    host's, or 0. If that says 2 (rank 1 is gone), so does this.
     """
-    there = tl.load(alarm.to(tl.pointer_type(tl.int64)) + 1, mask=is_time, other=0)
+    there = tl.load(abort.to(tl.pointer_type(tl.int64)) + 1, mask=is_time, other=0)
     is_asked = is_time & (there != 0)
     return tl.load(there.to(tl.pointer_type(tl.int64)), mask=is_asked, other=0, volatile=True)
 
 
 @triton.jit
-def raise_alarm(alarm, said):
-    """Raise this rank's alarm to `said`, if that is not 0. Only for programs of one warp."""
+def raise_abort(abort, said):
+    """Raise this rank's abort flag to `said`, if that is not 0. Only for programs of one warp."""
     if said != 0:
-        release_max(alarm.to(tl.pointer_type(tl.int64)), said, said != 0)
+        release_max(abort.to(tl.pointer_type(tl.int64)), said, said != 0)
 
 
 @triton.jit
-def wait_for_all(flags, mask, expected, patience_ns, alarm):
-    """Spin until all flags have reached `expected`, but no longer than this, nor once the alarm is raised.
+def wait_for_all(flags, mask, expected, timeout_ns, abort):
+    """Spin until all flags have reached `expected`, but no longer than this, nor once the abort flag is
+    raised.
 
     What the flags hold then. Only for programs of one warp: each reads its own clock. A rank may raise the
-    alarm because all flags came and it has left: so one more look at the end.
+    abort flag because all flags came and it has left: so one more look at the end.
     """
     start = nanoseconds()
     seen = tl.where(mask, load_acquire(flags, mask), expected)
@@ -105,13 +106,13 @@ def wait_for_all(flags, mask, expected, patience_ns, alarm):
     while is_waiting:
         now = nanoseconds()
         # Relaxed, and before the flags: then all are on their way at once.
-        raised = tl.atomic_add(alarm.to(tl.pointer_type(tl.int64)), 0, sem="relaxed", scope="sys")
-        said = said_by_host(alarm, is_time_to_ask(now, start))
+        raised = tl.atomic_add(abort.to(tl.pointer_type(tl.int64)), 0, sem="relaxed", scope="sys")
+        said = abort_of_host(abort, is_time_to_ask(now, start))
         seen = tl.where(mask, load_acquire(flags, mask), expected)
-        raise_alarm(alarm, said)
-        is_waiting = (tl.min(seen, axis=0) < expected) & (raised == 0) & (now < start + patience_ns)
+        raise_abort(abort, said)
+        is_waiting = (tl.min(seen, axis=0) < expected) & (raised == 0) & (now < start + timeout_ns)
     if tl.min(seen, axis=0) < expected:
-        is_raised(alarm)
+        is_aborted(abort)
         seen = tl.where(mask, load_acquire(flags, mask), expected)
     tl.debug_barrier()
     return seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep.backends.cuda import facts as words_of
+from anyep.backends.cuda import constants as words_of
 from anyep.backends.cuda.kernels.atomics import tell_host
 
 IS_WRONG = tl.constexpr(words_of.IS_WRONG)
@@ -65,7 +65,7 @@ def first_wrong_id(
 
 @triton.jit
 def wrong_word(HOW: tl.constexpr, where):
-    """As `facts.wrong_word`: the greatest of several is the first of the worst kind."""
+    """As `constants.wrong_word`: the greatest of several is the first of the worst kind."""
     return tl.full((), HOW, tl.int64) * (LAST_PLACE + 1) + LAST_PLACE - where
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from anyep import digests as numbers
-from anyep.backends.cuda import facts as words_of
+from anyep.backends.cuda import constants as words_of
 
 RANK = tl.constexpr(words_of.RANK)
 FIRST = tl.constexpr(numbers.FIRST)
@@ -51,7 +51,7 @@ def mixed_channels(channels, first_rows, is_channel):
 # What varies from call to call is not to be compiled in.
 @triton.jit(do_not_specialize=["num_tokens", "num_recv_rows", "num_channels"])
 def digest_handle(
-    facts,
+    constants,
     rank_prefix,
     channel_prefix,
     recv_channel_prefix,
@@ -74,7 +74,7 @@ def digest_handle(
     Program (p, 0) looks at the rows to rank p, program (p, 1) at those from rank p, `TILE_ROWS` at a time.
     `CHANNEL_BLOCK` is a power of two that holds the channels.
     """
-    peer, rank = tl.program_id(0), tl.load(facts + RANK).to(tl.int32)
+    peer, rank = tl.program_id(0), tl.load(constants + RANK).to(tl.int32)
     channels = tl.arange(0, CHANNEL_BLOCK)
     is_channel = channels < num_channels
     total = tl.zeros((TILE_ROWS,), tl.int64)

@@ -15,8 +15,9 @@ Who sends tokens, or sums them, takes the next tile of them when all peers are r
 or pushes rows, takes what there is, and never waits for one peer alone: so nobody waits in a circle. A tile
 may not hold more tokens than a ring has slots.
 
-A wait ends when nothing has moved in its channel for `patience_ns`, or when the alarm is raised; the outcome
-then names the rank that was waited for. Addresses and sizes of rows and slots are multiples of 16 bytes.
+A wait ends when nothing has moved in its channel for `timeout_ns`, or when the abort flag is raised; the
+outcome then names the rank that was waited for. Addresses and sizes of rows and slots are multiples of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ import triton
 import triton.language as tl
 
 from anyep import outcomes
-from anyep.backends.cuda import facts
+from anyep.backends.cuda import constants
 from anyep.backends.cuda.kernels.atomics import (
-    is_raised,
+    abort_of_host,
+    is_aborted,
     is_time_to_ask,
     load_acquire,
     nanoseconds,
     release_max,
-    said_by_host,
 )
 from anyep.backends.cuda.kernels.floats import FP32, load_rows, store_rows, values_at
 
@@ -42,18 +43,28 @@ GOOD = tl.constexpr(outcomes.GOOD)
 LATE = tl.constexpr(outcomes.LATE)
 STOPPED = tl.constexpr(outcomes.STOPPED)
 BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
-BAD_ROWS = tl.constexpr(facts.BAD_ROWS)
+BAD_ROWS = tl.constexpr(constants.BAD_ROWS)
 NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
-PLACE_WORDS = tl.constexpr(facts.PLACE_WORDS)
-PLACE_ROWS = tl.constexpr(facts.PLACE_ROWS)
+TARGET_WORDS = tl.constexpr(constants.TARGET_WORDS)
+TARGET_ROWS = tl.constexpr(constants.TARGET_ROWS)
 PLACE_WEIGHTS = tl.constexpr(3)
-USES_RINGS = tl.constexpr(facts.USES_RINGS)
-WAITED_FOR = tl.constexpr(facts.WAITED_FOR)
-TAIL_AT = tl.constexpr(facts.TAIL_AT)
+USES_RINGS = tl.constexpr(constants.USES_RINGS)
+WAITED_FOR = tl.constexpr(constants.WAITED_FOR)
+TAIL_AT = tl.constexpr(constants.TAIL_AT)
 
 VARYING = [
-    *("results", "alarm", "patience_ns", "rank", "ring_rows", "meta_at", "scales_at", "ids_at", "weights_at"),
+    *(
+        "results",
+        "abort flag",
+        "timeout_ns",
+        "rank",
+        "ring_rows",
+        "meta_at",
+        "scales_at",
+        "ids_at",
+        "weights_at",
+    ),
     *("num_channels", "num_tokens", "tokens_per_channel", "num_scales", "stride_token", "stride_scale"),
     *("num_topk", "experts_per_rank"),
 ]
@@ -93,8 +104,8 @@ class Waiting(NamedTuple):
     """How long this rank waits, and where it says that it was in vain."""
 
     rank: Any
-    patience_ns: Any
-    alarm: Any
+    timeout_ns: Any
+    abort: Any
     outcome: Any
 
 
@@ -192,7 +203,7 @@ def next_channel(channel, num_channels, outcome):
     """
     channel += tl.num_programs(0) // 2
     if channel < num_channels:
-        # The alarm is raised then, and all ranks give up.
+        # The abort flag is raised then, and all ranks give up.
         channel = tl.where(is_good(outcome), channel, num_channels)
     return channel
 
@@ -235,18 +246,18 @@ def rows_of_tile(send_head, tokens, is_token, is_wanted, ranks, NUM_RANKS: tl.co
 
 @triton.jit
 def is_hopeless(deadline, waiting):
-    """Whether to wait no longer: the alarm is raised, perhaps by this program, when its deadline has passed,
-    or when the host says that a rank is gone.
+    """Whether to wait no longer: the abort flag is raised, perhaps by this program, when its deadline has
+    passed, or when the host says that a rank is gone.
 
-    Warps read different times. One thread raises the alarm, and all warps see the same alarm: were they to go
-    by their own clocks, some would leave a loop whose barriers hold up the others.
+    Warps read different times. One thread raises the abort flag, and all warps see the same abort flag: were
+    they to go by their own clocks, some would leave a loop whose barriers hold up the others.
     """
-    alarm = waiting.alarm.to(tl.pointer_type(tl.int64))
+    abort = waiting.abort.to(tl.pointer_type(tl.int64))
     now = nanoseconds()
-    said = said_by_host(waiting.alarm, is_time_to_ask(now, deadline - waiting.patience_ns))
+    said = abort_of_host(waiting.abort, is_time_to_ask(now, deadline - waiting.timeout_ns))
     is_late = now >= deadline
-    release_max(alarm, tl.where(is_late, 1 + waiting.rank, said).to(tl.int64), is_late | (said != 0))
-    return is_raised(waiting.alarm)
+    release_max(abort, tl.where(is_late, 1 + waiting.rank, said).to(tl.int64), is_late | (said != 0))
+    return is_aborted(waiting.abort)
 
 
 @triton.jit
@@ -254,10 +265,10 @@ def wait_for_counters(counters, seen, expected, waiting):
     """Spin until every counter has reached what is expected of it; what they hold then.
 
     They are known to hold `seen` at least, and are looked at only where that is not enough. Who raised the
-    alarm may have left because all was done: so the last look comes after it.
+    abort flag may have left because all was done: so the last look comes after it.
     """
     if any_of(seen < expected):
-        deadline = nanoseconds() + waiting.patience_ns
+        deadline = nanoseconds() + waiting.timeout_ns
         seen = tl.where(seen < expected, load_acquire(counters, seen < expected), seen)
         is_over = tl.full((), False, tl.int1)
         while any_of(seen < expected) & ~is_over:
@@ -269,16 +280,16 @@ def wait_for_counters(counters, seen, expected, waiting):
 
 @triton.jit
 def give_up(is_missing, rings, waiting):
-    """Say whom this rank waited for in vain, unless something is said already; the alarm is raised.
+    """Say whom this rank waited for in vain, unless something is said already; the abort flag is raised.
 
-    If rank 2 is missing, and this rank itself raised the alarm, the outcome is 1 (late) + 16 * 2; if another
-    one did, it is 3 (stopped) + 16 * 2.
+    If rank 2 is missing, and this rank itself raised the abort flag, the outcome is 1 (late) + 16 * 2; if
+    another one did, it is 3 (stopped) + 16 * 2.
     """
     is_other = is_missing & (rings.ranks != waiting.rank)
     # Its own rows are missing only if it waits for somebody else, too.
     silent = tl.min(tl.where(is_other, rings.ranks, rings.ranks.shape[0]), axis=0)
     silent = tl.where(any_of(is_other), silent, waiting.rank)
-    raised_by = load_acquire(waiting.alarm.to(tl.pointer_type(tl.int64)), None) - 1
+    raised_by = load_acquire(waiting.abort.to(tl.pointer_type(tl.int64)), None) - 1
     outcome = tl.where(raised_by == waiting.rank, LATE, STOPPED) + NUM_CODES * silent
     is_news = load_acquire(waiting.outcome, None) == 0
     tl.store(waiting.outcome, outcome.to(tl.int64), mask=is_news)
@@ -301,14 +312,14 @@ def dispatch_through_rings(
     topk_idx,
     topk_weights,
     send_head,
-    places,
+    targets,
     results: tl.int64,
     rank_prefix,
     recv_channel_prefix,
     heaps,
     outcome,
-    alarm,
-    patience_ns,
+    abort,
+    timeout_ns,
     rank,
     rows_at,
     tail_at,
@@ -340,7 +351,7 @@ def dispatch_through_rings(
 ):
     """Send this rank's tokens to all receivers without a window, and take what comes if it has none itself.
 
-    `places[r]` begins with 0 where rank r has no window, and ends with the number of rows that it has room
+    `targets[r]` begins with 0 where rank r has no window, and ends with the number of rows that it has room
     for. At the address `results` are those of this rank's x, source indices, ids, weights and scales, 0 where
     there are none. With one channel, rings of 3 slots with counters that stand at 2, and no windows: rank 0
     has send_head [[0, -1], [1, 0]]. Its row 1 lies in slot 2 of the ring at rank 1, where the tail becomes 3,
@@ -364,7 +375,7 @@ def dispatch_through_rings(
         ring_rows=ring_rows,
         slot_bytes=slot_bytes,
     )
-    waiting = Waiting(rank=rank, patience_ns=patience_ns, alarm=alarm, outcome=outcome)
+    waiting = Waiting(rank=rank, timeout_ns=timeout_ns, abort=abort, outcome=outcome)
     beside = Beside(
         meta_at=meta_at,
         scales_at=scales_at,
@@ -386,7 +397,7 @@ def dispatch_through_rings(
                     topk_idx,
                     topk_weights,
                     send_head,
-                    places,
+                    targets,
                     rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK),
                     waiting,
                     beside,
@@ -404,7 +415,7 @@ def dispatch_through_rings(
                     STAGES,
                 )
                 channel = next_channel(channel, num_channels, outcome)
-        elif tl.load(places + PLACE_WORDS * rank) == 0:
+        elif tl.load(targets + TARGET_WORDS * rank) == 0:
             while channel < num_channels:
                 rings = rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK)
                 begin, end = lanes(
@@ -412,7 +423,7 @@ def dispatch_through_rings(
                 )
                 take_rows(
                     results.to(tl.pointer_type(tl.int64)),
-                    tl.load(places + PLACE_WORDS * rank + PLACE_ROWS),
+                    tl.load(targets + TARGET_WORDS * rank + TARGET_ROWS),
                     begin,
                     end,
                     rings,
@@ -436,7 +447,7 @@ def send_tokens(
     topk_idx,
     topk_weights,
     send_head,
-    places,
+    targets,
     rings,
     waiting,
     beside,
@@ -455,7 +466,7 @@ def send_tokens(
 ):
     """Send the tokens of a channel, tile by tile: a row is read once, and written to each ring it goes to."""
     ranks = rings.ranks
-    by_ring = rings.is_rank & (tl.load(places + PLACE_WORDS * ranks, mask=rings.is_rank, other=1) == 0)
+    by_ring = rings.is_rank & (tl.load(targets + TARGET_WORDS * ranks, mask=rings.is_rank, other=1) == 0)
     sent = tl.load(rings.ours, mask=by_ring, other=0, volatile=True)
     taken = tl.zeros_like(sent)
     slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
@@ -481,7 +492,7 @@ def send_tokens(
             give_up(taken < expected, rings, waiting)
             token = end_token
         else:
-            targets = tl.tuple(())
+            addresses = tl.tuple(())
             is_read = is_token & False
             for receiver in tl.static_range(NUM_RANKS):
                 rows = tl.load(send_head + tokens * NUM_RANKS + receiver, mask=is_token, other=-1)
@@ -500,7 +511,7 @@ def send_tokens(
                 if SCALE_BLOCK:
                     to = int32_at(target + beside.scales_at)[:, None] + columns[None, :]
                     tl.store(to, factors, mask=is_sent[:, None] & is_scale)
-                targets += (target,)
+                addresses += (target,)
                 is_read |= is_sent
             for start in tl.range(0, row_words, TILE_WORDS, num_stages=STAGES):
                 words = start + tl.arange(0, TILE_WORDS)
@@ -508,8 +519,8 @@ def send_tokens(
                 source = x + tokens[:, None] * row_words + words[None, :]
                 values = tl.load(source, mask=is_read[:, None] & is_word)
                 for receiver in tl.static_range(NUM_RANKS):
-                    row = words_at(targets[receiver])[:, None] + words[None, :]
-                    tl.store(row, values, mask=(targets[receiver] != 0)[:, None] & is_word)
+                    row = words_at(addresses[receiver])[:, None] + words[None, :]
+                    tl.store(row, values, mask=(addresses[receiver] != 0)[:, None] & is_word)
             sent += counts
             release_max(rings.ours, sent, counts > 0)
             token += TILE_TOKENS
@@ -546,7 +557,7 @@ def take_rows(
     weights_to = tl.load(results + 3)
     scales_to = tl.load(results + 4)
     taken = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
-    deadline = nanoseconds() + waiting.patience_ns
+    deadline = nanoseconds() + waiting.timeout_ns
     is_over = tl.full((), False, tl.int1)
     is_open = begin < end
     while any_of(is_open):
@@ -584,7 +595,7 @@ def take_rows(
             begin += counts
             taken += counts
             release_max(rings.ours, taken, counts > 0)
-            deadline = nanoseconds() + waiting.patience_ns
+            deadline = nanoseconds() + waiting.timeout_ns
             is_open = begin < end
         elif is_over:
             give_up(is_open, rings, waiting)
@@ -602,13 +613,13 @@ def combine_through_rings(
     bias_0,
     bias_1,
     send_head,
-    places,
+    targets,
     rank_prefix,
     recv_channel_prefix,
     heaps,
     outcome,
-    alarm,
-    patience_ns,
+    abort,
+    timeout_ns,
     rank,
     rows_at,
     tail_at,
@@ -636,15 +647,15 @@ def combine_through_rings(
 ):
     """Push this rank's rows back to their sources, unless they lie in a window, and sum its own tokens' rows.
 
-    `places[r]` holds the address of rank r's rows, or 0 where they come through rings, that of their weights,
-    and their number. The rows of a channel come in the order of its tokens. With one channel, rings of 3
-    slots with counters that stand at 2, and no windows: rank 0 has send_head [[0, -1], [1, 0]]. Its first row
-    of out is what it put itself into slot 2 of its ring to itself; the second one is slot 0 of that ring plus
-    slot 2 of the ring from rank 1. The heads are 4 and 3 then. Sums are in float32, ranks ascending, starting
-    from bias_0 + bias_1, or from bias_0, or from +0.0; top-k weights likewise, per slot, without bias. A row
-    that a window does not have is left out: BAD_ROWS is then 5 (bad handle) + 16 * its rank. Nothing is
-    done if the outcome of what came before, the first word of the call's state, is not 0, or if no rows go
-    through rings.
+    `targets[r]` holds the address of rank r's rows, or 0 where they come through rings, that of their
+    weights, and their number. The rows of a channel come in the order of its tokens. With one channel, rings
+    of 3 slots with counters that stand at 2, and no windows: rank 0 has send_head [[0, -1], [1, 0]]. Its
+    first row of out is what it put itself into slot 2 of its ring to itself; the second one is slot 0 of that
+    ring plus slot 2 of the ring from rank 1. The heads are 4 and 3 then. Sums are in float32, ranks
+    ascending, starting from bias_0 + bias_1, or from bias_0, or from +0.0; top-k weights likewise, per slot,
+    without bias. A row that a window does not have is left out: BAD_ROWS is then 5 (bad handle) + 16 * its
+    rank. Nothing is done if the outcome of what came before, the first word of the call's state, is not 0, or
+    if no rows go through rings.
 
     x is seen as words of 4 bytes, out and biases as their bits (uint16) or as float32. Rows are pushed in
     tiles of `TILE_TOKENS` x `TILE_WORDS`, and summed in tiles of `TILE_TOKENS` x `TILE_VALUES`. `TOPK_BLOCK`
@@ -663,13 +674,13 @@ def combine_through_rings(
         ring_rows=ring_rows,
         slot_bytes=slot_bytes,
     )
-    waiting = Waiting(rank=rank, patience_ns=patience_ns, alarm=alarm, outcome=outcome)
+    waiting = Waiting(rank=rank, timeout_ns=timeout_ns, abort=abort, outcome=outcome)
     # A row is a multiple of 4 words, and the compiler is to know it.
     row_words = hidden // 4 * 4 if DTYPE == FP32 else hidden // 8 * 4
     if is_good(outcome) & (tl.load(outcome + USES_RINGS) != 0):
         tl.store(outcome + WAITED_FOR, TAIL_AT)
         if tl.program_id(0) % 2 == 0:
-            if tl.load(places + PLACE_WORDS * rank) == 0:
+            if tl.load(targets + TARGET_WORDS * rank) == 0:
                 while channel < num_channels:
                     rings = rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK)
                     begin, end = lanes(
@@ -678,7 +689,7 @@ def combine_through_rings(
                     push_rows(
                         x,
                         topk_weights,
-                        tl.load(places + PLACE_WORDS * rank + PLACE_ROWS),
+                        tl.load(targets + TARGET_WORDS * rank + TARGET_ROWS),
                         begin,
                         end,
                         rings,
@@ -702,7 +713,7 @@ def combine_through_rings(
                     bias_0,
                     bias_1,
                     send_head,
-                    places,
+                    targets,
                     rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK),
                     waiting,
                     weights_at,
@@ -747,7 +758,7 @@ def push_rows(
     numbers = tl.arange(0, TILE_TOKENS)
     slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     sent = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
-    deadline = nanoseconds() + waiting.patience_ns
+    deadline = nanoseconds() + waiting.timeout_ns
     is_over = tl.full((), False, tl.int1)
     is_open = begin < end
     while any_of(is_open):
@@ -773,7 +784,7 @@ def push_rows(
             begin += counts
             sent += counts
             release_max(rings.ours, sent, counts > 0)
-            deadline = nanoseconds() + waiting.patience_ns
+            deadline = nanoseconds() + waiting.timeout_ns
             is_open = begin < end
         elif is_over:
             give_up(is_open, rings, waiting)
@@ -789,7 +800,7 @@ def sum_tokens(
     bias_0,
     bias_1,
     send_head,
-    places,
+    targets,
     rings,
     waiting,
     weights_at,
@@ -808,10 +819,10 @@ def sum_tokens(
     """Add up the rows of a channel's tokens, tile by tile: from windows where they lie, else from rings."""
     ranks, is_rank = rings.ranks, rings.is_rank
     hidden = row_words if DTYPE == FP32 else 2 * row_words
-    place = places + PLACE_WORDS * ranks
+    place = targets + TARGET_WORDS * ranks
     windows = tl.load(place, mask=is_rank, other=1)
     weight_windows = tl.load(place + PLACE_WEIGHTS, mask=is_rank, other=0)
-    num_rows = tl.load(place + PLACE_ROWS, mask=is_rank, other=0)
+    num_rows = tl.load(place + TARGET_ROWS, mask=is_rank, other=0)
     by_ring = windows == 0
     slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     taken = tl.load(rings.ours, mask=by_ring, other=0, volatile=True)

@@ -1,16 +1,16 @@
 """Low latency on the GPU: rows wait in fixed places of their sender's memory, and readers take them there.
 
-A dispatch is `open_call` and `send_tokens` here, and `receive_notes` and `pack_tokens` where the rows go; a
-combine is `open_call`, `return_rows`, `receive_notes` and `sum_tokens`. One after the other on a stream: what
-a kernel stored is there for the next one. The last program of a sending kernel posts the notes, the last one
-of a kernel that takes rows closes the call. A call without rows is opened and posted at once, and closed by
-`finish_call`.
+A dispatch is `open_call` and `send_tokens` here, and `receive_records` and `pack_tokens` where the rows go; a
+combine is `open_call`, `return_rows`, `receive_records` and `sum_tokens`. One after the other on a stream:
+what a kernel stored is there for the next one. The last program of a sending kernel posts the completion
+records, the last one of a kernel that takes rows closes the call. A call without rows is opened and posted at
+once, and closed by `finish_call`.
 
-A call's number, its outcome and what its notes said are in its own `state`, so that its two halves may lie
-far apart, and a captured graph can be replayed. Where something went wrong no later kernel of the call takes
-anything. `generations` says who is masked: those whose number is odd. Tables hold addresses, one per rank,
-for either set of slots; those of messages are multiples of 16, as are the sizes of messages. Kernels that
-cast or sum are compiled without fused products: see `casts.OPTIONS`.
+A call's number, its outcome and what its completion records said are in its own `state`, so that its two
+halves may lie far apart, and a captured graph can be replayed. Where something went wrong no later kernel of
+the call takes anything. `generations` says who is masked: those whose number is odd. Tables hold addresses,
+one per rank, for either set of slots; those of messages are multiples of 16, as are the sizes of messages.
+Kernels that cast or sum are compiled without fused products: see `casts.OPTIONS`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import triton
 import triton.language as tl
 
 from anyep import formats, layout, outcomes, sizes
-from anyep.backends.cuda import facts as words_of
+from anyep.backends.cuda import constants as words_of
 from anyep.backends.cuda.kernels.atomics import (
-    is_raised,
+    abort_of_host,
+    is_aborted,
     is_time_to_ask,
     load_acquire,
     nanoseconds,
-    raise_alarm,
+    raise_abort,
     release_max,
-    said_by_host,
 )
 from anyep.backends.cuda.kernels.casts import (
     CHANNELS,
@@ -38,8 +38,8 @@ from anyep.backends.cuda.kernels.casts import (
     ue8m0_of_scale,
 )
 from anyep.backends.cuda.kernels.floats import bf16_of_float
-from anyep.backends.cuda.kernels.letters import (
-    ALARM_AT,
+from anyep.backends.cuda.kernels.notify import (
+    ABORT_AT,
     BAD_HANDLE,
     BAD_ROWS,
     DIFFERENT,
@@ -57,13 +57,13 @@ from anyep.backends.cuda.kernels.letters import (
     OUT,
     OUTCOME,
     OWN_HEAP,
-    PATIENCE_NS,
     RANK,
     REPORT,
     REPORTED_HEADERS,
     REPORTED_VALUE,
     REPORTED_WRONG,
     STOPPED,
+    TIMEOUT_NS,
     WAITED_FOR,
     first_bad,
     has_given_up,
@@ -78,8 +78,8 @@ RAW = tl.constexpr(formats.RAW)
 FP8 = tl.constexpr(formats.FP8)
 FP8_UE8M0 = tl.constexpr(formats.FP8_UE8M0)
 MESSAGE_HEADER_BYTES = tl.constexpr(sizes.LOW_LATENCY_HEADER_BYTES)
-NOTE_HEADER_BYTES = tl.constexpr(layout.NOTE_HEADER_BYTES)
-NOTE_WORDS = tl.constexpr(layout.NOTE_HEADER_BYTES // layout.COUNTER_BYTES)
+RECORD_HEADER_BYTES = tl.constexpr(layout.RECORD_HEADER_BYTES)
+RECORD_WORDS = tl.constexpr(layout.RECORD_HEADER_BYTES // layout.COUNTER_BYTES)
 REFUSED = tl.constexpr(int(Field.REFUSED))
 NUM_SETS = tl.constexpr(layout.NUM_SLOT_SETS)
 COUNT_BITS = tl.constexpr(32)
@@ -91,9 +91,9 @@ MISSING = tl.constexpr(outcomes.MISSING)
 BAD_IDS = tl.constexpr(outcomes.BAD_IDS)
 
 CALLS_AT = tl.constexpr(words_of.CALLS_AT)
-NOTE_AT = tl.constexpr(words_of.NOTE_AT)
-NOTE_STRIDE = tl.constexpr(words_of.NOTE_STRIDE)
-NOTE_SET_STRIDE = tl.constexpr(words_of.NOTE_SET_STRIDE)
+RECORD_AT = tl.constexpr(words_of.RECORD_AT)
+RECORD_STRIDE = tl.constexpr(words_of.RECORD_STRIDE)
+RECORD_SET_STRIDE = tl.constexpr(words_of.RECORD_SET_STRIDE)
 PACKED_AT = tl.constexpr(words_of.PACKED_AT)
 PACKED_SET_STRIDE = tl.constexpr(words_of.PACKED_SET_STRIDE)
 AT_HOST = tl.constexpr(words_of.AT_HOST)
@@ -105,7 +105,7 @@ MISSING_ROW = tl.constexpr(words_of.MISSING_ROW)
 WRONG_PLACE = tl.constexpr(words_of.WRONG_PLACE)
 WRONG_VALUE = tl.constexpr(words_of.WRONG_VALUE)
 REPORTED_EXPERTS = tl.constexpr(words_of.REPORTED_EXPERTS)
-NOTE_HEADER = tl.constexpr(words_of.NOTE_HEADER)
+RECORD_HEADER = tl.constexpr(words_of.RECORD_HEADER)
 RANGES = tl.constexpr(words_of.RANGES)
 EXPERTS_WORD = tl.constexpr(5)
 
@@ -114,8 +114,8 @@ NO_ROWS_MISSING = 2**63 - 1
 NONE_MISSING = tl.constexpr(NO_ROWS_MISSING)
 BY_HANDLE = 1
 BY_IDS = 2
-"""In the word REFUSED of a note: the handle's contents are wrong, or an id is no expert. Others say where the
-reason stands."""
+"""In the word REFUSED of a completion record: the handle's contents are wrong, or an id is no expert. Others
+say where the reason stands."""
 REFUSED_BY_HANDLE = tl.constexpr(BY_HANDLE)
 REFUSED_BY_IDS = tl.constexpr(BY_IDS)
 
@@ -124,41 +124,41 @@ REFUSED_BY_IDS = tl.constexpr(BY_IDS)
 
 
 @triton.jit
-def known_generations(facts, generations, ranks, is_rank):
+def known_generations(constants, generations, ranks, is_rank):
     """The generation of every rank: the largest that anyone has told here. After [0, 1] from rank 0 and
     [0, 0] from rank 1 it is [0, 1]: rank 1 is masked."""
-    own = tl.load(facts + OWN_HEAP)
-    rows = words_at(own + tl.load(facts + MASK_AT) + ranks * tl.load(facts + MASK_STRIDE))
+    own = tl.load(constants + OWN_HEAP)
+    rows = words_at(own + tl.load(constants + MASK_AT) + ranks * tl.load(constants + MASK_STRIDE))
     is_pair = is_rank[:, None] & is_rank[None, :]
     told = tl.where(is_pair, load_acquire(rows[:, None] + ranks[None, :], is_pair), 0)
     return tl.maximum(tl.load(generations + ranks, mask=is_rank, other=0), tl.max(told, axis=0))
 
 
 @triton.jit
-def hear_the_host(facts, ranks, is_rank):
+def hear_the_host(constants, ranks, is_rank):
     """Take over into the heap what hosts have told this one: who is gone, and everyone's generations.
 
     If the host's word for rank 1 is 1, so is the one here; if its rows say that rank 1 has generation 3, this
     rank's own row here says so, too.
     """
-    own, host = tl.load(facts + OWN_HEAP), tl.load(facts + AT_HOST)
+    own, host = tl.load(constants + OWN_HEAP), tl.load(constants + AT_HOST)
     is_asked = is_rank & (host != 0)
-    given_up = tl.load(facts + GIVEN_UP_AT) + ranks * tl.load(facts + FLAG_STRIDE)
+    given_up = tl.load(constants + GIVEN_UP_AT) + ranks * tl.load(constants + FLAG_STRIDE)
     gone = tl.load(words_at(host + given_up), mask=is_asked, other=0, volatile=True)
     release_max(words_at(own + given_up), gone, gone != 0)
-    mask_at, stride = tl.load(facts + MASK_AT), tl.load(facts + MASK_STRIDE)
+    mask_at, stride = tl.load(constants + MASK_AT), tl.load(constants + MASK_STRIDE)
     rows = words_at(host + mask_at + ranks * stride)
     is_pair = is_asked[:, None] & is_asked[None, :]
     told = tl.max(tl.load(rows[:, None] + ranks[None, :], mask=is_pair, other=0, volatile=True), axis=0)
-    release_max(words_at(own + mask_at + tl.load(facts + RANK) * stride) + ranks, told, told != 0)
+    release_max(words_at(own + mask_at + tl.load(constants + RANK) * stride) + ranks, told, told != 0)
 
 
 @triton.jit
-def tell_generations(facts, heaps, generations, known, ranks, is_rank, RANK_BLOCK: tl.constexpr):
+def tell_generations(constants, heaps, generations, known, ranks, is_rank, RANK_BLOCK: tl.constexpr):
     """Pass on what is new to this rank, to everyone, before it does anything else."""
     is_new = is_rank & (known > tl.load(generations + ranks, mask=is_rank, other=0))
     if tl.max(is_new.to(tl.int32), axis=0) > 0:
-        row = tl.load(facts + MASK_AT) + tl.load(facts + RANK) * tl.load(facts + MASK_STRIDE)
+        row = tl.load(constants + MASK_AT) + tl.load(constants + RANK) * tl.load(constants + MASK_STRIDE)
         there = words_at(tl.load(heaps + ranks, mask=is_rank, other=0) + row)
         release_max(
             there[:, None] + ranks[None, :],
@@ -169,7 +169,9 @@ def tell_generations(facts, heaps, generations, known, ranks, is_rank, RANK_BLOC
 
 
 @triton.jit(do_not_specialize=["masked", "generation"])
-def mask_rank(facts, heaps, masked, generation: tl.int64, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+def mask_rank(
+    constants, heaps, masked, generation: tl.int64, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr
+):
     """Tell everyone, this rank included, the generation of a rank; -1 is no rank.
 
     One program, launched beside kernels that may wait. With masked 1 and generation 3 of 2 ranks, word 1 of
@@ -177,7 +179,7 @@ def mask_rank(facts, heaps, masked, generation: tl.int64, NUM_RANKS: tl.constexp
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_told = (ranks < NUM_RANKS) & (masked >= 0)
-    row = tl.load(facts + MASK_AT) + tl.load(facts + RANK) * tl.load(facts + MASK_STRIDE)
+    row = tl.load(constants + MASK_AT) + tl.load(constants + RANK) * tl.load(constants + MASK_STRIDE)
     there = words_at(tl.load(heaps + ranks, mask=is_told, other=0) + row)
     release_max(there + masked, generation, is_told)
 
@@ -187,7 +189,7 @@ def mask_rank(facts, heaps, masked, generation: tl.int64, NUM_RANKS: tl.constexp
 
 @triton.jit
 def await_flags(
-    facts,
+    constants,
     heaps,
     generations,
     state,
@@ -204,19 +206,19 @@ def await_flags(
     """Wait until every rank that is not masked has raised its flag here; the outcome, and who is there.
 
     Of ranks that do not come in time, or have given up, the outcome names the first; where ranks can be
-    masked they are, and the call goes on without them. `flags_at` is the fact that says where the flags lie.
-    With flags [7, 6], 7 expected and no patience left the outcome is 1 (late) + 16 * 1 (rank 1); or it is 0,
-    and rank 0 alone is there. To stats the nanoseconds are added that each rank was waited for. Only for
-    programs of one warp: each reads its own clock.
+    masked they are, and the call goes on without them. `flags_at` is the device constant that says where the
+    flags lie. With flags [7, 6], 7 expected and no time left the outcome is 1 (late) + 16 * 1 (rank 1); or it
+    is 0, and rank 0 alone is there. To stats the nanoseconds are added that each rank was waited for. Only
+    for programs of one warp: each reads its own clock.
     """
-    rank = tl.load(facts + RANK)
-    own = tl.load(facts + OWN_HEAP)
-    alarm = own + tl.load(facts + ALARM_AT)
-    given_up = words_at(own + tl.load(facts + GIVEN_UP_AT) + ranks * tl.load(facts + FLAG_STRIDE))
+    rank = tl.load(constants + RANK)
+    own = tl.load(constants + OWN_HEAP)
+    abort = own + tl.load(constants + ABORT_AT)
+    given_up = words_at(own + tl.load(constants + GIVEN_UP_AT) + ranks * tl.load(constants + FLAG_STRIDE))
     start = nanoseconds()
-    deadline = start + tl.load(facts + PATIENCE_NS)
+    deadline = start + tl.load(constants + TIMEOUT_NS)
     if CAN_SHRINK:
-        known = known_generations(facts, generations, ranks, is_rank)
+        known = known_generations(constants, generations, ranks, is_rank)
     else:
         known = tl.load(generations + ranks, mask=is_rank, other=0)
     is_open = is_rank & (known % 2 == 0)
@@ -227,8 +229,8 @@ def await_flags(
         is_time = is_time_to_ask(nanoseconds(), start)
         if CAN_SHRINK:
             if is_time:
-                hear_the_host(facts, ranks, is_rank)
-            known = known_generations(facts, generations, ranks, is_rank)
+                hear_the_host(constants, ranks, is_rank)
+            known = known_generations(constants, generations, ranks, is_rank)
             is_open = is_rank & (known % 2 == 0)
             is_gone = load_acquire(given_up, is_rank) != 0
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
@@ -238,10 +240,10 @@ def await_flags(
             goes_on = (tl.max(is_waited_for.to(tl.int32), axis=0) > 0) & is_in
         else:
             # Relaxed, and before the flags: then all are on their way at once.
-            raised = tl.atomic_add(words_at(alarm), 0, sem="relaxed", scope="sys")
-            said = said_by_host(alarm, is_time)
+            raised = tl.atomic_add(words_at(abort), 0, sem="relaxed", scope="sys")
+            said = abort_of_host(abort, is_time)
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
-            raise_alarm(alarm, said)
+            raise_abort(abort, said)
             goes_on = (tl.min(seen, axis=0) < expected) & (raised == 0)
         now = nanoseconds()
         took = tl.where((took < 0) & (seen >= expected), now - start, took)
@@ -261,7 +263,7 @@ def await_flags(
         is_late = is_open & (seen < expected)
         generation = 2 * (tl.load(state + NUMBER) >> ROUND_BITS) + 1
         known = tl.where(is_late & is_in & ~has_given_up & (ranks != rank), generation, known)
-        tell_generations(facts, heaps, generations, known, ranks, is_rank, RANK_BLOCK)
+        tell_generations(constants, heaps, generations, known, ranks, is_rank, RANK_BLOCK)
         is_open = is_rank & (known % 2 == 0)
         # Ranks that are late are masked: they are no reason to fail, but for who has given up himself.
         why = tl.where(has_given_up, STOPPED, tl.where(ranks == rank, LATE, GOOD))
@@ -269,11 +271,11 @@ def await_flags(
         outcome = tl.where(is_in, late, rank * NUM_CODES + MASKED)
     else:
         if tl.min(seen, axis=0) < expected:
-            # A rank may raise the alarm because all flags came and it has left: so one more look.
-            is_raised(alarm)
+            # A rank may raise the abort flag because all flags came and it has left: so one more look.
+            is_aborted(abort)
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
         # A flag may be further on: of the first calls of a round nothing is expected.
-        bad = why_not_there(tl.minimum(seen, expected), expected, alarm, facts, heaps, ranks, is_rank)
+        bad = why_not_there(tl.minimum(seen, expected), expected, abort, constants, heaps, ranks, is_rank)
         outcome = first_bad(bad, ranks, is_open, RANK_BLOCK)
     if outcome != 0:
         tl.store(state + WAITED_FOR, flags_at)
@@ -285,18 +287,21 @@ def await_flags(
 
 
 @triton.jit
-def notes_of(facts, address, number):
-    """Where the notes of a call begin in the heap at this address: there are two sets of them."""
-    return address + tl.load(facts + NOTE_AT) + number % NUM_SETS * tl.load(facts + NOTE_SET_STRIDE)
+def record_of(constants, address, number):
+    """Where the completion records of a call begin in the heap at this address: there are two sets of
+    them."""
+    return (
+        address + tl.load(constants + RECORD_AT) + number % NUM_SETS * tl.load(constants + RECORD_SET_STRIDE)
+    )
 
 
 @triton.jit
-def post_notes(facts, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+def post_records(constants, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
     """Close this rank's sending at every reader that is not masked.
 
-    With number 7 and the header [-, 0, 4, ...] in the state, a reader that acquires 7 in word 0 of its note
-    finds 0 and 4 after it, and all that was written before. If the handle or an id was found to be wrong the
-    note says so; if the call went wrong in another way nothing is posted.
+    With number 7 and the header [-, 0, 4, ...] in the state, a reader that acquires 7 in word 0 of its
+    completion record finds 0 and 4 after it, and all that was written before. If the handle or an id was
+    found to be wrong the completion record says so; if the call went wrong in another way nothing is posted.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -307,15 +312,15 @@ def post_notes(facts, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_B
     is_good = (code == GOOD) | (code == BAD_HANDLE) | (code == BAD_IDS)
     known = tl.load(generations + ranks, mask=is_rank, other=1)
     is_open = is_rank & (known % 2 == 0) & is_good
-    there = notes_of(facts, tl.load(heaps + ranks, mask=is_rank, other=0), number)
-    there = words_at(there + tl.load(facts + RANK) * tl.load(facts + NOTE_STRIDE))
-    index = tl.arange(0, NOTE_WORDS)
-    words = tl.load(state + NOTE_HEADER + index)
+    there = record_of(constants, tl.load(heaps + ranks, mask=is_rank, other=0), number)
+    there = words_at(there + tl.load(constants + RANK) * tl.load(constants + RECORD_STRIDE))
+    index = tl.arange(0, RECORD_WORDS)
+    words = tl.load(state + RECORD_HEADER + index)
     words = tl.where((index == REFUSED) & (code == BAD_HANDLE), REFUSED_BY_HANDLE, words)
     words = tl.where((index == REFUSED) & (code == BAD_IDS), REFUSED_BY_IDS, words)
     tl.store(
         there[:, None] + index[None, :],
-        tl.broadcast_to(words[None, :], (RANK_BLOCK, NOTE_WORDS)),
+        tl.broadcast_to(words[None, :], (RANK_BLOCK, RECORD_WORDS)),
         mask=is_open[:, None] & (index > 0)[None, :],
     )
     release_max(there, number, is_open)
@@ -323,7 +328,7 @@ def post_notes(facts, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_B
 
 @triton.jit
 def close_call(
-    facts,
+    constants,
     heaps,
     generations,
     state,
@@ -338,28 +343,28 @@ def close_call(
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
-    rank = tl.load(facts + RANK)
+    rank = tl.load(constants + RANK)
     outcome = tl.load(state + OUTCOME, volatile=True)
     if CAN_SHRINK:
-        known = known_generations(facts, generations, ranks, is_rank)
-        tell_generations(facts, heaps, generations, known, ranks, is_rank, RANK_BLOCK)
+        known = known_generations(constants, generations, ranks, is_rank)
+        tell_generations(constants, heaps, generations, known, ranks, is_rank, RANK_BLOCK)
         is_out = tl.max((is_rank & (ranks == rank) & (known % 2 == 1)).to(tl.int32), axis=0) > 0
         outcome = tl.where(is_out, rank * NUM_CODES + MASKED, outcome)
     code = outcome % NUM_CODES
     is_told = (code != LATE) & (code != STOPPED) & (code != MASKED) & (code != OUT)
     number = tl.load(state + NUMBER)
-    flags_at = tl.load(facts + PACKED_AT) + number % NUM_SETS * tl.load(facts + PACKED_SET_STRIDE)
-    there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + rank * tl.load(facts + FLAG_STRIDE)
+    flags_at = tl.load(constants + PACKED_AT) + number % NUM_SETS * tl.load(constants + PACKED_SET_STRIDE)
+    there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + rank * tl.load(constants + FLAG_STRIDE)
     release_max(words_at(there), number, is_rank & is_told)
     tl.store(state + OUTCOME, outcome)
     if outcome != 0:
-        words = words_at(tl.load(facts + REPORT))
+        words = words_at(tl.load(constants + REPORT))
         is_read = tl.load(words + NUM_REPORTS, volatile=True) == tl.load(words + NUM_READ, volatile=True)
         is_heard = is_read & (tl.load(state + IS_REPORTED) == 0)
         tl.store(words + REPORTED_WRONG, tl.load(state + IS_WRONG), mask=is_heard)
         tl.store(words + REPORTED_VALUE, tl.load(state + WRONG_VALUE), mask=is_heard)
-        tl.store(words + REPORTED_EXPERTS, tl.load(state + NOTE_HEADER + EXPERTS_WORD), mask=is_heard)
-        report(facts, state, outcome)
+        tl.store(words + REPORTED_EXPERTS, tl.load(state + RECORD_HEADER + EXPERTS_WORD), mask=is_heard)
+        report(constants, state, outcome)
 
 
 @triton.jit
@@ -374,7 +379,7 @@ def is_last(counter):
 # What varies from call to call is not to be compiled in.
 @triton.jit(do_not_specialize=["kind", "max_tokens", "hidden", "num_experts", "travel", "refused"])
 def open_call(
-    facts,
+    constants,
     heaps,
     generations,
     state,
@@ -393,18 +398,18 @@ def open_call(
     """Take the next number, and wait until nobody needs what this rank's call before the last one wrote.
 
     One program. With 6 in the heap the call is number 7, if all ranks that are not masked have told that they
-    have packed call 5: the outcome in its state is 0. Its notes will say what it is: [7, refused, kind,
-    max_tokens, hidden, num_experts, travel]; if it `POSTS` they are posted at once. Unless it `ADVANCES` the
-    number stays as it was, and the next call finds its slots free. Of a rank that has given up before, say
-    rank 2, the outcome is 8 (out) + 16 * 2, and no notes are posted.
+    have packed call 5: the outcome in its state is 0. Its completion records will say what it is: [7,
+    refused, kind, max_tokens, hidden, num_experts, travel]; if it `POSTS` they are posted at once. Unless it
+    `ADVANCES` the number stays as it was, and the next call finds its slots free. Of a rank that has given up
+    before, say rank 2, the outcome is 8 (out) + 16 * 2, and no completion records are posted.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
-    own = tl.load(facts + OWN_HEAP)
-    number_at = words_at(own + tl.load(facts + CALLS_AT))
+    own = tl.load(constants + OWN_HEAP)
+    number_at = words_at(own + tl.load(constants + CALLS_AT))
     number = tl.load(number_at) + 1
     # Now: in the wait that comes it may give up.
-    is_out = has_given_up(facts)
+    is_out = has_given_up(constants)
     if ADVANCES:
         tl.store(number_at, number)
     tl.store(state + NUMBER, number)
@@ -417,7 +422,7 @@ def open_call(
     tl.store(state + MISSING_ROW, NONE_MISSING)
     tl.store(state + WRONG_PLACE, NONE_MISSING)
     tl.store(state + WRONG_VALUE, 0)
-    header = state + NOTE_HEADER
+    header = state + RECORD_HEADER
     tl.store(header, number)
     tl.store(header + 1, refused)
     tl.store(header + 2, kind)
@@ -428,12 +433,12 @@ def open_call(
     tl.store(header + 7, 0)
     tl.debug_barrier()
 
-    flags_at = tl.load(facts + PACKED_AT) + number % NUM_SETS * tl.load(facts + PACKED_SET_STRIDE)
-    flags = words_at(own + flags_at + ranks * tl.load(facts + FLAG_STRIDE))
+    flags_at = tl.load(constants + PACKED_AT) + number % NUM_SETS * tl.load(constants + PACKED_SET_STRIDE)
+    flags = words_at(own + flags_at + ranks * tl.load(constants + FLAG_STRIDE))
     # The first calls of a round need no telling: before it everyone was done.
     expected = tl.where((number & NUMBER_IN_ROUND) > NUM_SETS, number - NUM_SETS, 0)
     outcome, _ = await_flags(
-        facts,
+        constants,
         heaps,
         generations,
         state,
@@ -447,17 +452,17 @@ def open_call(
         is_rank,
         RANK_BLOCK,
     )
-    outcome = tl.where(is_out, OUT + NUM_CODES * tl.load(facts + RANK), outcome)
+    outcome = tl.where(is_out, OUT + NUM_CODES * tl.load(constants + RANK), outcome)
     tl.store(state + OUTCOME, outcome)
     tl.debug_barrier()
-    report(facts, state, outcome)
+    report(constants, state, outcome)
     if POSTS:
-        post_notes(facts, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
+        post_records(constants, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
 
 
 @triton.jit(do_not_specialize=["local_experts"])
-def receive_notes(
-    facts,
+def receive_records(
+    constants,
     heaps,
     generations,
     state,
@@ -469,7 +474,8 @@ def receive_notes(
     RANK_BLOCK: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
 ):
-    """Wait for everyone's note, and copy the ranges in them: row s of those in the state is sender s's.
+    """Wait for everyone's completion record, and copy the ranges in them: row s of those in the state is
+    sender s's.
 
     With the headers [7, 0, 4, ...] and [7, 0, 5, ...] the outcome is 2 (different) + 16 * 1 (rank 1), and the
     host gets all headers to say what the ranks disagree about. Of a masked sender all is 0.
@@ -480,15 +486,15 @@ def receive_notes(
     is_rank = ranks < NUM_RANKS
     if tl.load(state + OUTCOME) == 0:
         number = tl.load(state + NUMBER)
-        own = tl.load(facts + OWN_HEAP)
-        here = notes_of(facts, own, number) + ranks * tl.load(facts + NOTE_STRIDE)
+        own = tl.load(constants + OWN_HEAP)
+        here = record_of(constants, own, number) + ranks * tl.load(constants + RECORD_STRIDE)
         words = words_at(here)
         outcome, is_open = await_flags(
-            facts,
+            constants,
             heaps,
             generations,
             state,
-            NOTE_AT,
+            RECORD_AT,
             words,
             number,
             stats,
@@ -498,13 +504,13 @@ def receive_notes(
             is_rank,
             RANK_BLOCK,
         )
-        index = tl.arange(0, NOTE_WORDS)
-        mine = tl.load(state + NOTE_HEADER + index)
+        index = tl.arange(0, RECORD_WORDS)
+        mine = tl.load(state + RECORD_HEADER + index)
         theirs = tl.load(words[:, None] + index[None, :], mask=is_open[:, None], other=0, volatile=True)
         differ = tl.max(((index > 0)[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
         different = first_bad(tl.where(differ > 0, DIFFERENT, GOOD), ranks, is_open, RANK_BLOCK)
         outcome = tl.where(outcome == 0, different, outcome)
-        their_ranges = words_at(here + NOTE_HEADER_BYTES)
+        their_ranges = words_at(here + RECORD_HEADER_BYTES)
         for first in range(0, tl.where(outcome == 0, local_experts, 0), TILE_EXPERTS):
             experts = first + tl.arange(0, TILE_EXPERTS)
             is_expert = experts < local_experts
@@ -518,16 +524,16 @@ def receive_notes(
             tl.store(to, rows, mask=is_rank[:, None] & is_expert[None, :])
         tl.store(state + OUTCOME, outcome)
         if outcome != 0:
-            to = words_at(tl.load(facts + REPORT))
+            to = words_at(tl.load(constants + REPORT))
             if tl.load(to + NUM_REPORTS, volatile=True) == tl.load(to + NUM_READ, volatile=True):
-                headers = to + REPORTED_HEADERS + ranks[:, None] * NOTE_WORDS + index[None, :]
+                headers = to + REPORTED_HEADERS + ranks[:, None] * RECORD_WORDS + index[None, :]
                 tl.store(headers, theirs, mask=is_rank[:, None] & (index >= 0)[None, :])
-            report(facts, state, outcome)
+            report(constants, state, outcome)
 
 
 @triton.jit
 def finish_call(
-    facts,
+    constants,
     heaps,
     generations,
     state,
@@ -536,7 +542,7 @@ def finish_call(
     RANK_BLOCK: tl.constexpr,
 ):
     """Close a call that takes no rows, as `close_call` says. One program."""
-    close_call(facts, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
+    close_call(constants, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
 
 
 # Ids
@@ -555,14 +561,14 @@ def look_for_wrong_ids(state, ids, places, num_experts, is_told):
 
 
 @triton.jit
-def refuse_wrong_ids(facts, state, topk_idx, NUM_TOPK: tl.constexpr):
+def refuse_wrong_ids(constants, state, topk_idx, NUM_TOPK: tl.constexpr):
     """If some program found an id that is no expert the state says so, and which: with 7 as the first place
     and 2 ids per token, the word IS_WRONG is 3 << 32 | 1. For one program, after all others."""
     place = tl.load(state + WRONG_PLACE, volatile=True)
     if place != NONE_MISSING:
         tl.store(state + IS_WRONG, (place // NUM_TOPK << COUNT_BITS) | (place % NUM_TOPK))
         tl.store(state + WRONG_VALUE, tl.load(topk_idx + place))
-        tl.store(state + BAD_ROWS, tl.load(facts + RANK) * NUM_CODES + BAD_IDS)
+        tl.store(state + BAD_ROWS, tl.load(constants + RANK) * NUM_CODES + BAD_IDS)
         tl.debug_barrier()
 
 
@@ -626,7 +632,7 @@ def list_tokens(
     SLOT_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """List the tokens that chose an expert, each once, and leave their number in the note."""
+    """List the tokens that chose an expert, each once, and leave their number in the completion record."""
     slots = tl.arange(0, SLOT_BLOCK)
     count = tl.full((), 0, tl.int32)
     for start in range(0, num_tokens, TILE_TOKENS):
@@ -641,7 +647,7 @@ def list_tokens(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def send_tokens(
-    facts,
+    constants,
     heaps,
     generations,
     state,
@@ -664,13 +670,14 @@ def send_tokens(
     RANK_BLOCK: tl.constexpr,
 ):
     """Put each token that goes anywhere into its message, list the tokens of each expert for its rank, and
-    post the notes.
+    post the completion records.
 
     With topk_idx [[1, 0], [-1, 1]] and 1 expert on each of 2 ranks both tokens are written: as RAW the 2 *
     hidden bytes of token 1 follow a 16-byte header, `message_bytes` after those of token 0; as FP8 hidden
-    bytes and their scales do. Reader 0 finds the list [0], and 1 in its note; reader 1 finds [0, 1] and 2. A
-    token that chose an expert twice is listed once. Nothing is left for a masked reader. With topk_idx
-    [[1, 0], [-1, 5]] the outcome is 9 (bad ids), and the notes say that this call is refused.
+    bytes and their scales do. Reader 0 finds the list [0], and 1 in its completion record; reader 1 finds [0,
+    1] and 2. A token that chose an expert twice is listed once. Nothing is left for a masked reader. With
+    topk_idx [[1, 0], [-1, 5]] the outcome is 9 (bad ids), and the completion records say that this call is
+    refused.
 
     messages[set, r] is the address of rank r's first message, lists[set, r] that of the list for reader r's
     first expert; the next expert's is `list_stride` further on. The first programs list an expert's tokens
@@ -686,14 +693,14 @@ def send_tokens(
             reader = program // local_experts
             local = (program - reader * local_experts).to(tl.int64)
             is_open = tl.load(generations + reader) % 2 == 0
-            note = notes_of(facts, tl.load(heaps + reader), number)
-            note += tl.load(facts + RANK) * tl.load(facts + NOTE_STRIDE)
+            record = record_of(constants, tl.load(heaps + reader), number)
+            record += tl.load(constants + RANK) * tl.load(constants + RECORD_STRIDE)
             place = tl.load(lists + table + reader) + local * list_stride
             if is_open:
                 list_tokens(
                     topk_idx,
                     place.to(tl.pointer_type(tl.int32)),
-                    words_at(note + NOTE_HEADER_BYTES),
+                    words_at(record + RECORD_HEADER_BYTES),
                     program,
                     local,
                     num_tokens,
@@ -703,7 +710,7 @@ def send_tokens(
                 )
         else:
             # A pointer out of a table is not known to be aligned; ours are.
-            own = tl.load(messages + table + tl.load(facts + RANK)).to(tl.pointer_type(tl.uint8))
+            own = tl.load(messages + table + tl.load(constants + RANK)).to(tl.pointer_type(tl.uint8))
             token = (program - num_experts) // NUM_SHARES
             cast_token(
                 state,
@@ -722,13 +729,13 @@ def send_tokens(
                 TILE_BLOCKS,
             )
     if is_last(state + NUM_SENT):
-        refuse_wrong_ids(facts, state, topk_idx, NUM_TOPK)
-        post_notes(facts, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
+        refuse_wrong_ids(constants, state, topk_idx, NUM_TOPK)
+        post_records(constants, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
 
 
 @triton.jit
 def pack_tokens(
-    facts,
+    constants,
     heaps,
     generations,
     state,
@@ -817,7 +824,7 @@ def pack_tokens(
                 to = scales + columns[None, :] + (begin + indices)[:, None]
                 tl.store(to, values, mask=is_word)
     if is_last(state + NUM_TAKEN):
-        close_call(facts, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
+        close_call(constants, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
 
 
 # Combine
@@ -901,7 +908,7 @@ def stage_rows(
 
 @triton.jit(do_not_specialize=["num_ids"])
 def return_rows(
-    facts,
+    constants,
     heaps,
     generations,
     state,
@@ -926,13 +933,13 @@ def return_rows(
     RANK_BLOCK: tl.constexpr,
 ):
     """Put the rows of each local expert into the messages of the same index, list for each reader its tokens
-    whose rows are returned, and post the notes.
+    whose rows are returned, and post the completion records.
 
     With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] rows 0 to 2 of expert 0 are put there;
     reader 0 finds the tokens [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 | 1. Nothing is
-    left for a masked reader. With tokens [[3, 0, 1]] the outcome is 5 (bad handle), and the notes say that
-    this call is refused; and so they do where one of the `num_ids` ids by which rows will be added up is
-    neither an expert nor -1, and the outcome is 9 (bad ids).
+    left for a masked reader. With tokens [[3, 0, 1]] the outcome is 5 (bad handle), and the completion
+    records say that this call is refused; and so they do where one of the `num_ids` ids by which rows will be
+    added up is neither an expert nor -1, and the outcome is 9 (bad ids).
 
     messages[set, r] is the address of rank r's first message, lists[set, r] that of the list for reader r of
     expert 0's rows; the next expert's is `list_stride` further on. The first programs leave a list each, for
@@ -945,7 +952,7 @@ def return_rows(
     number = tl.load(state + NUMBER)
     if tl.load(state + OUTCOME) == 0:
         table = number % NUM_SETS * NUM_RANKS
-        rank = tl.load(facts + RANK)
+        rank = tl.load(constants + RANK)
         if program < num_lists:
             for first in range(program * TILE_ROWS, num_ids, num_lists * TILE_ROWS):
                 places = first + tl.arange(0, TILE_ROWS)
@@ -953,14 +960,16 @@ def return_rows(
                 look_for_wrong_ids(state, ids, places.to(tl.int64), num_lists, True)
             expert = (program // NUM_RANKS).to(tl.int64)
             reader = program % NUM_RANKS
-            note = notes_of(facts, tl.load(heaps + reader), number) + rank * tl.load(facts + NOTE_STRIDE)
+            record = record_of(constants, tl.load(heaps + reader), number) + rank * tl.load(
+                constants + RECORD_STRIDE
+            )
             place = tl.load(lists + table + reader) + expert * list_stride
             list_returns(
                 state,
                 src_info,
                 layout_range,
                 place.to(tl.pointer_type(tl.int32)),
-                words_at(note + NOTE_HEADER_BYTES),
+                words_at(record + RECORD_HEADER_BYTES),
                 expert,
                 reader,
                 rank,
@@ -989,8 +998,8 @@ def return_rows(
                 TILE_BLOCKS,
             )
     if is_last(state + NUM_SENT):
-        refuse_wrong_ids(facts, state, topk_idx, NUM_TOPK)
-        post_notes(facts, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
+        refuse_wrong_ids(constants, state, topk_idx, NUM_TOPK)
+        post_records(constants, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
 
 
 @triton.jit
@@ -1040,7 +1049,7 @@ def sum_logfmt_rows(addresses, slots, weights, blocks, hidden, NUM_TOPK: tl.cons
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def sum_tokens(
-    facts,
+    constants,
     heaps,
     generations,
     state,
@@ -1117,6 +1126,6 @@ def sum_tokens(
         if missing != NONE_MISSING:
             wrong = (missing // NUM_TOPK << COUNT_BITS) | tl.load(topk_idx + missing)
             tl.store(state + IS_WRONG, wrong)
-            tl.store(state + OUTCOME, tl.load(facts + RANK) * NUM_CODES + MISSING)
+            tl.store(state + OUTCOME, tl.load(constants + RANK) * NUM_CODES + MISSING)
             tl.debug_barrier()
-        close_call(facts, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
+        close_call(constants, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep.backends.cuda import facts as words_of
+from anyep.backends.cuda import constants as words_of
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows, values_at
 from anyep.backends.cuda.kernels.windows import (
     is_below,
@@ -15,8 +15,8 @@ from anyep.backends.cuda.kernels.windows import (
     rows_of_tokens,
 )
 
-PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
-PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
+TARGET_WORDS = tl.constexpr(words_of.TARGET_WORDS)
+TARGET_ROWS = tl.constexpr(words_of.TARGET_ROWS)
 OUTCOME = tl.constexpr(words_of.OUTCOME)
 USES_RINGS = tl.constexpr(words_of.USES_RINGS)
 
@@ -29,7 +29,7 @@ def pull_and_sum(
     bias_0,
     bias_1,
     send_head,
-    places,
+    targets,
     state,
     own_x: tl.int64,
     own_rank,
@@ -48,7 +48,7 @@ def pull_and_sum(
 ):
     """Read the rows of each token where they lie at the peers, and add them up, ranks ascending.
 
-    `places[r]` holds the addresses of rank r's rows and of their top-k weights, and the number of the rows.
+    `targets[r]` holds the addresses of rank r's rows and of their top-k weights, and the number of the rows.
     With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of rank 0 plus row 2 of rank 1, and the
     second one is row 3 of rank 1. Sums start from bias_0 + bias_1, or from bias_0, or from +0.0. Top-k
     weights likewise, per slot, without bias; TOPK_BLOCK is 0 where there are none. Nothing is done if the
@@ -66,7 +66,7 @@ def pull_and_sum(
             bias_0,
             bias_1,
             send_head,
-            places,
+            targets,
             own_x,
             own_rank,
             tile,
@@ -82,7 +82,7 @@ def pull_and_sum(
     sum_weights(
         out_weights,
         send_head,
-        places,
+        targets,
         state,
         tl.where(is_mine, num_tokens, 0),
         num_topk,
@@ -99,7 +99,7 @@ def sum_tile(
     bias_0,
     bias_1,
     send_head,
-    places,
+    targets,
     own_x,
     own_rank,
     tile,
@@ -127,9 +127,9 @@ def sum_tile(
             sums += load_rows(bias_1 + index, is_value, DTYPE)
     for rank in tl.static_range(NUM_RANKS):
         rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
-        place = tl.load(places + PLACE_WORDS * rank)
+        place = tl.load(targets + TARGET_WORDS * rank)
         window = values_at(tl.where(rank == own_rank, own_x, place), DTYPE)
-        is_there = is_below(rows, num_rows_there(places, rank))
+        is_there = is_below(rows, num_rows_there(targets, rank))
         source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
         is_row = is_there[:, None] & is_column[None, :]
         sums += load_rows(source, is_row, DTYPE, NUM_BIASES == 0)
@@ -142,7 +142,7 @@ def sum_tile(
 def sum_weights(
     out_weights,
     send_head,
-    places,
+    targets,
     state,
     num_tokens,
     num_topk,
@@ -159,15 +159,15 @@ def sum_weights(
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         is_token = tokens < num_tokens
         rows_of_all = rows_of_tokens(send_head, tokens, is_token, ranks, NUM_RANKS)
-        refuse_rows_beyond(state, rows_of_all, rows_at(places, ranks, NUM_RANKS), ranks)
+        refuse_rows_beyond(state, rows_of_all, rows_at(targets, ranks, NUM_RANKS), ranks)
         if TOPK_BLOCK:
             slots = tl.arange(0, TOPK_BLOCK)
             is_slot = (slots < num_topk)[None, :]
             weights = tl.zeros((CHUNK_TOKENS, TOPK_BLOCK), tl.float32)
             for rank in tl.static_range(NUM_RANKS):
                 rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
-                theirs = tl.load(places + PLACE_WORDS * rank + 3).to(tl.pointer_type(tl.float32))
-                is_there = is_below(rows, num_rows_there(places, rank))[:, None] & is_slot
+                theirs = tl.load(targets + TARGET_WORDS * rank + 3).to(tl.pointer_type(tl.float32))
+                is_there = is_below(rows, num_rows_there(targets, rank))[:, None] & is_slot
                 source = theirs + rows.to(tl.int64)[:, None] * num_topk + slots[None, :]
                 weights += tl.load(source, mask=is_there, other=0.0)
             to = out_weights + tokens.to(tl.int64)[:, None] * num_topk + slots[None, :]

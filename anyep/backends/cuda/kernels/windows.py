@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from anyep import outcomes
-from anyep.backends.cuda import facts as words_of
+from anyep.backends.cuda import constants as words_of
 from anyep.backends.cuda.kernels.digests import mixed_rows
 
-PLACE_WORDS = tl.constexpr(words_of.PLACE_WORDS)
-PLACE_ROWS = tl.constexpr(words_of.PLACE_ROWS)
+TARGET_WORDS = tl.constexpr(words_of.TARGET_WORDS)
+TARGET_ROWS = tl.constexpr(words_of.TARGET_ROWS)
 OUTCOME = tl.constexpr(words_of.OUTCOME)
 BAD_ROWS = tl.constexpr(words_of.BAD_ROWS)
 NUM_ROWS = tl.constexpr(words_of.NUM_ROWS)
@@ -20,10 +20,10 @@ NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
 
 @triton.jit
-def num_rows_there(places, receiver):
+def num_rows_there(targets, receiver):
     """The rows of a receiver's window; none where it has no window."""
-    has_window = tl.load(places + PLACE_WORDS * receiver) != 0
-    return tl.where(has_window, tl.load(places + PLACE_WORDS * receiver + PLACE_ROWS), 0).to(tl.int32)
+    has_window = tl.load(targets + TARGET_WORDS * receiver) != 0
+    return tl.where(has_window, tl.load(targets + TARGET_WORDS * receiver + TARGET_ROWS), 0).to(tl.int32)
 
 
 @triton.jit
@@ -34,9 +34,9 @@ def rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS: tl.con
 
 
 @triton.jit
-def rows_at(places, receivers, NUM_RECEIVERS: tl.constexpr):
+def rows_at(targets, receivers, NUM_RECEIVERS: tl.constexpr):
     """How many rows each receiver has room for."""
-    return tl.load(places + PLACE_WORDS * receivers + PLACE_ROWS, mask=receivers < NUM_RECEIVERS, other=0)
+    return tl.load(targets + TARGET_WORDS * receivers + TARGET_ROWS, mask=receivers < NUM_RECEIVERS, other=0)
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def send_to_windows(
     topk_idx,
     topk_weights,
     send_head,
-    places,
+    targets,
     state,
     num_tokens,
     row_words,
@@ -85,13 +85,13 @@ def send_to_windows(
 ):
     """Read each token's row once and write it to every receiver with a window.
 
-    `places[r]` holds the addresses of receiver r's x, source indices, top-k ids, top-k weights and scales, or
-    zeros where r has no window, and the number of its rows. With send_head [[0, 2], [-1, 3]] row 0 of x goes
-    to row 0 at receiver 0 and to row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source indices
-    there are 0, 0 and 1. An expert id is written as the receiver's local one; where the expert is not there,
-    -1 and weight 0. Nothing is sent if the outcome of what came before is not 0, nor if ALL_OR_NONE and some
-    receiver has no window. A row that receiver r does not have is not written: BAD_ROWS in `state` is
-    then 5 (bad handle) + 16 * r.
+    `targets[r]` holds the addresses of receiver r's x, source indices, top-k ids, top-k weights and scales,
+    or zeros where r has no window, and the number of its rows. With send_head [[0, 2], [-1, 3]] row 0 of x
+    goes to row 0 at receiver 0 and to row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source
+    indices there are 0, 0 and 1. An expert id is written as the receiver's local one; where the expert is not
+    there, -1 and weight 0. Nothing is sent if the outcome of what came before is not 0, nor if ALL_OR_NONE
+    and some receiver has no window. A row that receiver r does not have is not written: BAD_ROWS in `state`
+    is then 5 (bad handle) + 16 * r.
 
     x is seen as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
     `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Source indices and top-k are sent in
@@ -120,15 +120,17 @@ def send_to_windows(
             carried = tl.load(scales + at, mask=is_token[:, None] & is_scale[None, :])
         for receiver in tl.static_range(NUM_RECEIVERS):
             rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
-            place = tl.load(places + PLACE_WORDS * receiver)
+            place = tl.load(targets + TARGET_WORDS * receiver)
             # A pointer out of a table is not known to be aligned; ours are.
             window = tl.multiple_of(place.to(tl.pointer_type(tl.int32)), 16)
             target = window + rows.to(tl.int64)[:, None] * row_words + words[None, :]
-            is_sent = is_below(rows, num_rows_there(places, receiver))
+            is_sent = is_below(rows, num_rows_there(targets, receiver))
             tl.store(target, values, mask=is_sent[:, None] & is_word[None, :])
             if SCALE_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
                 if is_first:
-                    scales_there = tl.load(places + PLACE_WORDS * receiver + 4).to(tl.pointer_type(tl.int32))
+                    scales_there = tl.load(targets + TARGET_WORDS * receiver + 4).to(
+                        tl.pointer_type(tl.int32)
+                    )
                     to = rows.to(tl.int64)[:, None] * num_scales + columns[None, :]
                     tl.store(scales_there + to, carried, mask=is_sent[:, None] & is_scale[None, :])
     # The rest is little, but it takes its time for each chunk. Last programs first: they had fewer tiles.
@@ -136,13 +138,13 @@ def send_to_windows(
     for chunk in range(tl.num_programs(0) - 1 - tl.program_id(0), num_chunks, tl.num_programs(0)):
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
         is_token = tokens < num_tokens
-        send_sources(send_head, places, state, tokens, is_token, NUM_RECEIVERS, RECEIVER_BLOCK)
+        send_sources(send_head, targets, state, tokens, is_token, NUM_RECEIVERS, RECEIVER_BLOCK)
         if TOPK_BLOCK:
             send_choices(
                 topk_idx,
                 topk_weights,
                 send_head,
-                places,
+                targets,
                 tokens,
                 is_token,
                 num_topk,
@@ -155,7 +157,7 @@ def send_to_windows(
 @triton.jit
 def send_sources(
     send_head,
-    places,
+    targets,
     state,
     tokens,
     is_token,
@@ -165,11 +167,11 @@ def send_sources(
     """Tell all receivers at once which token each row of theirs is: it takes as long as to tell one."""
     receivers = tl.arange(0, RECEIVER_BLOCK)
     rows = rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS)
-    limit = rows_at(places, receivers, NUM_RECEIVERS)
+    limit = rows_at(targets, receivers, NUM_RECEIVERS)
     refuse_rows_beyond(state, rows, limit, receivers)
     is_receiver = receivers < NUM_RECEIVERS
-    there = tl.load(places + PLACE_WORDS * receivers + 1, mask=is_receiver, other=0)
-    has_window = tl.load(places + PLACE_WORDS * receivers, mask=is_receiver, other=0) != 0
+    there = tl.load(targets + TARGET_WORDS * receivers + 1, mask=is_receiver, other=0)
+    has_window = tl.load(targets + TARGET_WORDS * receivers, mask=is_receiver, other=0) != 0
     is_sent = is_below(rows, tl.where(has_window, limit, 0).to(tl.int32)[None, :])
     sources = there.to(tl.pointer_type(tl.int32))[None, :] + rows.to(tl.int64)
     tl.store(sources, tl.broadcast_to(tokens[:, None], rows.shape), mask=is_sent)
@@ -180,7 +182,7 @@ def send_choices(
     topk_idx,
     topk_weights,
     send_head,
-    places,
+    targets,
     tokens,
     is_token,
     num_topk,
@@ -200,19 +202,19 @@ def send_choices(
     # Not unrolled: what all receivers need at once would not fit into registers.
     for receiver in range(NUM_RECEIVERS):
         rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
-        is_sent = is_below(rows, num_rows_there(places, receiver))[:, None] & is_slot
+        is_sent = is_below(rows, num_rows_there(targets, receiver))[:, None] & is_slot
         local = ids - receiver * experts_per_rank
         is_here = (local >= 0) & (local < experts_per_rank)
         to = rows.to(tl.int64)[:, None] * num_topk + slots[None, :]
-        ids_there = tl.load(places + PLACE_WORDS * receiver + 2).to(tl.pointer_type(tl.int64))
-        weights_there = tl.load(places + PLACE_WORDS * receiver + 3).to(tl.pointer_type(tl.float32))
+        ids_there = tl.load(targets + TARGET_WORDS * receiver + 2).to(tl.pointer_type(tl.int64))
+        weights_there = tl.load(targets + TARGET_WORDS * receiver + 3).to(tl.pointer_type(tl.float32))
         tl.store(ids_there + to, tl.where(is_here, local, -1), mask=is_sent)
         tl.store(weights_there + to, tl.where(is_here, weights, 0.0), mask=is_sent)
 
 
 @triton.jit(do_not_specialize=["num_result_rows", "num_topk"])
 def unpack_window(
-    places,
+    targets,
     state,
     rank,
     source,
@@ -237,7 +239,7 @@ def unpack_window(
     # Of a call that went wrong nothing has arrived: whoever reads its ids finds no expert in them.
     num_rows = tl.where(tl.load(state + OUTCOME) == 0, tl.load(state + NUM_ROWS), 0)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    sources = tl.load(places + PLACE_WORDS * rank + 1)
+    sources = tl.load(targets + TARGET_WORDS * rank + 1)
     is_row = (offsets < num_rows) & (offsets < num_result_rows)
     in_window = is_row & (sources != 0)
     there = tl.load(sources.to(tl.pointer_type(tl.int32)) + offsets, mask=in_window, other=0, volatile=True)

@@ -1,0 +1,337 @@
+"""What a mode asks of a device: data that both know, and the operations of a backend as protocols.
+
+A mode is a sequence of operations. Every operation enqueues: on CUDA onto a stream, on the CPU onto the queue
+of the call. The host waits only in `NormalCall.totals`, in `NormalCall.grow`, and at the end of a synchronous
+call on the CPU. An operation says what happens, not how many kernels it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from anyep.calls import Array, Call, Phase, Stall
+from anyep.errors import AnyEPError
+from anyep.events import EventHandle, EventOverlap
+from anyep.layout import SOURCE_INDEX_BYTES, ControlBlock, Window, window_of
+from anyep.sizes import Config, TokenLayout, token_layout
+
+T = TypeVar("T")
+MIN_WINDOW_BYTES: Final = 128
+
+
+# Data
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a dispatch sends: rows, perhaps with scales, perhaps with top-k ids and weights."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None = None
+    topk_idx: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    source_bytes: int = SOURCE_INDEX_BYTES
+    """What is kept about the origin of each received row."""
+    num_tokens: int = field(init=False)
+    token: TokenLayout = field(init=False)
+
+    def __post_init__(self) -> None:
+        # At once, since every call needs them: a cached property takes a lock.
+        num_tokens, hidden = self.x.shape
+        num_scales = self.scales.shape[1] if self.scales is not None else 0
+        num_topk = self.topk_idx.shape[1] if self.topk_idx is not None else 0
+        token = token_layout(hidden * self.x.element_size(), num_scales, num_topk)
+        object.__setattr__(self, "num_tokens", num_tokens)
+        object.__setattr__(self, "token", token)
+
+    def window(self, num_rows: int) -> Window:
+        """The window of a receiver that gets so many rows."""
+        token = self.token
+        return window_of(num_rows, token.hidden_bytes, token.num_topk, token.num_scales, self.source_bytes)
+
+    def window_bytes(self, num_rows: int) -> int:
+        """The bytes to take for that window."""
+        return max(self.window(num_rows).num_bytes, MIN_WINDOW_BYTES)
+
+    @property
+    def bytes_per_row(self) -> Array:
+        """Of each part of a window; not to be changed."""
+        return _bytes_per_row(self.token, self.source_bytes)
+
+
+@lru_cache(maxsize=64)
+def _bytes_per_row(token: TokenLayout, source_bytes: int) -> Array:
+    window = window_of(1, token.hidden_bytes, token.num_topk, token.num_scales, source_bytes)
+    return np.array(window.sizes, np.int64)
+
+
+class Routing(Protocol):
+    """What a dispatch found out about who sends what to whom; a backend has a type of its own."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that this rank sent."""
+
+    @property
+    def num_recv_rows(self) -> int:
+        """Rows that the results have room for."""
+
+    @property
+    def num_channels(self) -> int: ...
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The handle that users keep."""
+
+
+class TokenCounts(Protocol):
+    """Where the tokens of a dispatch go, as the user counted them; a backend has a type of its own."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+
+class Results(NamedTuple):
+    """The tensors that a dispatch fills; `source` is what is known about the origin of each row."""
+
+    x: torch.Tensor
+    source: Any
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    scales: torch.Tensor | None
+    window: int = -1
+    """The offset of the window that x lies in; -1 if it lies elsewhere."""
+
+
+class Totals(NamedTuple):
+    """What the notify messages of a dispatch say about this rank."""
+
+    num_rows: int
+    tokens_per_expert: list[int]
+    window: int
+    """The window that was taken for the rows; -1 if none of the offered ones is large enough."""
+    may_grow: bool
+    """Whether all hosts wait for their totals and some rank has no window: they can add windows together."""
+
+
+class CombineInput(NamedTuple):
+    """What a combine sums: the experts' rows, perhaps weights, their routing, and what the sums start
+    from."""
+
+    x: torch.Tensor
+    routing: Any
+    topk_weights: torch.Tensor | None
+    biases: tuple[torch.Tensor, ...]
+    config: Config
+
+    @property
+    def token(self) -> TokenLayout:
+        num_topk = self.topk_weights.shape[1] if self.topk_weights is not None else 0
+        return token_layout(self.x.shape[1] * self.x.element_size(), 0, num_topk)
+
+
+class DispatchLayout(NamedTuple):
+    """How many tokens go to each rank, node (None on one node) and expert, and which token goes where."""
+
+    tokens_per_rank: torch.Tensor
+    tokens_per_node: torch.Tensor | None
+    tokens_per_expert: torch.Tensor
+    in_rank: torch.Tensor
+    event: EventHandle | None
+
+
+# What a backend needs of the layers above it
+
+
+class Control(Protocol):
+    """The part of the control plane that operations use."""
+
+    rank: int
+    num_ranks: int
+    num_spins: int
+    timeout_s: float
+    headers: Array
+    sleepers: Array
+    doorbells: Array
+    wake_ups: Array
+    regions: list[int]
+
+    def peer_counters(self, block: ControlBlock, slot_set: int = 0) -> Array: ...
+    def own_counters(self, block: ControlBlock, slot_set: int = 0) -> Array: ...
+    def counters_at(self, ranks: Sequence[int], block: ControlBlock, writer: int) -> Array: ...
+    def enter(self, call: Call, phase: Phase) -> None: ...
+    def end(self, call: Call) -> None: ...
+    def guarded(self, call: Call, work: Callable[[], T]) -> T: ...
+    def refuse(self, call: Call, error: AnyEPError) -> None: ...
+    def exchange(
+        self,
+        call: Call,
+        header: Array,
+        counts: tuple[Array, Array, Array] | None = None,
+        annex: Callable[[], Mapping[int, Sequence[tuple[int, int]]]] = ...,
+    ) -> Array: ...
+    def read_counts(self, call: Call, matrix: Array, by_channel: Array, by_expert: Array) -> None: ...
+    def signal(self, counters: Array, topic: int, value: int, wake_ups: Array | None = None) -> None: ...
+    def wait_for_counters(
+        self,
+        call: Call,
+        phase: Phase,
+        counters: Array,
+        topic: int,
+        what: str,
+        ranks: Sequence[int] | None = None,
+        expected: int | None = None,
+    ) -> None: ...
+    def wait_until(
+        self,
+        call: Call,
+        step: Callable[[int], int],
+        stalled: Callable[[], Stall],
+        progress: Callable[[], int] = ...,
+    ) -> None: ...
+    def poll_until_done(self, look: Callable[[], tuple[int, bool]]) -> int: ...
+
+
+class Windows(Protocol):
+    """The windows of this rank: memory that peers write to and read from, lent to result tensors."""
+
+    def offers(self, most: int) -> list[tuple[int, int]]:
+        """Free windows as (offset, bytes), at most so many."""
+
+    def allocate(self, num_bytes: int) -> int | None:
+        """The offset of a window; None where there is no room."""
+
+    def free(self, offset: int) -> None: ...
+
+
+# Operations
+
+
+class NormalCall(Protocol):
+    """The operations of one normal-mode call, in the order of the call."""
+
+    def prepare_to_wait(self) -> None:
+        """Called first in a call that uses `totals`; raises where the host cannot wait."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result."""
+
+    def new_routing(self, payload: Payload, counts: Any, config: Config) -> Any:
+        """A routing that `notify` fills, without room for received rows yet."""
+
+    def with_rows(self, routing: Any, num_rows: int, is_counted: bool) -> Any:
+        """The routing with room for what is kept of each row: as many as were counted, or as the user
+        said."""
+
+    def new_results(self, payload: Payload, routing: Any, window: int) -> Results:
+        """The tensors that a dispatch fills, x in the window at `window`, or (-1) elsewhere."""
+
+    def begin(self) -> None:
+        """What follows happens after the previous event, or after what the caller did before."""
+
+    def notify(
+        self, header: Array, payload: Payload, counts: Any, config: Config, routing: Any, host_waits: bool
+    ) -> None:
+        """Exchange notify messages with counts, fill the routing, and choose a window for each receiver.
+
+        If the host waits for the totals, a backend may send rows before the host knows them.
+        """
+
+    def notify_by_handle(self, header: Array, payload: Payload | None, routing: Any) -> None:
+        """Exchange short messages: all ranks must have handles of one dispatch. With a payload, choose
+        windows for its rows; without, find where each rank's rows for a combine lie."""
+
+    def totals(self, header: Array, payload: Payload) -> Totals:
+        """Wait for what the messages say about this rank's rows."""
+
+    def grow(self, payload: Payload, totals: Totals) -> int:
+        """Add windows together with all ranks, if that is allowed; this rank's window."""
+
+    def send_rows(
+        self,
+        payload: Payload,
+        routing: Any,
+        results: Results,
+        config: Config,
+        experts_per_rank: int,
+        is_new: bool,
+    ) -> None:
+        """Send the rows: into the receiver's window, or through its rings. `is_new`: not along a handle."""
+
+    def stage(self, combined: CombineInput, header: Array) -> None:
+        """Let peers read the rows and weights: where they are, if that is a window, else in a copy."""
+
+    def reduce(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+        """Sum each token's rows at its source: in float32, in rank order, rounded once."""
+
+    def barrier(self, phase: Phase) -> None:
+        """Go on when every rank's rows have arrived (RECEIVE), or when every reader has read
+        (ACKNOWLEDGE)."""
+
+    def unpack(self, payload: Payload, routing: Any, results: Results, is_new: bool, pads: bool) -> None:
+        """Take out of the window what is beside the rows; with `pads`, mark the rows that are not in use."""
+
+    def end(self, *used: torch.Tensor | None) -> EventHandle | None:
+        """All of the call is enqueued. `used` are tensors that must live until the call is over."""
+
+
+class NormalOps(Protocol):
+    """Normal mode on one device."""
+
+    @property
+    def source_bytes(self) -> int:
+        """What is kept about the origin of each received row."""
+
+    @property
+    def windows(self) -> Windows: ...
+
+    def before(self, run_async: bool) -> None:
+        """Look for an error of an earlier asynchronous call."""
+
+    def raise_earlier(self, checks_ids: bool = False) -> None:
+        """Raise the error of an earlier call that the host did not wait for; at the end of a call."""
+
+    def wait_until_readable(self, previous: EventOverlap | None) -> None:
+        """Wait until the host may read what a caller passed, if it has to."""
+
+    def default_config(self, config: Config) -> Config:
+        """The tuned config, as far as this device allows it."""
+
+    def check_config(self, config: Config) -> None:
+        """Warn where the device cannot do what a config asks for."""
+
+    def aligned_payload(self, payload: Payload) -> Payload:
+        """The payload with rows that begin where the device can read them."""
+
+    def aligned_input(self, combined: CombineInput) -> CombineInput:
+        """The same for a combine."""
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, previous: EventOverlap | None, run_async: bool
+    ) -> DispatchLayout: ...
+
+    def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> Any:
+        """The routing of a user's handle; `last` is the last handle that a dispatch returned, and its
+        routing."""
+
+    def counts_of(
+        self,
+        payload: Payload,
+        in_rank: torch.Tensor,
+        per_rank: torch.Tensor,
+        per_node: Any,
+        per_expert: torch.Tensor,
+        num_channels: int,
+    ) -> Any:
+        """Where the tokens go; counts that contradict each other are refused, here or by a kernel."""
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        """Tell the peers that this rank's call was wrong."""
+
+    def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> NormalCall:
+        """The operations of a call."""

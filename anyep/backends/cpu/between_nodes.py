@@ -1,0 +1,529 @@
+"""Rows between nodes: through rings to a relay on each node, and from there by window or ring to its ranks.
+
+The plan (`anyep.relay`) says who relays what. Between virtual nodes on one machine, rows and counters are
+written right into the memory of the relay; between hosts, where an engine takes them from: a proxy forwards
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from anyep.backends import cpu
+from anyep.backends.base import CombineInput, Payload, Results
+from anyep.backends.cpu.relay_routing import RelayRouting, checked, difference_between, relay_routing_of
+from anyep.backends.cpu.rows import (
+    DTYPE_CODES,
+    WORTH_STREAMING_BYTES,
+    CpuCounts,
+    Decision,
+    NotifyCounts,
+    RowMover,
+    TokenPlaces,
+    addresses_beside,
+    first_tokens,
+    row_arguments,
+)
+from anyep.calls import Array, Call, Phase, Stall
+from anyep.errors import InvalidCall
+from anyep.headers import WEIGHTS_OFFSET, X_OFFSET
+from anyep.layout import (
+    NUM_MAILBOXES,
+    NUM_RING_LAYERS,
+    RECV_BASE,
+    RECV_HEAD,
+    RECV_ROWS,
+    RECV_TAIL,
+    SEND_BASE,
+    SEND_HEAD,
+    SEND_ROWS,
+    SEND_TAIL,
+    ControlBlock,
+    RingArea,
+)
+from anyep.relay import RelayPlan, RelayWork
+from anyep.rings import MAX_KNOWN_AREAS, NetworkRings, part_offsets
+from anyep.sizes import SOURCE_META_BYTES, Config, TokenLayout
+
+ROUNDS_AT_ONCE: Final = 32
+NO_ROWS: Final = np.zeros((0, SOURCE_META_BYTES), np.uint8)
+
+
+class Proxy(Protocol):
+    """Forwards the contents of a call's rings to other hosts."""
+
+    def forward(self) -> None: ...
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent in normal mode: rows and bytes, within its node and to other nodes."""
+
+    rows_within_node: int = 0
+    bytes_within_node: int = 0
+    rows_between_nodes: int = 0
+    bytes_between_nodes: int = 0
+
+
+class BetweenNodes:
+    """The way of rows where some ranks are on other nodes; `remote` are the ranks on other hosts."""
+
+    source_bytes = SOURCE_META_BYTES
+
+    def __init__(
+        self,
+        mover: RowMover,
+        plan: RelayPlan,
+        remote: Sequence[int] = (),
+        new_proxy: Callable[[Mapping[int, int], CallRings], Proxy] | None = None,
+    ) -> None:
+        assert mover.rings.network is not None
+        self.traffic = Traffic()
+        self._network: NetworkRings = mover.rings.network
+        self._mover = mover
+        self._plan = plan
+        self._topology = plan.topology
+        self._rank, self._num_ranks = mover.rank, mover.num_ranks
+        self._remote = list(remote)
+        self._remote_relays = {node: relay for node, relay in enumerate(plan.relays) if relay in remote}
+        self._new_proxy = new_proxy
+        self._known_layers: dict[RingArea, Array] = {}
+
+    # Counts and handles
+
+    def new_node_counts(self) -> torch.Tensor | None:
+        """Where to count the tokens that go to each node."""
+        return torch.empty(self._topology.num_nodes, dtype=torch.int32, device="cpu")
+
+    def count_nodes(self, in_rank: torch.Tensor, counts: torch.Tensor) -> None:
+        """Count the tokens that go to each node, each once."""
+        by_channel, _ = self._place_in_nodes(in_rank.numpy(), 1)
+        counts.numpy()[:] = by_channel[:, 0]
+
+    def with_nodes(self, counts: CpuCounts, per_node: Any) -> CpuCounts:
+        """The counts with those by node; a user's counts per node that contradict the mask are refused."""
+        places = counts.places
+        by_channel, numbers = self._place_in_nodes(places.in_rank, places.by_channel.shape[1])
+        _check_node_counts(per_node, by_channel.sum(axis=1))
+        return CpuCounts(
+            places._replace(by_node_channel=by_channel, send_rdma_head=numbers), counts.by_expert
+        )
+
+    def _place_in_nodes(self, in_rank: Array, num_channels: int) -> tuple[Array, Array]:
+        """[node, channel]: the tokens that go to a node; [token, node]: their numbers among them, or -1."""
+        num_nodes = self._topology.num_nodes
+        by_channel = np.empty((num_nodes, num_channels), np.int32)
+        numbers = np.empty((len(in_rank), num_nodes), np.int32)
+        cpu.place_in_nodes(in_rank, self._topology.ranks_per_node, by_channel, numbers)
+        return by_channel, numbers
+
+    def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> RelayRouting:
+        """The routing of a handle; the very tuple that the last dispatch returned needs no unpacking."""
+        is_last = last is not None and handle is last[0]
+        routing = last[1] if last is not None and is_last else relay_routing_of(handle, self._topology)
+        return checked(routing, self._topology, self._rank)
+
+    def new_routing(self, places: TokenPlaces) -> RelayRouting:
+        assert places.by_node_channel is not None
+        assert places.send_rdma_head is not None
+        ranks, channels = places.by_channel.shape
+        nodes = self._topology.num_nodes
+        return RelayRouting(
+            # The user may change the mask afterwards; the handle keeps a copy.
+            places.in_rank.copy(),
+            np.cumsum(places.by_node_channel, axis=1, dtype=np.int32),
+            np.cumsum(places.by_channel, axis=1, dtype=np.int32),
+            np.empty((nodes, channels), np.int32),
+            np.empty(nodes, np.int32),
+            np.empty((ranks, channels), np.int32),
+            np.empty(ranks, np.int32),
+            NO_ROWS,
+            places.send_rdma_head,
+            np.empty((0, self._topology.ranks_per_node), np.int32),
+        )
+
+    def with_rows(self, routing: RelayRouting, num_rows: int, is_counted: bool) -> RelayRouting:
+        """Room for received rows and for relayed ones: as many as came, or as are received at most."""
+        num_relayed = routing.num_relayed if is_counted else num_rows
+        return routing._replace(
+            recv_src_meta=np.zeros((num_rows, SOURCE_META_BYTES), np.uint8),
+            send_nvl_head=np.full((num_relayed, self._topology.ranks_per_node), -1, np.int32),
+        )
+
+    def difference_between(self, digests: Array) -> str:
+        return difference_between(digests, self._topology)
+
+    # Notify
+
+    def notify(self, call: Call, header: Array, counts: CpuCounts, routing: RelayRouting) -> NotifyCounts:
+        """Exchange notify messages, and fill the routing with what they say."""
+        places, control = counts.places, self._mover.control
+        assert places.by_node_channel is not None
+        ranks, nodes = self._num_ranks, self._topology.num_nodes
+        channels = places.by_channel.shape[1]
+        by_rank_and_node = np.concatenate(
+            [places.by_rank, places.by_node_channel.sum(axis=1, dtype=np.int32)]
+        )
+        matrix = np.empty((ranks, ranks + nodes), np.int32)
+        by_channel = np.empty((ranks, channels), np.int32)
+        by_expert = np.empty(counts.num_experts // ranks, np.int64)
+        headers = control.exchange(
+            call,
+            header,
+            (by_rank_and_node, places.by_channel, counts.by_expert),
+            lambda: self._write_counts(call, places),
+        )
+        control.read_counts(call, matrix, by_channel, by_expert)
+        self._plan.check_room(headers, matrix[:, ranks:])
+        relayed = self._read_counts(call, channels)
+        routing.recv_rdma_channel_prefix_matrix[:] = np.cumsum(relayed[:, -1], axis=1)
+        routing.recv_rdma_rank_prefix_sum[:] = np.cumsum(relayed[:, -1].sum(axis=1))
+        routing.recv_gbl_channel_prefix_matrix[:] = np.cumsum(by_channel, axis=1) - by_channel
+        routing.recv_gbl_rank_prefix_sum[:] = np.cumsum(matrix[:, self._rank])
+        return NotifyCounts(np.ascontiguousarray(matrix[:, :ranks]), by_channel, by_expert, relayed)
+
+    def _write_counts(self, call: Call, places: TokenPlaces) -> dict[int, list[tuple[int, int]]]:
+        """Tell every relay how many rows each channel has for each rank of its node, and how many tokens."""
+        assert places.by_node_channel is not None
+        block, plan = self._mover.region.blocks.network_counts, self._plan
+        per_node, channels = self._topology.ranks_per_node, places.by_channel.shape[1]
+        offset = block.offset(plan.node, call.number % NUM_MAILBOXES)
+        for node, relay in enumerate(plan.relays):
+            counts = self._mover.heaps[relay].array(offset, (per_node + 1) * channels, np.int32)
+            counts = counts.reshape(per_node + 1, channels)
+            counts[:per_node] = places.by_channel[node * per_node : (node + 1) * per_node]
+            counts[per_node] = places.by_node_channel[node]
+        return {relay: [(offset, 4 * (per_node + 1) * channels)] for relay in plan.relays}
+
+    def _read_counts(self, call: Call, channels: int) -> Array:
+        """[node, rank of this node, channel]: the rows that this rank relays; then the tokens."""
+        block, own_heap = self._mover.region.blocks.network_counts, self._mover.heaps[self._rank]
+        rows = self._topology.ranks_per_node + 1
+        return np.stack(
+            [
+                own_heap.array(
+                    block.offset(node, call.number % NUM_MAILBOXES), rows * channels, np.int32
+                ).reshape(rows, channels)
+                for node in range(self._topology.num_nodes)
+            ]
+        )
+
+    # Dispatch
+
+    def send_rows(
+        self,
+        call: Call,
+        payload: Payload,
+        routing: RelayRouting,
+        results: Results,
+        decision: Decision,
+        config: Config,
+        experts_per_rank: int,
+        is_new: bool,
+    ) -> None:
+        """Send the rows: between nodes through rings, within this one by window or through rings."""
+        mover, plan = self._mover, self._plan
+        here = list(mover.node_ranks)
+        in_window = decision.offsets[here] >= 0
+        mine = bool(in_window[plan.index])
+        token, channels = payload.token, config.num_channels
+        rings = self._rings(config, token, ~in_window, np.full(len(here), not mine))
+        lanes = routing.lanes(self._topology)
+        cursor = first_tokens(payload.num_tokens, channels)
+        results_at = [results.x.data_ptr(), results.source.ctypes.data, *addresses_beside(results)]
+        next_rows = np.zeros((0, 0, 0), np.int64)
+        if is_new:
+            next_rows = plan.next_rows(decision.counts.matrix, decision.counts.relayed)
+        arguments = (
+            np.repeat(cursor[:, None], self._topology.num_nodes, axis=1),
+            *rings.counts(),
+            lanes.relayed,
+            np.ascontiguousarray(lanes.num_rows.sum(axis=2).T.astype(np.int32)),
+            lanes.first_relayed,
+            next_rows,
+            lanes.first_row,
+            routing.is_token_in_rank,
+            routing.send_rdma_head,
+            routing.send_nvl_head,
+            int(is_new),
+            np.ascontiguousarray(decision.targets[here]),
+            np.array(results_at, np.int64),
+            part_offsets(token),
+            *row_arguments(payload, experts_per_rank),
+        )
+        streaming = int(decision.num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
+        sent, to_relay = routing.rdma_channel_prefix_matrix[:, -1], lanes.relayed.sum(axis=1)
+        to_take = lanes.num_rows.sum(axis=(0, 2)) if not mine else np.zeros(len(here), np.int64)
+        # In a new handle the kernel is about to write which rows go where; the messages say how many.
+        relayed_to = decision.counts.relayed[:, : len(here)].sum(axis=(0, 2)) if is_new else lanes.relayed_to
+        self._run(
+            call,
+            cpu.dispatch_between_nodes,
+            rings,
+            config,
+            arguments,
+            streaming,
+            RelayWork(sent, to_relay, relayed_to * ~in_window, to_take),
+        )
+        if in_window.any():
+            mover.signal_arrival(call)
+        self._count_traffic(rings, token, int(relayed_to.sum()))
+
+    # Combine
+
+    def reduce(
+        self,
+        call: Call,
+        combined: CombineInput,
+        headers: Array,
+        out: torch.Tensor,
+        out_weights: torch.Tensor,
+    ) -> None:
+        """Sum each token's rows: within a node at the relay, then at the source."""
+        mover, plan = self._mover, self._plan
+        x, routing, topk_weights, biases, config = combined
+        here, token, hidden = list(mover.node_ranks), combined.token, x.shape[1]
+        in_window = headers[here, X_OFFSET] >= 0
+        bases = mover.window_bases[here]
+        x_of = np.where(in_window, bases + headers[here, X_OFFSET], 0)
+        weights_of = np.where(in_window, bases + headers[here, WEIGHTS_OFFSET], 0)
+        mine = bool(in_window[plan.index])
+        rings = self._rings(config, token, np.full(len(here), not mine), ~in_window)
+        lanes = routing.lanes(self._topology)
+        before = np.zeros((*lanes.num_rows.shape[:2], self._topology.num_nodes + 1), np.int64)
+        np.cumsum(lanes.num_rows, axis=2, out=before[:, :, 1:])
+        own_relayed = np.concatenate([np.zeros(1, np.int64), routing.recv_rdma_rank_prefix_sum])[plan.node]
+        bias_addresses = [bias.data_ptr() for bias in biases] + [0] * (2 - len(biases))
+        arguments = (
+            first_tokens(routing.num_tokens, config.num_channels),
+            *rings.counts(),
+            lanes.relayed,
+            lanes.first_row,
+            before,
+            lanes.first_relayed,
+            np.array([own_relayed], np.int64),
+            routing.send_rdma_head,
+            routing.send_nvl_head,
+            x_of,
+            weights_of,
+            x.data_ptr(),
+            topk_weights.data_ptr() if topk_weights is not None else 0,
+            part_offsets(token),
+            out.data_ptr(),
+            *bias_addresses,
+            hidden,
+            token.hidden_bytes,
+            DTYPE_CODES[x.dtype],
+            out_weights.numpy(),
+        )
+        streaming = int(x.shape[0] * token.hidden_bytes >= WORTH_STREAMING_BYTES)
+        to_push = before[:, :, -1].sum(axis=0) if not mine else np.zeros(len(here), np.int64)
+        self._run(
+            call,
+            cpu.combine_between_nodes,
+            rings,
+            config,
+            arguments,
+            streaming,
+            RelayWork(
+                lanes.relayed.sum(axis=1),
+                routing.rdma_channel_prefix_matrix[:, -1],
+                to_push,
+                lanes.relayed_to * ~in_window,
+            ),
+        )
+        self._count_traffic(rings, token, int(lanes.relayed_to.sum()))
+
+    # Rings
+
+    def _rings(self, config: Config, token: TokenLayout, send_to: Array, receive_from: Array) -> CallRings:
+        """The rings of a call that begins: between nodes, and to and from some ranks of this node."""
+        plan, blocks = self._plan, self._mover.region.blocks
+        area = self._network.area_for(config, token)
+        nvl_area = self._mover.rings.node.area_for(config, token)
+        net = self._layers(area, plan.relays, plan.node, blocks.network_tail, blocks.network_head)
+        nvl = self._layers(nvl_area, self._mover.node_ranks, plan.index, blocks.ring_tail, blocks.ring_head)
+        nvl[SEND_ROWS] *= send_to
+        nvl[RECV_ROWS] *= receive_from
+        return CallRings(area, nvl_area, net, nvl)
+
+    def _layers(
+        self, area: RingArea, ranks: Sequence[int], own: int, tail: ControlBlock, head: ControlBlock
+    ) -> Array:
+        """[layer, channel, peer]: addresses of rows, tails and heads, and where the counters are now."""
+        known = self._known_layers.get(area)
+        if known is None:
+            if len(self._known_layers) >= MAX_KNOWN_AREAS:
+                self._known_layers.clear()
+            known = self._new_layers(area, ranks, own, tail, head)
+            for index in np.flatnonzero(np.isin(ranks, self._remote)).tolist():
+                # Rows for other hosts are put together here, in the other half of the RDMA bytes.
+                known[SEND_ROWS, :, index] = known[RECV_ROWS, :, index] + self._network.half_bytes
+            self._known_layers[area] = known
+        layers = known.copy()
+        # This rank alone advances the tail where it sends and the head where it receives.
+        cpu.read_counters(layers[SEND_TAIL], layers[SEND_BASE])
+        cpu.read_counters(layers[RECV_HEAD], layers[RECV_BASE])
+        return layers
+
+    def _new_layers(
+        self, area: RingArea, ranks: Sequence[int], own: int, tail: ControlBlock, head: ControlBlock
+    ) -> Array:
+        """The same, without counters."""
+        channels = np.arange(area.num_channels, dtype=np.int64)[:, None]
+        peers = np.arange(area.num_peers, dtype=np.int64)[None, :]
+        addresses = self._mover.heap_addresses
+        heaps, here = addresses[list(ranks)][None, :], addresses[self._rank]
+        layers = np.zeros((NUM_RING_LAYERS, area.num_channels, area.num_peers), np.int64)
+        layers[SEND_ROWS] = heaps + area.start + (channels * area.num_peers + own) * area.ring_bytes
+        layers[SEND_TAIL] = heaps + tail.start + own * tail.stride + 8 * channels
+        layers[SEND_HEAD] = here + head.start + peers * head.stride + 8 * channels
+        layers[RECV_ROWS] = here + area.start + (channels * area.num_peers + peers) * area.ring_bytes
+        layers[RECV_TAIL] = here + tail.start + peers * tail.stride + 8 * channels
+        layers[RECV_HEAD] = heaps + head.start + own * head.stride + 8 * channels
+        return layers
+
+    def _run(
+        self,
+        call: Call,
+        kernel: Callable[..., int],
+        rings: CallRings,
+        config: Config,
+        arguments: tuple[Any, ...],
+        streaming: int,
+        work: RelayWork,
+    ) -> None:
+        """Send, relay and receive until all is done, the channels shared among the team's threads."""
+        control, plan, team = self._mover.control, self._plan, self._mover.team
+        control.enter(call, Phase.RINGS)
+        limits = np.array(
+            [
+                rings.net_area.num_rows,
+                config.num_max_rdma_chunked_send_tokens,
+                rings.nvl_area.num_rows,
+                config.num_max_nvl_chunked_send_tokens,
+            ],
+            np.int64,
+        )
+        before = (config.num_channels, plan.node, plan.index, rings.net, rings.nvl, limits, *arguments)
+        after = (control.sleepers, control.doorbells, streaming)
+        unfinished: list[int] = []
+
+        def all_channels(num_spins: int, max_polls: int = cpu.MAX_POLLS) -> int:
+            unfinished.clear()
+            team.run(
+                lambda first, end: unfinished.append(
+                    kernel(first, end, *before, num_spins, max_polls, *after)
+                ),
+                config.num_channels,
+            )
+            return sum(unfinished)
+
+        step: Callable[[int], int] = all_channels
+        if self._new_proxy is not None:
+            proxy = self._new_proxy(self._remote_relays, rings)
+
+            def do_some() -> tuple[int, bool]:
+                """A little at a time, so that the network has something to do meanwhile."""
+                done = rings.progress()
+                num_left = all_channels(0, -ROUNDS_AT_ONCE)
+                proxy.forward()
+                return num_left, rings.progress() != done
+
+            def step_and_forward(num_spins: int) -> int:
+                return control.poll_until_done(do_some)
+
+            step = step_and_forward
+
+        control.wait_until(
+            call,
+            step,
+            lambda: rings.stall(work, plan.relays, self._mover.node_ranks, plan.node),
+            rings.progress,
+        )
+
+    def _count_traffic(self, rings: CallRings, token: TokenLayout, rows_within_node: int) -> None:
+        """What went over the network is what was put into its rings."""
+        between = int(rings.net_sent.sum())
+        self.traffic.rows_between_nodes += between
+        self.traffic.bytes_between_nodes += between * token.token_bytes
+        self.traffic.rows_within_node += rows_within_node
+        self.traffic.bytes_within_node += rows_within_node * token.hidden_bytes
+
+
+class CallRings:
+    """The rings of one call, and how far it has come."""
+
+    def __init__(self, net_area: RingArea, nvl_area: RingArea, net: Array, nvl: Array) -> None:
+        self.net_area, self.nvl_area = net_area, nvl_area
+        self.net, self.nvl = net, nvl
+        self.net_sent = np.zeros(net.shape[1:], np.int64)
+        self.net_taken = np.zeros(net.shape[1:], np.int64)
+        self.nvl_sent = np.zeros(nvl.shape[1:], np.int64)
+        self.nvl_taken = np.zeros(nvl.shape[1:], np.int64)
+
+    def counts(self) -> tuple[Array, ...]:
+        return self.net_sent, self.net_taken, self.nvl_sent, self.nvl_taken
+
+    def progress(self) -> int:
+        return int(sum(count.sum() for count in self.counts()))
+
+    def stall(
+        self, work: RelayWork, relays: Sequence[int], node_ranks: Sequence[int], own_node: int
+    ) -> Stall:
+        """Whose rows are still to come, and whose rings are full; first what the call really waits for.
+
+        A peer with rows in a ring here that cannot be taken yet is not to blame: something else is full.
+        """
+        to_nodes, from_nodes = work.to_nodes.copy(), work.from_nodes.copy()
+        to_nodes[own_node] = from_nodes[own_node] = 0
+        blocking: list[Stall] = []
+        owing: list[Stall] = []
+        for what, layers, counts, expected, ranks in (
+            ("rows", self.net, self.net_taken, from_nodes, relays),
+            ("rows", self.nvl, self.nvl_taken, work.from_ranks, node_ranks),
+            ("room in its network ring", self.net, self.net_sent, to_nodes, relays),
+            ("room in its ring", self.nvl, self.nvl_sent, work.to_ranks, node_ranks),
+        ):
+            counters = np.empty_like(counts)
+            done = counts.sum(axis=0)
+            if what == "rows":
+                cpu.read_counters(layers[RECV_TAIL], counters)
+                arrived = counters - layers[RECV_BASE]
+                is_owing = arrived.sum(axis=0) < expected
+                is_blocking = (arrived <= counts).all(axis=0)
+            else:
+                cpu.read_counters(layers[SEND_HEAD], counters)
+                num_rows = (self.net_area if layers is self.net else self.nvl_area).num_rows
+                is_full = counts - (counters - layers[SEND_BASE]) >= num_rows
+                is_owing = is_blocking = (done < expected) & is_full.any(axis=0)
+            for index in np.flatnonzero(is_owing).tolist():
+                channel = int(counts[:, index].argmin())
+                stall = Stall([int(ranks[index])], what, int(done[index]), int(expected[index]), channel)
+                (blocking if is_blocking[index] else owing).append(stall)
+        other_node = next(rank for rank in relays if rank not in node_ranks)
+        stall, *also = [*blocking, *owing] or [Stall([other_node], "rows", 0, 0)]
+        return stall._replace(also=also)
+
+
+def _check_node_counts(per_node: Any, right: Array) -> None:
+    """Refuse a user's counts per node that the mask contradicts; they may be left out."""
+    if per_node is None:
+        return
+    is_tensor = isinstance(per_node, torch.Tensor) and per_node.is_cpu
+    if not is_tensor or per_node.dtype != torch.int32:
+        raise InvalidCall("num_tokens_per_rdma_rank must be the int32 tensor of get_dispatch_layout")
+    if tuple(per_node.shape) != right.shape:
+        raise InvalidCall(
+            f"num_tokens_per_rdma_rank has shape {list(per_node.shape)}: it must be [{len(right)}]"
+        )
+    for node in np.flatnonzero(per_node.numpy() != right).tolist():
+        raise InvalidCall(
+            f"num_tokens_per_rdma_rank says {int(per_node[node])} for node {node}, but"
+            f" is_token_in_rank marks {right[node]}: pass both from one get_dispatch_layout"
+        )

@@ -1,0 +1,321 @@
+"""One rank's side of the control plane in the memory of the GPUs: tables that kernels read, notify, barrier.
+
+Notify messages, flags and call numbers lie in the GPUs' heaps, and only kernels touch them. A kernel that has
+waited for a while also reads the host's control region, where the host says whether a rank is gone: no other
+kernel could tell it while the caller's stream waits for this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from anyep.backends.base import Control
+from anyep.backends.cuda import constants
+from anyep.backends.cuda.kernels import notify as kernels
+from anyep.backends.cuda.launch import Launcher
+from anyep.backends.cuda.pinned import Headers
+from anyep.backends.cuda.tiles import block_of
+from anyep.calls import Array
+from anyep.headers import NUM_WORDS, Field, signature
+from anyep.layout import NUM_MAX_CHANNELS, ControlRegion
+from anyep.sizes import NUM_MAX_LOCAL_EXPERTS
+
+SPIN_S: Final = 200e-6
+NAP_S: Final = 50e-6
+LOOK_S: Final = 0.2
+NUM_ADDRESSES: Final = 5
+HOST_ABORT: Final = 8
+"""Bytes after the abort flag: in the host's region the host's own flag for kernels, in the heap its
+address."""
+KIND: Final = int(Field.KIND)
+log = logging.getLogger("anyep")
+
+
+class DeviceControl:
+    """The tables of one rank. `heap` is its own, connected, with a control region of zeros."""
+
+    def __init__(self, gpu: Any, control: Control, region: ControlRegion, heap: Any) -> None:
+        self.gpu = gpu
+        self.control = control
+        self.region = region
+        self.rank, self.num_ranks = control.rank, control.num_ranks
+        self.rank_block = block_of(self.num_ranks)
+        self.heap = heap
+        self.heaps = gpu.table(self.heap.addresses)
+        self.state = gpu.table([0] * constants.NUM_STATES)
+        self.targets = gpu.table([0] * (constants.TARGET_WORDS * self.num_ranks))
+        """Where each rank's results, or its rows for a combine, lie in this call."""
+        self.bases = gpu.table([0] * (constants.MAX_WINDOW_BLOCKS * self.num_ranks))
+        self.report = gpu.words(constants.REPORTED_HEADERS + NUM_WORDS * self.num_ranks)
+        self.totals = gpu.words(constants.TOTAL_BY_EXPERT + NUM_MAX_LOCAL_EXPERTS)
+        self.rows_of = gpu.words(self.num_ranks)
+        """The rows that come to each rank in the last dispatch with counts."""
+        self.headers = Headers(NUM_WORDS, gpu.words, gpu.now)
+        self._addresses = Headers(NUM_ADDRESSES, gpu.words, gpu.now)
+        self.abort = heap.address + region.blocks.abort.start
+        self._own_given_up = heap.tensor(region.blocks.given_up.offset(self.rank), (1,), torch.int64)
+        self._one = gpu.table([1])
+        self.timeout_ns = int(control.timeout_s * 1e9)
+        self._ticket = 0
+        self._blocks = {"NUM_RANKS": self.num_ranks, "RANK_BLOCK": self.rank_block}
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
+        self._exchanges: dict[tuple[bool, bool, tuple[int, int]], Launcher] = {}
+        self._barriers: dict[tuple[int, bool], Launcher] = {}
+        self._totals_address = int(self.totals.ctypes.data)
+        self._rows_of_address = int(self.rows_of.ctypes.data)
+        self._at_host = 0
+        try:
+            self._show_host_to_kernels(control.regions[self.rank])
+            self.constants = gpu.table(self._constants())
+        except BaseException:
+            self.close()
+            raise
+
+    def _show_host_to_kernels(self, region: int) -> None:
+        """Let kernels read this rank's control region in the host's memory, where they can."""
+        if not self.gpu.let_kernels_read(region, self.region.num_bytes):
+            log.warning(
+                "the kernels of rank %d cannot read the host's memory: when a rank is killed, fails, is"
+                " interrupted or destroys its Buffer, they wait until their time is up (ANYEP_TIMEOUT_S)",
+                self.rank,
+            )
+            return
+        self._at_host = region
+        host_abort_at = self.region.blocks.abort.start + HOST_ABORT
+        address = torch.tensor([region + host_abort_at], dtype=torch.int64, device="cpu")
+        self.heap.tensor(host_abort_at, (1,), torch.int64).copy_(address)
+
+    def _constants(self) -> list[int]:
+        region = self.region
+        mailbox, tail = region.blocks.mailbox, region.blocks.ring_tail
+        words = [0] * constants.NUM_CONSTANTS
+        words[constants.RANK] = self.rank
+        words[constants.OWN_HEAP] = self.heap.address
+        words[constants.AT_HOST] = self._at_host
+        words[constants.TIMEOUT_NS] = int(self.control.timeout_s * 1e9)
+        words[constants.ABORT_AT] = region.blocks.abort.start
+        # The heap of a GPU has no use for the block of a rank's status: the host's has it.
+        words[constants.NUMBER_AT] = region.blocks.status.start
+        words[constants.MAILBOX_AT] = mailbox.start
+        words[constants.BOX_STRIDE] = mailbox.offset(0, 1) - mailbox.start
+        words[constants.NOTIFY_STRIDE] = mailbox.stride
+        words[constants.ARRIVED_AT] = region.blocks.arrival.start
+        words[constants.PULLED_AT] = region.blocks.pulled.start
+        words[constants.FLAG_STRIDE] = region.blocks.pulled.stride
+        words[constants.GIVEN_UP_AT] = region.blocks.given_up.start
+        words[constants.REPORT] = int(self.report.ctypes.data)
+        words[constants.TAIL_AT] = tail.start
+        words[constants.HEAD_AT] = region.blocks.ring_head.start
+        words[constants.RING_STRIDE] = tail.stride
+        return words
+
+    def launcher(self, kernel: Any, num_warps: int, **constants: Any) -> Launcher:
+        """The kernel with these compile-time values."""
+        # Triton hashes a kernel by its source.
+        key = (id(kernel), num_warps, *constants.values())
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            launcher = Launcher(kernel, num_warps, constants)
+            self._launchers[key] = launcher
+        return launcher
+
+    def set_window_bases(self, addresses: Sequence[Sequence[int]]) -> None:
+        """Tell the kernels where every rank's blocks of windows lie, by block and rank."""
+        table = np.zeros((self.num_ranks, constants.MAX_WINDOW_BLOCKS), np.int64)
+        for block, by_rank in enumerate(addresses):
+            table[:, block] = by_rank
+        self.bases.copy_(torch.from_numpy(table.reshape(-1)))
+
+    def keep_addresses(self, addresses: Sequence[int]) -> int:
+        """Where a kernel finds some addresses that are too many to be arguments."""
+        return self._addresses.keep(addresses, self.gpu.stream.is_capturing())
+
+    # Notify messages
+
+    def exchange(
+        self, header: Array, kind: int, routing: torch.Tensor, digests: torch.Tensor, is_combine: bool
+    ) -> None:
+        """Notify messages without counts: all ranks go along the same routing."""
+        nothing = self.state
+        self._exchange(header, kind, (routing, digests, *(nothing,) * 5), 0, (0, 0), is_combine, False)
+
+    def exchange_counts(
+        self,
+        header: Array,
+        kind: int,
+        routing: tuple[torch.Tensor, torch.Tensor],
+        topk_idx: torch.Tensor | None,
+        counts: tuple[torch.Tensor, torch.Tensor],
+        prefixes: tuple[torch.Tensor, torch.Tensor],
+        sizes: tuple[int, int],
+        host_waits: bool,
+    ) -> int:
+        """Notify messages with counts by rank, expert and (in the first of the prefix sums) channel, which
+        fill the prefix sums and the routing (prefix sums by rank, and digests); `sizes`: how many channels,
+        and experts per rank. The host may wait for the ticket."""
+        ticket = 0
+        if host_waits:
+            self._ticket += 1
+            ticket = self._ticket
+        ids = topk_idx if topk_idx is not None else self.state
+        tables = (*routing, ids, *counts, *prefixes)
+        self._exchange(header, kind, tables, ticket, sizes, False, False)
+        return ticket
+
+    def _exchange(
+        self,
+        header: Array,
+        kind: int,
+        tables: tuple[torch.Tensor, ...],
+        ticket: int,
+        sizes: tuple[int, int],
+        is_combine: bool,
+        is_refused: bool,
+    ) -> None:
+        header[KIND] = kind
+        num_channels, local_experts = sizes
+        launch = self._exchanges.get((is_combine, is_refused, sizes))
+        if launch is None:
+            launch = self.launcher(
+                kernels.exchange_notify,
+                1,
+                **self._blocks,
+                IS_COMBINE=is_combine,
+                IS_REFUSED=is_refused,
+                CHANNEL_BLOCK=_block(num_channels, NUM_MAX_CHANNELS),
+                EXPERT_BLOCK=_block(local_experts, NUM_MAX_LOCAL_EXPERTS),
+            )
+            self._exchanges[is_combine, is_refused, sizes] = launch
+        launch(
+            self.gpu.stream.stream,
+            (1,),
+            self.constants,
+            self.heaps,
+            self.bases,
+            self.state,
+            self.targets,
+            self.headers.keep(header, self.gpu.stream.is_capturing()),
+            *tables,
+            self._totals_address,
+            self._rows_of_address,
+            ticket,
+            num_channels,
+            local_experts,
+        )
+
+    def place_in_new_block(self, offset: int, row_bytes: int, num_topk: int, num_scales: int) -> None:
+        """Give every receiver without a window one at this offset, where a block has just been added."""
+        launch = self.launcher(kernels.place_in_new_block, 1, **self._blocks)
+        launch(
+            self.gpu.stream.stream,
+            (1,),
+            self.bases,
+            self.state,
+            self.targets,
+            offset,
+            row_bytes,
+            num_topk,
+            num_scales,
+        )
+
+    def barrier(self, flags_at: int, unless_rings: bool = False) -> None:
+        """Let every rank's part of the call be done before any rank goes on."""
+        launch = self._barriers.get((flags_at, unless_rings))
+        if launch is None:
+            kind = {"FLAGS_AT": flags_at, "UNLESS_RINGS": unless_rings}
+            launch = self._barriers[flags_at, unless_rings] = Launcher(
+                kernels.barrier, 1, kind | self._blocks
+            )
+        launch(self.gpu.stream.stream, (1,), self.constants, self.heaps, self.state)
+
+    def refuse(self, kind: int, text: int) -> None:
+        """Send a message that refuses this rank's call; `text` is where the reason is written."""
+        header = signature()
+        header[Field.REFUSED] = 1 + text
+        self.gpu.stream.begin(None)
+        self._exchange(header, kind, (self.state,) * 7, 0, (0, 0), False, True)
+        self.gpu.stream.end(False)
+
+    def wait_for_totals(self, ticket: int) -> Array:
+        """Wait until the messages of a dispatch tell how many rows come; they always do, or why not."""
+        words = self.totals
+        began = looked = time.monotonic()
+        while words[constants.TICKET] != ticket:
+            now = time.monotonic()
+            if now - began > SPIN_S:
+                time.sleep(NAP_S)
+            if now - looked > LOOK_S:
+                looked = now
+                self.gpu.look_for_errors()
+        found: Array = words
+        return found
+
+    # What kernels left
+
+    def word_at(self, offset: int) -> int:
+        """A word of this rank's heap."""
+        return int(self.heap.tensor(offset, (1,), torch.int64))
+
+    def flag_of(self, rank: int, flags: int, number: int) -> int:
+        """What a rank's flag holds; `flags` is the device constant that says where such flags lie."""
+        words = self._constants()
+        stride = words[constants.NOTIFY_STRIDE if flags == constants.MAILBOX_AT else constants.FLAG_STRIDE]
+        if flags == constants.TAIL_AT:
+            stride = words[constants.RING_STRIDE]
+        box = words[constants.BOX_STRIDE] * (number % 2) if flags == constants.MAILBOX_AT else 0
+        return self.word_at(words[flags] + box + rank * stride)
+
+    def aborting_rank(self) -> int:
+        """The rank that raised this rank's abort flag."""
+        return max(0, self.word_at(self.region.blocks.abort.start) - 1)
+
+    # The end
+
+    def close(self) -> None:
+        """Let no kernel read the host's memory: none may run any more."""
+        region, self._at_host = self._at_host, 0
+        if region:
+            self.gpu.let_no_kernel_read(region)
+
+    def give_up(self) -> None:
+        """Let no kernel of any rank wait for this rank any more."""
+        self._say_gone(self.rank, self.control.regions)
+
+    def take_no_more_part(self) -> None:
+        """Give up, and let this rank's own kernels take no part in calls: graphs can still be replayed. While
+        one is captured the GPU cannot be told."""
+        self.give_up()
+        # A GPU that has failed itself runs nothing any more. A copy: to load a kernel for it, CUDA might wait
+        # for those that run.
+        with contextlib.suppress(RuntimeError):
+            if not self.gpu.stream.is_capturing():
+                with self.gpu.on_communication_stream():
+                    self._own_given_up.copy_(self._one, non_blocking=True)
+                self.gpu.stream.end(False)
+
+    def forget(self, rank: int) -> None:
+        """Let no kernel here wait for a rank that is gone."""
+        self._say_gone(rank, [self.control.regions[self.rank]])
+
+    def _say_gone(self, rank: int, regions: Iterable[int]) -> None:
+        """Tell the kernels that look into these regions of hosts."""
+        given_up_at = self.region.blocks.given_up.offset(rank)
+        host_abort_at = self.region.blocks.abort.start + HOST_ABORT
+        for region in regions:
+            ctypes.c_int64.from_address(region + given_up_at).value = 1
+            ctypes.c_int64.from_address(region + host_abort_at).value = 1 + rank
+
+
+def _block(count: int, most: int) -> int:
+    """A power of two that holds so many, 0 for none; few different ones, as each is compiled for."""
+    if count == 0:
+        return 0
+    return 16 if count <= 16 else min(1 << (count - 1).bit_length(), 1 << (most - 1).bit_length())

@@ -1,0 +1,663 @@
+"""Notify on the device: a notify message to every peer, and everyone's notify message before anything else.
+
+A notify message lies in the receiver's mailbox: 64-bit words, the first of them the call's number, which is
+stored last. The number lives in the heap and is advanced here, so that a captured graph can be replayed. What
+is constant for a Buffer (`constants`), and what a call leaves for its later kernels (`state`), are tables;
+see anyep/backends/cuda/constants.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyep import layout, outcomes
+from anyep.backends.cuda import constants as words_of
+from anyep.backends.cuda.kernels.atomics import is_aborted, release_max, tell_host, wait_for_all
+from anyep.backends.cuda.kernels.counting import LAST_PLACE, wrong_word
+from anyep.backends.cuda.kernels.digests import mixed_channels, mixed_rows
+from anyep.headers import MAX_OFFERS as MOST_OFFERS
+from anyep.headers import REFUSED_BY_COUNTS as BY_COUNTS
+from anyep.headers import REFUSED_BY_IDS as BY_IDS
+from anyep.headers import Field
+
+NO_PLACE = tl.constexpr(2**63 - 1)
+GOOD = tl.constexpr(outcomes.GOOD)
+LATE = tl.constexpr(outcomes.LATE)
+DIFFERENT = tl.constexpr(outcomes.DIFFERENT)
+STOPPED = tl.constexpr(outcomes.STOPPED)
+TOO_MANY = tl.constexpr(outcomes.TOO_MANY)
+BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
+OUT = tl.constexpr(outcomes.OUT)
+NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
+
+RANK = tl.constexpr(words_of.RANK)
+OWN_HEAP = tl.constexpr(words_of.OWN_HEAP)
+TIMEOUT_NS = tl.constexpr(words_of.TIMEOUT_NS)
+GIVEN_UP_AT = tl.constexpr(words_of.GIVEN_UP_AT)
+ABORT_AT = tl.constexpr(words_of.ABORT_AT)
+NUMBER_AT = tl.constexpr(words_of.NUMBER_AT)
+MAILBOX_AT = tl.constexpr(words_of.MAILBOX_AT)
+BOX_STRIDE = tl.constexpr(words_of.BOX_STRIDE)
+NOTIFY_STRIDE = tl.constexpr(words_of.NOTIFY_STRIDE)
+FLAG_STRIDE = tl.constexpr(words_of.FLAG_STRIDE)
+REPORT = tl.constexpr(words_of.REPORT)
+
+OUTCOME = tl.constexpr(words_of.OUTCOME)
+BAD_ROWS = tl.constexpr(words_of.BAD_ROWS)
+NUMBER = tl.constexpr(words_of.NUMBER)
+NUM_ROWS = tl.constexpr(words_of.NUM_ROWS)
+USES_RINGS = tl.constexpr(words_of.USES_RINGS)
+IS_REPORTED = tl.constexpr(words_of.IS_REPORTED)
+IS_WRONG = tl.constexpr(words_of.IS_WRONG)
+WAITED_FOR = tl.constexpr(words_of.WAITED_FOR)
+KIND = tl.constexpr(words_of.KIND)
+
+NUM_REPORTS = tl.constexpr(words_of.NUM_REPORTS)
+NUM_READ = tl.constexpr(words_of.NUM_READ)
+REPORTED_OUTCOME = tl.constexpr(words_of.REPORTED_OUTCOME)
+REPORTED_NUMBER = tl.constexpr(words_of.REPORTED_NUMBER)
+REPORTED_KIND = tl.constexpr(words_of.REPORTED_KIND)
+REPORTED_WAIT = tl.constexpr(words_of.REPORTED_WAIT)
+REPORTED_WRONG = tl.constexpr(words_of.REPORTED_WRONG)
+REPORTED_VALUE = tl.constexpr(words_of.REPORTED_VALUE)
+WRONG_SHIFT = tl.constexpr(words_of.WRONG_SHIFT)
+WRONG_ID = tl.constexpr(words_of.WRONG_ID)
+OTHER_ROUTING = tl.constexpr(words_of.OTHER_ROUTING)
+REPORTED_HEADERS = tl.constexpr(words_of.REPORTED_HEADERS)
+
+TARGET_WORDS = tl.constexpr(words_of.TARGET_WORDS)
+TARGET_ROWS = tl.constexpr(words_of.TARGET_ROWS)
+MAX_WINDOW_BLOCKS = tl.constexpr(words_of.MAX_WINDOW_BLOCKS)
+WINDOW_BLOCK_BITS = tl.constexpr(words_of.WINDOW_BLOCK_BITS)
+OFFSET_MASK = tl.constexpr((1 << words_of.WINDOW_BLOCK_BITS) - 1)
+TOTAL_OUTCOME = tl.constexpr(words_of.TOTAL_OUTCOME)
+TOTAL_ROWS = tl.constexpr(words_of.TOTAL_ROWS)
+TOTAL_USES_RINGS = tl.constexpr(words_of.TOTAL_USES_RINGS)
+TOTAL_ALL_WAIT = tl.constexpr(words_of.TOTAL_ALL_WAIT)
+TOTAL_BY_EXPERT = tl.constexpr(words_of.TOTAL_BY_EXPERT)
+
+KIND_WORD = tl.constexpr(int(Field.KIND))
+REFUSED = tl.constexpr(int(Field.REFUSED))
+ROUTING = tl.constexpr(int(Field.ROUTING))
+RESULT_ROWS = tl.constexpr(int(Field.RESULT_ROWS))
+X_OFFSET = tl.constexpr(int(Field.X_OFFSET))
+WEIGHTS_OFFSET = tl.constexpr(int(Field.WEIGHTS_OFFSET))
+ROW_BYTES = tl.constexpr(int(Field.ROW_BYTES))
+TOPK = tl.constexpr(int(Field.TOPK))
+SCALES = tl.constexpr(int(Field.SCALES))
+NUM_OFFERS = tl.constexpr(int(Field.NUM_OFFERS))
+OFFERS = tl.constexpr(int(Field.OFFERS))
+MAX_OFFERS = tl.constexpr(MOST_OFFERS)
+REFUSED_BY_COUNTS = tl.constexpr(BY_COUNTS)
+REFUSED_BY_IDS = tl.constexpr(BY_IDS)
+NUM_WORDS = tl.constexpr(layout.NOTIFY_HEADER_BYTES // layout.COUNTER_BYTES)
+HEADER_BYTES = tl.constexpr(layout.NOTIFY_HEADER_BYTES)
+
+
+@triton.jit
+def words_at(address):
+    """64-bit words at an address."""
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def word_of(headers, is_rank, WORD: tl.constexpr):
+    """One word of every header: of the headers [1, 2] and [3, 4] word 1 is [2, 4]."""
+    return tl.load(headers + WORD, mask=is_rank, other=0, volatile=True)
+
+
+@triton.jit
+def first_bad(bad, ranks, is_rank, RANK_BLOCK: tl.constexpr):
+    """What went wrong at the first rank where something did, as an outcome; 0 if nothing did.
+
+    Of the codes [0, 1, 2] it is 1 + 16 * 1.
+    """
+    first = tl.min(tl.where(is_rank & (bad > 0), ranks, RANK_BLOCK), axis=0)
+    what = tl.sum(tl.where(ranks == first, bad, 0), axis=0)
+    return tl.where(first < RANK_BLOCK, what + NUM_CODES * first, 0).to(tl.int64)
+
+
+@triton.jit
+def why_not_there(seen, expected, abort, constants, heaps, ranks, is_rank):
+    """For each flag that is not what was expected, why it was not waited for any longer.
+
+    If there is one, this rank gives up, and everyone hears of it. With 5 expected, flags [5, 4, 6] and an
+    abort flag it is [0, 3, 3] (stopped); without the abort flag rank 1 is 1 (late). Rank 2 has left this call
+    out.
+    """
+    bad = tl.full(seen.shape, GOOD, tl.int32)
+    if tl.max((seen != expected).to(tl.int32), axis=0) > 0:
+        why = tl.where(is_aborted(abort) | (seen > expected), STOPPED, LATE)
+        bad = tl.where(seen != expected, why, GOOD)
+        stop_everyone(constants, heaps, ranks, is_rank)
+    return bad
+
+
+@triton.jit
+def stop_everyone(constants, heaps, ranks, is_rank):
+    """Tell all ranks, this one included, that nobody should wait any more: this rank gives up."""
+    rank = tl.load(constants + RANK)
+    there = tl.load(heaps + ranks, mask=is_rank, other=0)
+    given_up = there + tl.load(constants + GIVEN_UP_AT) + rank * tl.load(constants + FLAG_STRIDE)
+    release_max(words_at(given_up), 1, is_rank)
+    release_max(words_at(there + tl.load(constants + ABORT_AT)), rank + 1, is_rank)
+
+
+@triton.jit
+def has_given_up(constants):
+    """Whether this rank gave up in an earlier call, in a kernel or at its host: then it takes no part."""
+    given_up = tl.load(constants + GIVEN_UP_AT) + tl.load(constants + RANK) * tl.load(constants + FLAG_STRIDE)
+    return tl.load(words_at(tl.load(constants + OWN_HEAP) + given_up)) != 0
+
+
+@triton.jit
+def report(constants, state, outcome):
+    """Tell the host what went wrong, unless it has not yet read what went wrong before; once per call."""
+    if outcome != 0:  # noqa: SIM102 - what is not needed is not to be loaded
+        if tl.load(state + IS_REPORTED) == 0:
+            words = words_at(tl.load(constants + REPORT))
+            num_reports = tl.load(words + NUM_REPORTS, volatile=True)
+            if num_reports == tl.load(words + NUM_READ, volatile=True):
+                tl.store(words + REPORTED_OUTCOME, outcome)
+                tl.store(words + REPORTED_NUMBER, tl.load(state + NUMBER))
+                tl.store(words + REPORTED_KIND, tl.load(state + KIND))
+                tl.store(words + REPORTED_WAIT, tl.load(state + WAITED_FOR))
+                tell_host(words + NUM_REPORTS, num_reports + 1)
+            tl.store(state + IS_REPORTED, 1)
+
+
+@triton.jit
+def outcome_so_far(state):
+    """What went wrong until now, when all programs that looked for bad rows are done."""
+    outcome = tl.load(state + OUTCOME, volatile=True)
+    return tl.where(outcome == 0, tl.load(state + BAD_ROWS, volatile=True), outcome)
+
+
+@triton.jit
+def checksum(routing, ranks, is_rank, NUM_RANKS: tl.constexpr):
+    """A number that is the same for equal prefix matrices, and hardly ever for others."""
+    is_pair = is_rank[:, None] & is_rank[None, :]
+    index = ranks[:, None] * NUM_RANKS + ranks[None, :]
+    prefix = tl.load(routing + index, mask=is_pair, other=0).to(tl.int64)
+    # Odd factors that differ: a sum alone would not see two entries that changed places.
+    mixed = (prefix + 1) * (index.to(tl.int64) * 2654435761 + 40503)
+    return tl.sum(tl.sum(tl.where(is_pair, mixed & 0xFFFFFFFFFFFF, 0), axis=1), axis=0) & 0xFFFFFFFF
+
+
+@triton.jit
+def address_in_window(bases, ranks, is_rank, offsets):
+    """Where an offset (>= 0) in each rank's windows lies here; its upper bits name a block of windows."""
+    block = tl.maximum(offsets, 0) >> WINDOW_BLOCK_BITS
+    base = tl.load(bases + ranks * MAX_WINDOW_BLOCKS + block, mask=is_rank, other=0)
+    return base + (offsets & OFFSET_MASK)
+
+
+@triton.jit
+def aligned(num_bytes):
+    """Rounded up to 128: 130 gives 256."""
+    return (num_bytes + 127) // 128 * 128
+
+
+@triton.jit
+def bytes_of_window(rows, row_bytes, num_topk, num_scales):
+    """What the results of so many rows take: 3 rows of 64 bytes without top-k and scales take 256 + 128."""
+    parts = aligned(rows * row_bytes) + aligned(rows * 4) + aligned(rows * num_topk * 8)
+    return tl.maximum(parts + aligned(rows * num_topk * 4) + aligned(rows * num_scales * 4), 128)
+
+
+@triton.jit
+def write_targets(targets, place, rows, row_bytes, num_topk, num_scales, ranks, mask):
+    """Where the results lie in windows that begin at `place`, side by side; 0 is no window."""
+    has_target = place != 0
+    table = targets + ranks * TARGET_WORDS
+    tl.store(table, place, mask=mask)
+    place += aligned(rows * row_bytes)
+    tl.store(table + 1, tl.where(has_target, place, 0), mask=mask)
+    place += aligned(rows * 4)
+    tl.store(table + 2, tl.where(has_target, place, 0), mask=mask)
+    place += aligned(rows * num_topk * 8)
+    tl.store(table + 3, tl.where(has_target, place, 0), mask=mask)
+    place += aligned(rows * num_topk * 4)
+    tl.store(table + 4, tl.where(has_target, place, 0), mask=mask)
+    tl.store(table + TARGET_ROWS, rows, mask=mask)
+
+
+@triton.jit
+def choose_windows(headers, rows, ranks, is_rank, bases, targets):
+    """Where each receiver's results lie: in the first of its offers that is large enough.
+
+    As on the CPU: one receiver of 3 rows of 64 bytes (256 + 128 bytes) with the offers (0, 256) and
+    (512, 1024) in windows at 4096 has the places [4608, 4864, 4992, 4992, 4992] and 3 rows; one without such
+    an offer has [0, 0, 0, 0, 0]. Returns whether each has a place.
+    """
+    row_bytes, num_topk = word_of(headers, is_rank, ROW_BYTES), word_of(headers, is_rank, TOPK)
+    num_scales, num_offers = word_of(headers, is_rank, SCALES), word_of(headers, is_rank, NUM_OFFERS)
+    needed = bytes_of_window(rows, row_bytes, num_topk, num_scales)
+    chosen = tl.full(rows.shape, -1, tl.int64)
+    for offer in tl.static_range(MAX_OFFERS):
+        offset = word_of(headers, is_rank, OFFERS + 2 * offer)
+        fits = (offer < num_offers) & (word_of(headers, is_rank, OFFERS + 2 * offer + 1) >= needed)
+        chosen = tl.where((chosen < 0) & fits, offset, chosen)
+    has_target = chosen >= 0
+    place = tl.where(has_target, address_in_window(bases, ranks, is_rank, chosen), 0)
+    write_targets(targets, place, rows, row_bytes, num_topk, num_scales, ranks, is_rank)
+    return has_target
+
+
+@triton.jit(do_not_specialize=["offset", "row_bytes", "num_topk", "num_scales"])
+def place_in_new_block(
+    bases,
+    state,
+    targets,
+    offset: tl.int64,
+    row_bytes: tl.int64,
+    num_topk: tl.int64,
+    num_scales: tl.int64,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+):
+    """Give every receiver without a window one at `offset`, the begin of a block that all ranks just added.
+
+    One program. After it no rows go through rings.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    has_none = is_rank & (tl.load(targets + ranks * TARGET_WORDS, mask=is_rank, other=1) == 0)
+    rows = tl.load(targets + ranks * TARGET_WORDS + TARGET_ROWS, mask=is_rank, other=0)
+    place = address_in_window(bases, ranks, is_rank, tl.zeros((RANK_BLOCK,), tl.int64) + offset)
+    write_targets(targets, place, rows, row_bytes, num_topk, num_scales, ranks, has_none)
+    tl.store(state + USES_RINGS, 0)
+
+
+@triton.jit
+def find_outputs(headers, rows, ranks, is_rank, bases, targets):
+    """Where each rank's rows, and their weights, lie for a combine; 0 where they do not lie in a window."""
+    x_offset, weights_offset = word_of(headers, is_rank, X_OFFSET), word_of(headers, is_rank, WEIGHTS_OFFSET)
+    has_target = x_offset >= 0
+    x = address_in_window(bases, ranks, is_rank, x_offset)
+    weights = address_in_window(bases, ranks, is_rank, weights_offset)
+    table = targets + ranks * TARGET_WORDS
+    tl.store(table, tl.where(has_target, x, 0), mask=is_rank)
+    tl.store(table + 3, tl.where(has_target & (weights_offset >= 0), weights, 0), mask=is_rank)
+    tl.store(table + TARGET_ROWS, rows, mask=is_rank)
+    return has_target
+
+
+@triton.jit
+def post_counts(
+    there,
+    counts,
+    channel_counts,
+    expert_counts,
+    num_channels,
+    local_experts,
+    ranks,
+    is_rank,
+    NUM_RANKS: tl.constexpr,
+    CHANNEL_BLOCK: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+):
+    """Add this rank's counts to its notify messages: rows to each rank, rows to this peer by channel, and
+    tokens for its experts. Of counts [3, 4], channel_counts [[1, 2], [4, 0]] and expert_counts [9, 8, 7, 6]
+    peer 1 gets 3, 4, 4, 0, 7 and 6.
+    """
+    words = (there + HEADER_BYTES).to(tl.pointer_type(tl.int32))
+    is_count = is_rank[:, None] & is_rank[None, :]
+    row = tl.load(counts + ranks, mask=is_rank, other=0)
+    tl.store(
+        words[:, None] + ranks[None, :],
+        tl.broadcast_to(row[None, :], (ranks.shape[0], ranks.shape[0])),
+        mask=is_count,
+    )
+    channels = tl.arange(0, CHANNEL_BLOCK)
+    is_channel = is_rank[:, None] & (channels < num_channels)[None, :]
+    by_channel = channel_counts + ranks[:, None] * num_channels + channels[None, :]
+    to = words[:, None] + NUM_RANKS + channels[None, :]
+    tl.store(to, tl.load(by_channel, mask=is_channel), mask=is_channel)
+    experts = tl.arange(0, EXPERT_BLOCK)
+    is_expert = is_rank[:, None] & (experts < local_experts)[None, :]
+    by_expert = expert_counts + ranks[:, None] * local_experts + experts[None, :]
+    to = words[:, None] + NUM_RANKS + num_channels + experts[None, :]
+    tl.store(to, tl.load(by_expert, mask=is_expert), mask=is_expert)
+
+
+@triton.jit
+def begin_digests(digests, channels, first_rows, is_channel, ranks, is_rank):
+    """Begin each rank's digest with where the channels of its rows begin: m(-1) + m(-1 - (2**32 + 3)) for
+    first_rows [0, 3], where m mixes a word."""
+    hashes = mixed_channels(tl.broadcast_to(channels[None, :], first_rows.shape), first_rows, is_channel)
+    tl.store(digests + ranks, tl.sum(hashes, axis=1), mask=is_rank)
+
+
+@triton.jit
+def post_digests(there, digests, is_told, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """Add this rank's digests to its notify messages: every peer finds all of them after the header."""
+    index = tl.arange(0, 2 * RANK_BLOCK)
+    is_digest = index < 2 * NUM_RANKS
+    mine = tl.load(digests + index, mask=is_digest, other=0)
+    tl.store(
+        words_at(there + HEADER_BYTES)[:, None] + index[None, :],
+        tl.broadcast_to(mine[None, :], (RANK_BLOCK, 2 * RANK_BLOCK)),
+        mask=is_told[:, None] & is_digest[None, :],
+    )
+
+
+@triton.jit
+def first_other_rows(here, ranks, is_rank, NUM_RANKS: tl.constexpr):
+    """The first rows, as sender * ranks + receiver, of which these two ranks' notify messages have different
+    digests; NO_PLACE if there are none.
+
+    If the notify message of rank 0 has the digests [1, 2, 1, 3] and that of rank 1 has [3, 4, 9, 4] it is 1:
+    what rank 0 sent to rank 1 (2) is not what that got (9).
+    """
+    words = words_at(here + HEADER_BYTES)
+    is_pair = is_rank[:, None] & is_rank[None, :]
+    sent = tl.load(words[:, None] + ranks[None, :], mask=is_pair, other=0, volatile=True)
+    received = tl.load(words[None, :] + NUM_RANKS + ranks[:, None], mask=is_pair, other=0, volatile=True)
+    pairs = (ranks[:, None] * NUM_RANKS + ranks[None, :]).to(tl.int64)
+    return tl.min(tl.min(tl.where(sent != received, pairs, NO_PLACE), axis=1), axis=0)
+
+
+@triton.jit
+def read_counts(
+    here,
+    num_channels,
+    local_experts,
+    rank_prefix,
+    channel_prefix,
+    recv_channel_prefix,
+    digests,
+    totals,
+    ranks,
+    is_rank,
+    NUM_RANKS: tl.constexpr,
+    CHANNEL_BLOCK: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+):
+    """Turn the counts of everyone's notify messages into the prefix sums of a handle; the rows to each rank.
+
+    `here` are the addresses of the notify messages. For rank 1 of 2 with the rows [2, 1] and [1, 3] in the
+    notify messages: rank_prefix [[2, 1], [3, 4]]. What is counted in channel_prefix, [[1, 0], [1, 2]],
+    becomes [[1, 1], [1, 3]] (inclusive); by channel [1, 0] and [1, 2] in the notify messages give
+    recv_channel_prefix [[0, 1], [0, 1]] (exclusive). Returned are the rows [3, 4]; totals are the tokens for
+    each local expert. The digests begin with where channels begin, here at 0 and 1 for each rank, in both
+    directions.
+    """
+    words = (here + HEADER_BYTES).to(tl.pointer_type(tl.int32))
+    is_pair = is_rank[:, None] & is_rank[None, :]
+    matrix = tl.load(words[:, None] + ranks[None, :], mask=is_pair, other=0, volatile=True)
+    to = rank_prefix + ranks[:, None] * NUM_RANKS + ranks[None, :]
+    tl.store(to, tl.cumsum(matrix, axis=0), mask=is_pair)
+    channels = tl.arange(0, CHANNEL_BLOCK)
+    is_channel = is_rank[:, None] & (channels < num_channels)[None, :]
+    place = ranks[:, None] * num_channels + channels[None, :]
+    sent = tl.load(channel_prefix + place, mask=is_channel, other=0)
+    until = tl.cumsum(sent, axis=1)
+    tl.store(channel_prefix + place, until, mask=is_channel)
+    begin_digests(digests, channels, until - sent, is_channel, ranks, is_rank)
+    theirs = words[:, None] + NUM_RANKS + channels[None, :]
+    received = tl.load(theirs, mask=is_channel, other=0, volatile=True)
+    before = tl.cumsum(received, axis=1) - received
+    tl.store(recv_channel_prefix + place, before, mask=is_channel)
+    begin_digests(digests + NUM_RANKS, channels, before, is_channel, ranks, is_rank)
+    experts = tl.arange(0, EXPERT_BLOCK)
+    is_expert = is_rank[:, None] & (experts < local_experts)[None, :]
+    theirs = words[:, None] + NUM_RANKS + num_channels + experts[None, :]
+    tokens = tl.sum(tl.load(theirs, mask=is_expert, other=0, volatile=True), axis=0)
+    tl.store(totals + experts, tokens.to(tl.int64), mask=experts < local_experts)
+    return tl.sum(matrix, axis=0).to(tl.int64)
+
+
+# What varies from call to call is not to be compiled in.
+@triton.jit(
+    do_not_specialize=["notify message", "totals", "rows_of", "ticket", "num_channels", "local_experts"]
+)
+def exchange_notify(
+    constants,
+    heaps,
+    bases,
+    state,
+    targets,
+    message: tl.int64,
+    routing,
+    digests,
+    topk_idx,
+    counts,
+    expert_counts,
+    channel_prefix,
+    recv_channel_prefix,
+    totals: tl.int64,
+    rows_of: tl.int64,
+    ticket: tl.int64,
+    num_channels,
+    local_experts,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    IS_COMBINE: tl.constexpr,
+    IS_REFUSED: tl.constexpr,
+    CHANNEL_BLOCK: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+):
+    """Post this call's notify message to every peer, wait for theirs, and find where each one's rows lie.
+
+    One program. `message` is the address of this rank's header, in memory of the host. With the call number 4
+    in the heap it becomes 5, and so does the first word of the notify messages; if all notify messages agree
+    in the words of the signature the outcome in `state` is 0, else it is 2 (different) and the first rank
+    that differs. A notify message that does not come in time is an outcome of 1, and ends everyone's waits.
+    After that the outcome is 8 (out), and this rank posts no more notify messages: peers may still look for
+    the one of the call before.
+
+    With blocks for channels and experts (powers of two that hold them) the notify messages have counts: by
+    rank, by channel (in channel_prefix) and by expert. `routing` is filled (as rank_prefix), the digests are
+    begun, and the host finds its rows at `totals` and everyone's at `rows_of`, closed by `ticket`, if that is
+    not 0. If a word of the state says that one of `topk_idx` is no expert, the host is told which. Without
+    them a checksum of `routing` must agree; and of each two ranks, the digests of the rows from one to the
+    other: if not, the outcome is 2 as well, and the host is told which two.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    rank = tl.load(constants + RANK)
+    own = tl.load(constants + OWN_HEAP)
+    abort = own + tl.load(constants + ABORT_AT)
+    number_at = words_at(own + tl.load(constants + NUMBER_AT))
+    call = tl.load(number_at) + 1
+    is_out = has_given_up(constants)
+    is_told = is_rank & ~is_out
+    tl.store(number_at, call)
+    tl.store(state + NUMBER, call)
+    tl.store(state + IS_REPORTED, 0)
+    tl.store(state + BAD_ROWS, 0)
+    tl.store(state + WAITED_FOR, MAILBOX_AT)
+
+    index = tl.arange(0, NUM_WORDS)
+    mine = tl.load(words_at(message) + index)
+    tl.store(state + KIND, tl.sum(tl.where(index == KIND_WORD, mine, 0), axis=0))
+    is_wrong = tl.load(state + IS_WRONG)
+    if CHANNEL_BLOCK:
+        tl.store(state + IS_WRONG, 0)
+        refusal = tl.where(is_wrong >> WRONG_SHIFT == WRONG_ID, REFUSED_BY_IDS, REFUSED_BY_COUNTS)
+        mine = tl.where((index == REFUSED) & (is_wrong != 0), refusal, mine)
+    elif not IS_REFUSED:
+        mine = tl.where(index == ROUTING, checksum(routing, ranks, is_rank, NUM_RANKS), mine)
+    box = call % 2 * tl.load(constants + BOX_STRIDE) + tl.load(constants + MAILBOX_AT)
+    stride = tl.load(constants + NOTIFY_STRIDE)
+    there = tl.load(heaps + ranks, mask=is_rank, other=0) + box + rank * stride
+    headers_there = words_at(there)
+    tl.store(
+        headers_there[:, None] + index[None, :],
+        tl.broadcast_to(mine[None, :], (RANK_BLOCK, NUM_WORDS)),
+        mask=is_told[:, None] & (index > 0)[None, :],
+    )
+    if CHANNEL_BLOCK:
+        post_counts(
+            there,
+            counts,
+            channel_prefix,
+            expert_counts,
+            num_channels,
+            local_experts,
+            ranks,
+            is_told,
+            NUM_RANKS,
+            CHANNEL_BLOCK,
+            EXPERT_BLOCK,
+        )
+    elif not IS_REFUSED:
+        post_digests(there, digests, is_told, NUM_RANKS, RANK_BLOCK)
+    release_max(headers_there, call, is_told)
+    here = own + box + ranks * stride
+    headers_here = words_at(here)
+    seen = wait_for_all(headers_here, is_told, call, tl.load(constants + TIMEOUT_NS), abort)
+    bad = why_not_there(seen, call, abort, constants, heaps, ranks, is_rank)
+    theirs = tl.load(headers_here[:, None] + index[None, :], mask=is_rank[:, None], other=0, volatile=True)
+    is_agreeing = (index >= REFUSED) & (index <= ROUTING)
+    differ = tl.max((is_agreeing[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
+    is_refused = word_of(headers_here, is_rank, REFUSED) != 0
+    # Notify messages are compared if all are there: who lacks one has given up, and must not take that for
+    # less.
+    are_all_there = tl.max(bad, axis=0) == GOOD
+    bad = tl.where(are_all_there & ((differ > 0) | is_refused), DIFFERENT, bad)
+    if (not CHANNEL_BLOCK) and (not IS_REFUSED):
+        other = first_other_rows(here, ranks, is_rank, NUM_RANKS)
+        # What else is different is why these are, too.
+        is_other = (other != NO_PLACE) & (tl.max(tl.where(is_rank, bad, GOOD), axis=0) == GOOD)
+        bad = tl.where(is_other & (ranks == other // NUM_RANKS), DIFFERENT, bad)
+        is_wrong = tl.where(is_other, wrong_word(OTHER_ROUTING, other), is_wrong)
+    rows = word_of(headers_here, is_rank, RESULT_ROWS)
+    if CHANNEL_BLOCK:
+        arriving = read_counts(
+            here,
+            num_channels,
+            local_experts,
+            routing,
+            channel_prefix,
+            recv_channel_prefix,
+            digests,
+            words_at(totals) + TOTAL_BY_EXPERT,
+            ranks,
+            is_rank,
+            NUM_RANKS,
+            CHANNEL_BLOCK,
+            EXPERT_BLOCK,
+        )
+        all_wait = tl.max(tl.where(is_rank, rows, -1), axis=0) < 0
+        is_too_many = are_all_there & (rows >= 0) & (arriving > rows)
+        bad = tl.where((bad == GOOD) & is_too_many, TOO_MANY, bad)
+        rows = tl.where(rows >= 0, rows, arriving)
+        tl.store(state + NUM_ROWS, tl.sum(tl.where(ranks == rank, arriving, 0), axis=0))
+    if IS_COMBINE:
+        has_target = find_outputs(headers_here, rows, ranks, is_rank, bases, targets)
+    else:
+        has_target = choose_windows(headers_here, rows, ranks, is_rank, bases, targets)
+    uses_rings = tl.max(tl.where(is_rank & ~has_target, 1, 0), axis=0).to(tl.int64)
+    outcome = tl.where(is_out, OUT + NUM_CODES * rank, first_bad(bad, ranks, is_rank, RANK_BLOCK))
+    tl.store(state + USES_RINGS, uses_rings)
+    tl.store(state + OUTCOME, outcome)
+    # Who refuses knows that the notify messages differ.
+    if (outcome != 0) & ((not IS_REFUSED) | (outcome % NUM_CODES != DIFFERENT)):
+        # The host explains it, and needs the notify messages for that.
+        report_words = words_at(tl.load(constants + REPORT))
+        if tl.load(report_words + NUM_REPORTS, volatile=True) == tl.load(
+            report_words + NUM_READ, volatile=True
+        ):
+            to = report_words + REPORTED_HEADERS + ranks[:, None] * NUM_WORDS + index[None, :]
+            tl.store(to, theirs, mask=is_rank[:, None] & (index >= 0)[None, :])
+            tl.store(report_words + REPORTED_WRONG, is_wrong)
+            if CHANNEL_BLOCK:
+                is_id = is_wrong >> WRONG_SHIFT == WRONG_ID
+                place = LAST_PLACE - (is_wrong & LAST_PLACE)
+                tl.store(report_words + REPORTED_VALUE, tl.load(topk_idx + place, mask=is_id, other=0))
+        report(constants, state, outcome)
+    if CHANNEL_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
+        if ticket != 0:
+            # After the report: who finds the ticket reads it.
+            words = words_at(totals)
+            tl.store(words + TOTAL_OUTCOME, outcome)
+            tl.store(words + TOTAL_ROWS, tl.load(state + NUM_ROWS))
+            tl.store(words + TOTAL_USES_RINGS, uses_rings)
+            tl.store(words + TOTAL_ALL_WAIT, all_wait.to(tl.int64))
+            tl.store(words_at(rows_of) + ranks, rows, mask=is_rank)
+            tell_host(words, ticket)
+
+
+@triton.jit
+def barrier(
+    constants,
+    heaps,
+    state,
+    FLAGS_AT: tl.constexpr,
+    UNLESS_RINGS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+):
+    """Say at every peer that this rank's part of the call is done, and wait until all have said so here.
+
+    One program; what kernels before it stored is visible to who acquires its flags. FLAGS_AT is the device
+    constant that says where the flags lie. In call 5 this rank's flags at its peers become 5; with flags [5,
+    4] here and no time left the outcome is 1 (late) + 16 * 1 (rank 1). A call that went wrong on all ranks
+    has no flags; one with a bad handle here alone has. UNLESS_RINGS: nor has one where some rows go through
+    rings. If this rank waited in vain before, in rings for example, it gives up here, and everyone hears of
+    it.
+    """
+    ranks = tl.arange(0, RANK_BLOCK)
+    is_rank = ranks < NUM_RANKS
+    outcome = outcome_so_far(state)
+    value = tl.load(state + NUMBER)
+    rank, own = tl.load(constants + RANK), tl.load(constants + OWN_HEAP)
+    flags_at, stride = tl.load(constants + FLAGS_AT), tl.load(constants + FLAG_STRIDE)
+    abort, timeout_ns = own + tl.load(constants + ABORT_AT), tl.load(constants + TIMEOUT_NS)
+    there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + rank * stride
+    code = outcome % NUM_CODES
+    takes_part = (code == GOOD) | (code == BAD_HANDLE)
+    if UNLESS_RINGS:
+        takes_part = takes_part & (tl.load(state + USES_RINGS) == 0)
+    if (code == LATE) | (code == STOPPED):
+        stop_everyone(constants, heaps, ranks, is_rank)
+    if takes_part:
+        release_max(words_at(there), value, is_rank)
+        here = words_at(own + flags_at + ranks * stride)
+        seen = wait_for_all(here, is_rank, value, timeout_ns, abort)
+        bad = why_not_there(seen, value, abort, constants, heaps, ranks, is_rank)
+        late = first_bad(bad, ranks, is_rank, RANK_BLOCK)
+        if late != 0:
+            tl.store(state + WAITED_FOR, FLAGS_AT)
+            outcome = tl.where(outcome == 0, late, outcome)
+    tl.store(state + OUTCOME, outcome)
+    report(constants, state, outcome)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def fill_send_head(
+    constants,
+    state,
+    send_head,
+    rank_prefix,
+    in_rank,
+    digests,
+    num_tokens,
+    NUM_RANKS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+):
+    """Where each token's row lies at each receiver: after the rows of lower ranks; and whether it has one.
+
+    For rank 1 with rank_prefix [[2, 1], ...] send_head [[0, 0], [-1, 1]], which numbers the rows that this
+    rank sends, becomes [[2, 1], [-1, 2]], and in_rank is [[1, 1], [0, 1]]. To the digests of the rows to
+    ranks 0 and 1 m(2 << 32) and m(1 << 32) + m((2 << 32) + 1) are added, where m mixes a word; but nothing in
+    a call that went wrong, of which nothing arrives either.
+    """
+    rank = tl.load(constants + RANK)
+    is_good = tl.load(state + OUTCOME) == GOOD
+    tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
+    peers = tl.arange(0, RANK_BLOCK)
+    is_peer = peers < NUM_RANKS
+    before = tl.load(rank_prefix + (rank - 1) * NUM_RANKS + peers, mask=is_peer & (rank > 0), other=0)
+    is_place = (tokens < num_tokens)[:, None] & is_peer[None, :]
+    index = tokens[:, None] * NUM_RANKS + peers[None, :]
+    place = tl.load(send_head + index, mask=is_place, other=-1)
+    rows = tl.where(place >= 0, place + before[None, :], -1)
+    tl.store(send_head + index, rows, mask=is_place)
+    hashes = mixed_rows(rows, tl.broadcast_to(tokens[:, None], rows.shape), (place >= 0) & is_good)
+    tl.atomic_add(digests + peers, tl.sum(hashes, axis=0), mask=is_peer, sem="relaxed", scope="gpu")
+    tl.store(in_rank + index, (place >= 0).to(tl.int8), mask=is_place)

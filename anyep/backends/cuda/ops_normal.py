@@ -1,0 +1,896 @@
+"""The operations of normal mode on a GPU: kernels on the communication stream, with every wait in a kernel.
+
+A call is a few kernels: the notify messages; rows into windows, or sums of rows where they lie; and a
+barrier, after which every rank's part is done. Rows without a window go through rings. The host waits only
+for the totals of a dispatch; other calls can be captured in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Final, Protocol
+
+import torch
+
+from anyep.backends.base import CombineInput, DispatchLayout, Payload, Results, Totals
+from anyep.backends.cuda import constants
+from anyep.backends.cuda.device_control import DeviceControl
+from anyep.backends.cuda.kernels import counting, digests, rings, sums, windows
+from anyep.backends.cuda.kernels import notify as notify_kernels
+from anyep.backends.cuda.launch import Launcher, Seen
+from anyep.backends.cuda.routing import GpuCounts, GpuRouting, checked_handle, known_digests
+from anyep.backends.cuda.tiles import (
+    CHUNK_TOKENS,
+    COPY_WARPS,
+    COPY_WORDS,
+    COUNT_WARPS,
+    COUNTED_EXPERTS,
+    COUNTED_TOKENS,
+    DIGEST_TILE,
+    DIGEST_WARPS,
+    HEAD_TOKENS,
+    UNPACK_BLOCK,
+    at_most,
+    block_of,
+    tiles_for,
+)
+from anyep.backends.cuda.windows import GpuWindows
+from anyep.calls import Array, Call, Phase
+from anyep.errors import AnyEPError, InvalidCall, no_expert
+from anyep.events import EventHandle, EventOverlap
+from anyep.headers import EXPERTS, NUM_OFFERS, OFFERS, WEIGHTS_OFFSET, X_OFFSET
+from anyep.layout import SOURCE_INDEX_BYTES, RingArea
+from anyep.rings import MAX_KNOWN_AREAS, Rings, part_offsets
+from anyep.sizes import Config, TokenLayout
+
+log = logging.getLogger("anyep")
+DTYPE_CODES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+FLAGS_OF: Final = {Phase.RECEIVE: constants.ARRIVED_AT, Phase.ACKNOWLEDGE: constants.PULLED_AT}
+"""By phase of a barrier, the device constant that says where its flags lie."""
+
+
+class Reporter(Protocol):
+    """Reads what kernels have reported."""
+
+    def reported(self) -> AnyEPError | None: ...
+    def raise_reported(self) -> None: ...
+    def refuse(self, call: Call, error: AnyEPError) -> None: ...
+
+
+class Sms(Protocol):
+    """How the ranks of a GPU share its SMs."""
+
+    ranks_on_gpu: int
+    share_of_sms: int
+    least_share_of_sms: int
+
+
+class GpuNormalOps:
+    """Normal mode on a GPU."""
+
+    source_bytes = SOURCE_INDEX_BYTES
+
+    def __init__(
+        self,
+        device_control: DeviceControl,
+        reports: Reporter,
+        gpu_windows: GpuWindows,
+        grow: Callable[[Call, int], int | None],
+        sms: Sms,
+        all_rings: Rings,
+    ) -> None:
+        """`grow` adds windows for so many bytes together with all ranks, in a call; where they begin."""
+        self.device_control = device_control
+        self.windows: GpuWindows = gpu_windows
+        self.gpu = device_control.gpu
+        self.rings = all_rings
+        self.tiles = tiles_for(device_control.num_ranks, bool(gpu_windows.num_bytes))
+        self.grow = grow
+        self._reports = reports
+        self._rank, self._num_ranks = device_control.rank, device_control.num_ranks
+        self._sms = sms
+        self._warned_sms: set[int] = set()
+        """Numbers of SMs above the share that were warned about."""
+        self._counters: dict[tuple[int, int], Launcher] = {}
+        """What counts tokens, by the kernel's identity and the choices of a token."""
+        self._known_ring_arguments: dict[int, tuple[RingArea, tuple[Any, ...]]] = {}
+        self._smaller_configs: dict[int, tuple[Config, Config]] = {}
+        self._unheard: AnyEPError | None = None
+        """The error of an earlier call that was not raised yet."""
+        self._layout_report = self.gpu.words(constants.NUM_LAYOUT_WORDS)
+        """Where the kernel of a layout reports an id that is no expert."""
+        self.scratch_digests = self.gpu.table([0] * (2 * self._num_ranks))
+        """Those of a handle that does not know its own; the calls of a stream follow each other."""
+
+    @property
+    def stream(self) -> Any:
+        """The CUDA stream that calls run on."""
+        return self.gpu.stream.stream
+
+    # Before and after calls
+
+    def before(self, run_async: bool) -> None:
+        """Look for an error of an earlier call. It is raised when this call is launched: if it were refused
+        instead, the peers would hear of that later, refuse another one, and so on."""
+        if self._unheard is None:
+            self._unheard = self._reports.reported()
+            if self._unheard is not None:
+                self.forget_layout()
+
+    def raise_earlier(self, checks_ids: bool = False) -> None:
+        """Raise the error of an earlier call. A call that checks top-k ids itself says more about them, on
+        all ranks, than a layout before it, on this rank alone."""
+        if self._unheard is not None:
+            error, self._unheard = self._unheard, None
+            try:
+                raise error
+            finally:
+                # Its traceback holds this frame, and with it those of all callers.
+                del error
+        if not checks_ids:
+            self._raise_layout()
+
+    def raise_reported(self) -> None:
+        self._reports.raise_reported()
+
+    def wait_until_readable(self, previous: EventOverlap | None) -> None:
+        """The host reads nothing of what a caller passed; kernels do, in their turn."""
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        self._reports.refuse(call, error)
+
+    def check_config(self, config: Config) -> None:
+        """Any number of channels is possible; warn once if this rank has fewer programs than that takes."""
+        num_sms = config.num_sms
+        if num_sms <= self._sms.share_of_sms or num_sms in self._warned_sms:
+            return
+        self._warned_sms.add(num_sms)
+        ranks = self._sms.ranks_on_gpu
+        log.warning(
+            "rank %d uses %d SMs instead of num_sms=%d: %s on a GPU of %d SMs, and all must run at once."
+            " The %d channels of the config, the shapes of its handles and all results are as they would be"
+            " with %d SMs",
+            self._rank,
+            self._sms.share_of_sms,
+            num_sms,
+            "there is one rank" if ranks == 1 else f"there are {ranks} ranks",
+            self.gpu.num_sms,
+            config.num_channels,
+            num_sms,
+        )
+
+    def num_programs(self, config: Config) -> int:
+        """How many programs move the rows of a call: no more than can be resident beside the other ranks'.
+        Programs that wait for one that is not would wait for ever."""
+        return min(config.num_sms, self._sms.share_of_sms)
+
+    def default_config(self, config: Config) -> Config:
+        """The tuned config, with no more SMs than any rank has: all ranks have the same channels."""
+        if config.num_sms <= self._sms.least_share_of_sms:
+            return config
+        known = self._smaller_configs.get(id(config))
+        if known is None:
+            known = (config, dataclasses.replace(config, num_sms=self._sms.least_share_of_sms))
+            self._smaller_configs[id(config)] = known
+        return known[1]
+
+    def aligned_payload(self, payload: Payload) -> Payload:
+        x = _aligned(payload.x)
+        return payload if x is payload.x else dataclasses.replace(payload, x=x)
+
+    def aligned_input(self, combined: CombineInput) -> CombineInput:
+        biases = tuple(_aligned(bias) for bias in combined.biases)
+        return combined._replace(x=_aligned(combined.x), biases=biases)
+
+    def routing_of(self, handle: Any, last: tuple[Any, GpuRouting] | None) -> GpuRouting:
+        """A user's handle; the last one is known already."""
+        if last is not None and handle is last[0]:
+            return last[1]._replace(digests=known_digests(handle))
+        return checked_handle(handle, self._num_ranks, self.gpu.device)
+
+    def counts_of(
+        self,
+        payload: Payload,
+        in_rank: torch.Tensor,
+        per_rank: torch.Tensor,
+        per_node: Any,
+        per_expert: torch.Tensor,
+        num_channels: int,
+    ) -> GpuCounts:
+        """Where the tokens go; kernels check whether it fits together."""
+        return GpuCounts(in_rank, per_rank, per_expert)
+
+    def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> GpuCall:
+        return GpuCall(self, call, previous, run_async)
+
+    # Layout
+
+    def layout(
+        self, topk_idx: torch.Tensor, num_experts: int, previous: EventOverlap | None, run_async: bool
+    ) -> DispatchLayout:
+        self._raise_layout()
+        num_tokens, num_topk = topk_idx.shape
+        num_ranks = self._num_ranks
+        local_experts = num_experts // num_ranks
+        per_rank = self.empty(previous, (num_ranks,), torch.int32)
+        per_expert = self.empty(previous, (num_experts,), torch.int32)
+        in_rank = self.empty(previous, (num_tokens, num_ranks), torch.bool)
+        # No peer takes part: where nothing is to overlap, it is one more kernel of the caller's.
+        is_apart = run_async or previous is not None or self.gpu.stream.is_capturing()
+        if is_apart:
+            self.gpu.stream.begin(previous)
+        self.counting(counting.count_layout, num_topk)(
+            self.stream if is_apart else self.gpu.stream.current(),
+            (num_ranks, -(-local_experts // COUNTED_EXPERTS) + 1),
+            topk_idx,
+            per_rank,
+            per_expert,
+            Seen(in_rank, torch.int8),
+            int(self._layout_report.ctypes.data),
+            num_tokens,
+            num_topk,
+            local_experts,
+        )
+        self.keep(run_async, previous, topk_idx, per_rank, per_expert, in_rank)
+        if is_apart:
+            event = self.gpu.stream.end(run_async)
+            return DispatchLayout(per_rank, None, per_expert, in_rank, event)
+        # A later call may wait for an event of the caller's from before, and not for its stream.
+        self.gpu.stream.begin(None)
+        return DispatchLayout(per_rank, None, per_expert, in_rank, None)
+
+    def counting(self, kernel: Any, num_topk: int) -> Launcher:
+        """A kernel that counts tokens with so many choices."""
+        launch = self._counters.get((id(kernel), num_topk))
+        if launch is None:
+            launch = self._counters[id(kernel), num_topk] = self.device_control.launcher(
+                kernel,
+                COUNT_WARPS,
+                NUM_RANKS=self._num_ranks,
+                TOPK_BLOCK=block_of(num_topk),
+                EXPERT_BLOCK=COUNTED_EXPERTS,
+                TILE_TOKENS=COUNTED_TOKENS,
+            )
+        return launch
+
+    def _raise_layout(self) -> None:
+        """Raise what the kernel of an earlier layout found."""
+        words = self._layout_report
+        is_read = words[constants.NUM_REPORTS] == words[constants.NUM_READ]
+        if is_read or self.gpu.stream.is_capturing():
+            return
+        at = (
+            constants.LAYOUT_TOKEN,
+            constants.LAYOUT_COLUMN,
+            constants.LAYOUT_VALUE,
+            constants.LAYOUT_EXPERTS,
+        )
+        error = no_expert(*(int(words[index]) for index in at))
+        self.forget_layout()
+        raise error
+
+    def forget_layout(self) -> None:
+        """The dispatch after a layout has reported the same, or something worse."""
+        self._layout_report[constants.NUM_READ] = self._layout_report[constants.NUM_REPORTS]
+
+    # Memory
+
+    def empty(
+        self, previous: EventOverlap | None, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Memory for a result, to be taken before communication waits for the caller's stream: what that
+        still has to do may use (and torch may fill) the same memory. Where communication does not wait for
+        it, the memory is taken from the communication stream's."""
+        if previous is None:
+            return self.gpu.empty(shape, dtype)  # type: ignore[no-any-return]
+        with self.gpu.on_communication_stream():
+            return self.gpu.empty(shape, dtype)  # type: ignore[no-any-return]
+
+    def keep(self, run_async: bool, previous: EventOverlap | None, *tensors: torch.Tensor | None) -> None:
+        """Where two streams use tensors and do not wait for each other, keep them until both are done."""
+        if run_async or previous is not None:
+            for tensor in tensors:
+                if tensor is not None:
+                    self.gpu.used_by_both(tensor)
+
+    # Rings
+
+    def ring_arguments(self, area: RingArea) -> tuple[Any, ...]:
+        """What both ring kernels take: where the rings are, and how long to wait."""
+        known = self._known_ring_arguments.get(id(area))
+        if known is not None:
+            return known[1]
+        device_control, blocks = self.device_control, self.device_control.region.blocks
+        tail, head = blocks.ring_tail, blocks.ring_head
+        arguments = (
+            device_control.heaps,
+            device_control.state,
+            device_control.abort,
+            device_control.timeout_ns,
+            self._rank,
+            area.start,
+            tail.start,
+            tail.stride,
+            head.start,
+            head.stride,
+            area.num_rows,
+            area.token_bytes,
+        )
+        if len(self._known_ring_arguments) >= MAX_KNOWN_AREAS:
+            self._known_ring_arguments.clear()
+        # An area is known by its identity as long as it lives, and it is kept alive here.
+        self._known_ring_arguments[id(area)] = (area, arguments)
+        return arguments
+
+
+class GpuCall:
+    """The operations of one call."""
+
+    def __init__(self, ops: GpuNormalOps, call: Call, previous: EventOverlap | None, run_async: bool) -> None:
+        self._ops = ops
+        self._gpu = ops.gpu
+        self._device_control = ops.device_control
+        self._call = call
+        self._previous = previous
+        self._run_async = run_async
+        self._rank, self._num_ranks = ops.device_control.rank, ops.device_control.num_ranks
+        self._stream = ops.stream
+        self._used: list[torch.Tensor | None] = []
+        """Tensors to keep until the call is over."""
+        self._staged: list[tuple[int, int]] = []
+        """The windows that copies were staged in, with their bytes."""
+        self._source: torch.Tensor | None = None
+        """The source indices of a new routing."""
+        self._ticket = 0
+        self._is_sent = False
+        """Whether all rows were sent before the host knew the totals."""
+        self._has_begun = False
+        self._took_memory = False
+        """Whether memory was taken since the communication stream last waited for the caller's."""
+
+    def prepare_to_wait(self) -> None:
+        if self._gpu.stream.is_capturing():
+            raise InvalidCall(
+                "a dispatch that waits for its counts cannot be captured in a CUDA graph:"
+                " pass num_worst_tokens, or a handle"
+            )
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._took_memory = self._has_begun
+        return self._ops.empty(self._previous, shape, dtype)
+
+    def begin(self) -> None:
+        self._ops.device_control.control.enter(self._call, Phase.SEND)
+        self._gpu.stream.begin(self._previous)
+        self._has_begun = True
+
+    def _wait_for_memory(self) -> None:
+        """Let the communication stream wait for the caller's once more, for memory that was just taken."""
+        if self._took_memory and self._previous is None:
+            self._gpu.stream.begin(None)
+        self._took_memory = False
+
+    def new_routing(self, payload: Payload, counts: GpuCounts, config: Config) -> GpuRouting:
+        """A routing to be filled, without source indices yet."""
+        num_ranks = self._num_ranks
+        by_rank = (payload.num_tokens, num_ranks)
+        by_channel = (num_ranks, config.num_channels)
+        head = self.empty(by_rank, torch.int32)
+        return GpuRouting(
+            self.empty((num_ranks, num_ranks), torch.int32),
+            self.empty(by_channel, torch.int32),
+            self.empty(by_channel, torch.int32),
+            head,
+            self.empty(by_rank, torch.bool),
+            head,
+            self.empty((2 * num_ranks,), torch.int64),
+        )
+
+    def with_rows(self, routing: GpuRouting, num_rows: int, is_counted: bool) -> GpuRouting:
+        """The source indices, which a handle keeps longer than a user keeps rows, lie in no window."""
+        source = self.empty((num_rows,), torch.int32)
+        self._used.append(source)
+        self._source = source
+        return routing._replace(recv_src_idx=source)
+
+    def new_results(self, payload: Payload, routing: GpuRouting, window: int) -> Results:
+        token, scales, num_rows = payload.token, payload.scales, routing.num_recv_rows
+        kinds: list[tuple[int, torch.dtype] | None] = [
+            (payload.x.shape[1], payload.x.dtype),
+            None,
+            (token.num_topk, torch.int64) if token.num_topk else None,
+            (token.num_topk, torch.float32) if token.num_topk else None,
+            (token.num_scales, scales.dtype) if scales is not None else None,
+        ]
+        layout, num_bytes = payload.window(num_rows), payload.window_bytes(num_rows)
+        if window >= 0 and num_rows:
+            wanted = [
+                (offset, (num_rows, kind[0]), kind[1])
+                for kind, offset in zip(kinds, layout.offsets, strict=True)
+                if kind is not None
+            ]
+            made = self._ops.windows.lend(window, num_bytes, wanted)
+        else:
+            made = [self.empty((num_rows, kind[0]), kind[1]) for kind in kinds if kind is not None]
+            if window >= 0:
+                # There is nothing to put into it.
+                self._ops.windows.give_back(window, num_bytes)
+        if window < 0:
+            self._used += made
+        tensors = iter(made)
+        x, _, ids, weights, new_scales = (None if kind is None else next(tensors) for kind in kinds)
+        assert x is not None
+        source = self._source
+        if source is None:
+            # Along a handle they are known, but the ring kernels write them again.
+            source = self.empty((num_rows,), torch.int32) if window < 0 else self._device_control.state
+        return Results(x, source, ids, weights, new_scales, window)
+
+    # Notify
+
+    def notify(
+        self,
+        header: Array,
+        payload: Payload,
+        counts: GpuCounts,
+        config: Config,
+        routing: GpuRouting,
+        host_waits: bool,
+    ) -> None:
+        self._place(payload, counts, config, routing)
+        device_control, local_experts = self._device_control, counts.num_experts // self._num_ranks
+        assert routing.digests is not None
+        self._ticket = device_control.exchange_counts(
+            header,
+            self._call.kind,
+            (routing.rank_prefix_matrix, routing.digests),
+            payload.topk_idx,
+            (counts.by_rank, counts.by_expert),
+            (routing.channel_prefix_matrix, routing.recv_channel_prefix_matrix),
+            (config.num_channels, local_experts),
+            host_waits,
+        )
+        self._fill(payload, routing)
+        self._used += [*counts, *routing]
+        if host_waits:
+            # Rows are on their way before the host knows how many, if all receivers have windows.
+            self._send_to_windows(payload, routing, config, local_experts, all_or_none=True)
+            device_control.barrier(constants.ARRIVED_AT, unless_rings=True)
+            self._is_sent = True
+
+    def _place(self, payload: Payload, counts: GpuCounts, config: Config, routing: GpuRouting) -> None:
+        """Number the rows for each receiver, and check the counts."""
+        num_tokens, num_channels, num_ranks = payload.num_tokens, config.num_channels, self._num_ranks
+        local_experts = counts.num_experts // num_ranks
+        num_topk, state = payload.token.num_topk, self._device_control.state
+        checks_experts = -(-local_experts // COUNTED_EXPERTS) + 1 if num_topk else 0
+        self._ops.counting(counting.place_tokens, num_topk)(
+            self._stream,
+            (num_ranks, num_channels + checks_experts),
+            Seen(counts.in_rank, torch.int8),
+            payload.topk_idx if payload.topk_idx is not None else state,
+            counts.by_rank,
+            counts.by_expert,
+            # Numbers and counts of this rank's rows, which the messages turn into places and sums.
+            routing.send_head,
+            routing.channel_prefix_matrix,
+            state,
+            num_tokens,
+            num_channels,
+            _tokens_per_channel(num_tokens, config),
+            num_topk,
+            local_experts,
+        )
+
+    def _fill(self, payload: Payload, routing: GpuRouting) -> None:
+        """Turn the numbers of rows into their places at the receivers."""
+        fill = self._device_control.launcher(
+            notify_kernels.fill_send_head,
+            4,
+            NUM_RANKS=self._num_ranks,
+            RANK_BLOCK=self._device_control.rank_block,
+            TILE_TOKENS=HEAD_TOKENS,
+        )
+        fill(
+            self._stream,
+            (-(-payload.num_tokens // HEAD_TOKENS),),
+            self._device_control.constants,
+            self._device_control.state,
+            routing.send_head,
+            routing.rank_prefix_matrix,
+            # The user may change the mask afterwards; the handle keeps a copy.
+            Seen(routing.is_token_in_rank, torch.int8),
+            routing.digests,
+            payload.num_tokens,
+        )
+
+    def notify_by_handle(self, header: Array, payload: Payload | None, routing: GpuRouting) -> None:
+        """A graph finds other contents in a handle in each replay: its digests are made in the graph."""
+        found = routing.digests
+        if found is None or self._gpu.stream.is_capturing():
+            found = self._ops.scratch_digests
+            self._digest(routing, found)
+        self._device_control.exchange(
+            header, self._call.kind, routing.rank_prefix_matrix, found, is_combine=payload is None
+        )
+        self._used += routing
+
+    def _digest(self, routing: GpuRouting, found: torch.Tensor) -> None:
+        launch = self._device_control.launcher(
+            digests.digest_handle,
+            DIGEST_WARPS,
+            NUM_RANKS=self._num_ranks,
+            CHANNEL_BLOCK=block_of(routing.num_channels),
+            TILE_ROWS=DIGEST_TILE,
+        )
+        launch(
+            self._stream,
+            (self._num_ranks, 2),
+            self._device_control.constants,
+            routing.rank_prefix_matrix,
+            routing.channel_prefix_matrix,
+            routing.recv_channel_prefix_matrix,
+            routing.recv_src_idx,
+            routing.send_head,
+            found,
+            routing.num_tokens,
+            routing.num_recv_rows,
+            routing.num_channels,
+        )
+
+    def totals(self, header: Array, payload: Payload) -> Totals:
+        words = self._device_control.wait_for_totals(self._ticket)
+        if words[constants.TOTAL_OUTCOME]:
+            # Kernels of the call may still write memory that is free now, and that the caller gets next.
+            self._gpu.stream.end(False)
+            try:
+                self._ops.raise_reported()
+            except AnyEPError:
+                self._ops.forget_layout()
+                raise
+        num_rows = int(words[constants.TOTAL_ROWS])
+        by_expert = words[constants.TOTAL_BY_EXPERT :][: self._local_experts(header)].tolist()
+        uses_rings = bool(words[constants.TOTAL_USES_RINGS])
+        self._is_sent = not uses_rings
+        window = self._take_offered(header, payload, num_rows)
+        return Totals(num_rows, by_expert, window, uses_rings and bool(words[constants.TOTAL_ALL_WAIT]))
+
+    def _local_experts(self, header: Array) -> int:
+        return int(header[EXPERTS]) // self._num_ranks
+
+    def _take_offered(self, header: Array, payload: Payload, num_rows: int) -> int:
+        """Take the window that every rank chose from this rank's offers; -1 if none was large enough."""
+        needed = payload.window_bytes(num_rows)
+        for index in range(int(header[NUM_OFFERS])):
+            offset, size = int(header[OFFERS + 2 * index]), int(header[OFFERS + 2 * index + 1])
+            if size >= needed:
+                self._ops.windows.allocate_at(offset, needed)
+                return offset
+        return -1
+
+    def grow(self, payload: Payload, totals: Totals) -> int:
+        """Some rank has no window: all ranks, which know it, add windows if they may. This rank's window."""
+        needed = max(payload.window_bytes(int(rows)) for rows in self._device_control.rows_of)
+        first = self._ops.grow(self._call, needed)
+        if first is None:
+            return totals.window
+        token = payload.token
+        self._device_control.place_in_new_block(first, token.hidden_bytes, token.num_topk, token.num_scales)
+        if totals.window >= 0:
+            return totals.window
+        self._ops.windows.allocate_at(first, payload.window_bytes(totals.num_rows))
+        return first
+
+    # Rows
+
+    def send_rows(
+        self,
+        payload: Payload,
+        routing: GpuRouting,
+        results: Results,
+        config: Config,
+        experts_per_rank: int,
+        is_new: bool,
+    ) -> None:
+        self._wait_for_memory()
+        if self._is_sent:
+            return
+        if self._ops.windows.num_bytes:
+            self._send_to_windows(payload, routing, config, experts_per_rank, all_or_none=False)
+        self._send_through_rings(payload, routing, results, config, experts_per_rank)
+
+    def _send_to_windows(
+        self, payload: Payload, routing: GpuRouting, config: Config, experts_per_rank: int, all_or_none: bool
+    ) -> None:
+        token, nothing = payload.token, self._device_control.state
+        row_words, scales = token.hidden_bytes // 4, payload.scales
+        tile = self._ops.tiles.dispatch.fitting(row_words)
+        send = self._device_control.launcher(
+            windows.send_to_windows,
+            tile.warps,
+            NUM_RECEIVERS=self._num_ranks,
+            RECEIVER_BLOCK=self._device_control.rank_block,
+            SCALE_BLOCK=block_of(token.num_scales),
+            TOPK_BLOCK=block_of(token.num_topk),
+            TILE_TOKENS=tile.tokens,
+            TILE_WORDS=tile.words,
+            CHUNK_TOKENS=CHUNK_TOKENS,
+            ALL_OR_NONE=all_or_none,
+        )
+        send(
+            self._stream,
+            (self._ops.num_programs(config),),
+            _words(payload.x),
+            Seen(scales, torch.int32) if scales is not None else nothing,
+            payload.topk_idx if payload.topk_idx is not None else nothing,
+            payload.topk_weights if payload.topk_weights is not None else nothing,
+            routing.send_head,
+            self._device_control.targets,
+            self._device_control.state,
+            payload.num_tokens,
+            row_words,
+            token.num_scales,
+            *(scales.stride() if scales is not None else (0, 0)),
+            token.num_topk,
+            experts_per_rank,
+        )
+
+    def _send_through_rings(
+        self,
+        payload: Payload,
+        routing: GpuRouting,
+        results: Results,
+        config: Config,
+        experts_per_rank: int,
+    ) -> None:
+        """Rows for receivers without a window, and what comes if this rank has none; nothing if all have."""
+        token, scales, nothing = payload.token, payload.scales, self._device_control.state
+        area = self._ops.rings.node.area_for(config, token)
+        tile = self._ops.tiles.ring_dispatch
+        launch = self._device_control.launcher(
+            rings.dispatch_through_rings,
+            tile.warps,
+            NUM_RANKS=self._num_ranks,
+            RANK_BLOCK=self._device_control.rank_block,
+            SCALE_BLOCK=block_of(token.num_scales),
+            TOPK_BLOCK=block_of(token.num_topk),
+            TILE_TOKENS=at_most(tile.tokens, area.num_rows),
+            TILE_WORDS=tile.words,
+            STAGES=tile.stages,
+        )
+        parts = (results.x, results.source, results.topk_idx, results.topk_weights, results.scales)
+        addresses = [part.data_ptr() if part is not None else 0 for part in parts]
+        meta_at, scales_at, ids_at, weights_at, _ = _part_offsets(token)
+        launch(
+            self._stream,
+            (self._ops.num_programs(config),),
+            _words(payload.x),
+            Seen(scales, torch.int32) if scales is not None else nothing,
+            payload.topk_idx if payload.topk_idx is not None else nothing,
+            payload.topk_weights if payload.topk_weights is not None else nothing,
+            routing.send_head,
+            self._device_control.targets,
+            self._device_control.keep_addresses(addresses),
+            routing.rank_prefix_matrix,
+            routing.recv_channel_prefix_matrix,
+            *self._ops.ring_arguments(area),
+            config.num_channels,
+            meta_at,
+            scales_at,
+            ids_at,
+            weights_at,
+            payload.num_tokens,
+            _tokens_per_channel(payload.num_tokens, config),
+            token.hidden_bytes // 4,
+            token.num_scales,
+            *(scales.stride() if scales is not None else (0, 0)),
+            token.num_topk,
+            experts_per_rank,
+        )
+
+    def unpack(
+        self, payload: Payload, routing: GpuRouting, results: Results, is_new: bool, pads: bool
+    ) -> None:
+        """Copy the source indices out of the window, and finish the digests; a handle has both already."""
+        if not is_new:
+            return
+        ids, num_rows = results.topk_idx, routing.num_recv_rows
+        unpack = self._device_control.launcher(
+            windows.unpack_window,
+            4,
+            NUM_RANKS=self._num_ranks,
+            PAD=pads and ids is not None,
+            BLOCK=UNPACK_BLOCK,
+        )
+        unpack(
+            self._stream,
+            (-(-num_rows // UNPACK_BLOCK),),
+            self._device_control.targets,
+            self._device_control.state,
+            self._rank,
+            routing.recv_src_idx,
+            ids if ids is not None else self._device_control.state,
+            routing.rank_prefix_matrix,
+            routing.digests,
+            num_rows,
+            ids.shape[1] if ids is not None else 0,
+        )
+
+    # Combine
+
+    def stage(self, combined: CombineInput, header: Array) -> None:
+        """If there is no room for a copy, the rows go through rings; so they do, even if there are none,
+        where there are no windows at all: something has to fill the results."""
+        header[X_OFFSET], header[WEIGHTS_OFFSET] = -1, -1
+        gpu_windows = self._ops.windows
+        if not gpu_windows.num_bytes:
+            return
+        offsets: list[int] = []
+        for tensor in (combined.x, combined.topk_weights):
+            if tensor is None or tensor.numel() == 0:
+                offsets.append(0)
+                continue
+            offset = gpu_windows.offset_of(tensor)
+            if offset is None:
+                num_bytes = tensor.numel() * tensor.element_size()
+                offset = gpu_windows.allocate(num_bytes)
+                if offset is None:
+                    self._give_back()
+                    return
+                self._staged.append((offset, num_bytes))
+                window = gpu_windows.tensor(offset, tuple(tensor.shape), tensor.dtype)
+                if tensor is combined.x:
+                    self._copy_for_peers(combined, window)
+                else:
+                    with self._gpu.on_communication_stream():
+                        window.copy_(tensor)
+            offsets.append(offset)
+        header[X_OFFSET], header[WEIGHTS_OFFSET] = offsets
+
+    def _copy_for_peers(self, combined: CombineInput, window: torch.Tensor) -> None:
+        """Copy the rows that other ranks read; what this rank wants itself, it reads where it is."""
+        x, routing = combined.x, combined.routing
+        launch = self._device_control.launcher(
+            sums.copy_for_peers, COPY_WARPS, NUM_RANKS=self._num_ranks, TILE_WORDS=COPY_WORDS
+        )
+        launch(
+            self._stream,
+            (self._ops.num_programs(combined.config),),
+            _words(x),
+            _words(window),
+            routing.rank_prefix_matrix,
+            self._rank,
+            x.shape[0],
+            x.shape[1] * x.element_size() // 4,
+        )
+
+    def _give_back(self) -> None:
+        """Later calls on the communication stream come after this one: they may have its windows at once."""
+        for window, num_bytes in self._staged:
+            self._ops.windows.give_back(window, num_bytes)
+        self._staged = []
+
+    def reduce(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+        if self._ops.windows.num_bytes:
+            self._sum(combined, out, out_weights)
+        self._combine_through_rings(combined, out, out_weights)
+
+    def _sum(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+        x, routing, _, biases, config = combined
+        tile, state = self._ops.tiles.combine, self._device_control.state
+        num_topk = out_weights.shape[1] if out_weights is not None else 0
+        pull = self._device_control.launcher(
+            sums.pull_and_sum,
+            tile.warps,
+            DTYPE=DTYPE_CODES[x.dtype],
+            NUM_BIASES=len(biases),
+            NUM_RANKS=self._num_ranks,
+            RANK_BLOCK=self._device_control.rank_block,
+            TOPK_BLOCK=block_of(num_topk),
+            TILE_TOKENS=tile.tokens,
+            TILE_VALUES=tile.values,
+            CHUNK_TOKENS=CHUNK_TOKENS,
+            IN_HARDWARE=self._gpu.rounds_in_hardware,
+        )
+        pull(
+            self._stream,
+            (self._ops.num_programs(config),),
+            _bits(out),
+            out_weights if out_weights is not None else state,
+            *(_bits(bias) for bias in biases),
+            *(state,) * (2 - len(biases)),
+            routing.send_head,
+            self._device_control.targets,
+            state,
+            x.data_ptr(),
+            self._rank,
+            routing.num_tokens,
+            x.shape[1],
+            num_topk,
+        )
+
+    def _combine_through_rings(
+        self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None
+    ) -> None:
+        """The sums of rows of which some lie in no window; nothing if all do."""
+        x, routing, weights, biases, config = combined
+        token, state = combined.token, self._device_control.state
+        area = self._ops.rings.node.area_for(config, token)
+        tile, tile_values = self._ops.tiles.ring_combine
+        weights_at = _part_offsets(token)[3]
+        launch = self._device_control.launcher(
+            rings.combine_through_rings,
+            tile.warps,
+            DTYPE=DTYPE_CODES[x.dtype],
+            NUM_BIASES=len(biases),
+            NUM_RANKS=self._num_ranks,
+            RANK_BLOCK=self._device_control.rank_block,
+            TOPK_BLOCK=block_of(token.num_topk),
+            TILE_TOKENS=at_most(tile.tokens, area.num_rows),
+            TILE_WORDS=tile.words,
+            STAGES=tile.stages,
+            TILE_VALUES=tile_values,
+            IN_HARDWARE=self._gpu.rounds_in_hardware,
+        )
+        launch(
+            self._stream,
+            (self._ops.num_programs(config),),
+            _words(x),
+            weights if weights is not None else state,
+            _bits(out),
+            out_weights if out_weights is not None else state,
+            *(_bits(bias) for bias in biases),
+            *(state,) * (2 - len(biases)),
+            routing.send_head,
+            self._device_control.targets,
+            routing.rank_prefix_matrix,
+            routing.recv_channel_prefix_matrix,
+            *self._ops.ring_arguments(area),
+            config.num_channels,
+            weights_at,
+            routing.num_tokens,
+            _tokens_per_channel(routing.num_tokens, config),
+            x.shape[1],
+            token.num_topk,
+        )
+
+    # The end
+
+    def barrier(self, phase: Phase) -> None:
+        if not self._is_sent:
+            self._device_control.barrier(FLAGS_OF[phase])
+
+    def end(self, *used: torch.Tensor | None) -> EventHandle | None:
+        event: EventHandle | None = self._gpu.stream.end(self._run_async)
+        self._device_control.control.end(self._call)
+        self._ops.keep(self._run_async, self._previous, *used, *self._used)
+        self._give_back()
+        return event
+
+
+@lru_cache(maxsize=64)
+def _part_offsets(token: TokenLayout) -> tuple[int, ...]:
+    """Where source meta, scales, ids and weights lie in a row of a ring, and the bytes of such a row."""
+    return tuple(part_offsets(token).tolist())
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that begins at a multiple of 16 bytes, as kernels expect rows to; nearly all do."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _tokens_per_channel(num_tokens: int, config: Config) -> int:
+    return max(1, -(-num_tokens // config.num_channels))
+
+
+def _words(x: torch.Tensor) -> Seen:
+    """Rows as words of 4 bytes."""
+    return Seen(x, torch.int32)
+
+
+def _bits(x: torch.Tensor) -> Seen:
+    """Values as kernels see them: those of 16 bits by their bits."""
+    return Seen(x, torch.uint16 if x.element_size() == 2 else x.dtype)

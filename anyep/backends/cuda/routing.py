@@ -1,0 +1,122 @@
+"""What one dispatch on a GPU knew about the routing: the handle, and what it must be like."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from anyep.errors import InvalidCall
+
+NUM_TENSORS: Final = 6
+
+
+class GpuRouting(NamedTuple):
+    """The six tensors of a handle, and its digests where they are known."""
+
+    rank_prefix_matrix: torch.Tensor
+    channel_prefix_matrix: torch.Tensor
+    recv_channel_prefix_matrix: torch.Tensor
+    recv_src_idx: torch.Tensor
+    is_token_in_rank: torch.Tensor
+    send_head: torch.Tensor
+    digests: torch.Tensor | None = None
+    """No part of the handle: digests of the rows to each rank, then of those from each rank. Only the kernels
+    of the dispatch that fills a handle fill them, too: a graph that is replayed does both again."""
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The flat tuple that clients keep. The digests are known by it as long as nobody changes it."""
+        parts = self[:NUM_TENSORS]
+        remember_digests(parts, self.digests)
+        return parts
+
+    @property
+    def num_tokens(self) -> int:
+        return self.send_head.shape[0]
+
+    @property
+    def num_recv_rows(self) -> int:
+        return self.recv_src_idx.shape[0]
+
+    @property
+    def num_channels(self) -> int:
+        return self.channel_prefix_matrix.shape[1]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The digests of a handle, the rest of its tensors, and the versions of all of them.
+
+    Copies of a handle, and what is saved to a file, know nothing: an empty dictionary takes its place.
+    """
+
+    digests: torch.Tensor
+    others: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[type[OrderedDict[str, int]], tuple[()]]:
+        return OrderedDict, ()
+
+
+def remember_digests(parts: tuple[torch.Tensor, ...], digests: torch.Tensor | None) -> None:
+    """Let the first tensor of a handle know its digests."""
+    if digests is not None and not any(part.is_inference() for part in parts):
+        known = _Known(digests, parts[1:], tuple(part._version for part in parts))
+        parts[0]._anyep_digests = known  # type: ignore[attr-defined]
+
+
+def known_digests(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The digests of a handle that consists of the very tensors that a dispatch filled, as it left them.
+
+    Of tensors that were made in inference mode torch does not know whether they were changed.
+    """
+    known = getattr(parts[0], "_anyep_digests", None)
+    if not isinstance(known, _Known):
+        return None
+    for part, other in zip(parts[1:], known.others, strict=True):
+        if part is not other:
+            return None
+    if known.versions != tuple(part._version for part in parts):
+        return None
+    return known.digests
+
+
+class GpuCounts(NamedTuple):
+    """Where the tokens of a dispatch go, as the caller counted; kernels check it."""
+
+    in_rank: torch.Tensor
+    by_rank: torch.Tensor
+    by_expert: torch.Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.by_expert.shape[0]
+
+
+def checked_handle(handle: Any, num_ranks: int, device: torch.device) -> GpuRouting:
+    """A client's handle; what its tensors hold is judged where kernels read it."""
+    if not isinstance(handle, tuple | list) or len(handle) != NUM_TENSORS:
+        raise InvalidCall(f"the handle must be the tuple of {NUM_TENSORS} tensors that dispatch returned")
+    for part in handle:
+        if not isinstance(part, torch.Tensor) or part.dim() == 0:
+            raise InvalidCall("the handle must hold tensors only, as dispatch returned it")
+    parts = tuple(part if part.is_contiguous() else part.contiguous() for part in handle)
+    routing = GpuRouting(*parts)._replace(digests=known_digests(parts))
+    num_tokens, num_channels = routing.send_head.shape[0], routing.channel_prefix_matrix.shape[-1]
+    for name, part, dtype, shape in (
+        ("rank_prefix_matrix", routing[0], torch.int32, (num_ranks, num_ranks)),
+        ("channel_prefix_matrix", routing[1], torch.int32, (num_ranks, max(1, num_channels))),
+        ("recv_channel_prefix_matrix", routing[2], torch.int32, (num_ranks, max(1, num_channels))),
+        ("recv_src_idx", routing[3], torch.int32, (routing[3].shape[0],)),
+        ("is_token_in_rank", routing[4], torch.bool, (num_tokens, num_ranks)),
+        ("send_head", routing[5], torch.int32, (num_tokens, num_ranks)),
+    ):
+        if part.dtype != dtype or tuple(part.shape) != shape or part.device != device:
+            raise InvalidCall(
+                f"the handle's {name} is {part.dtype} {list(part.shape)} on {part.device}:"
+                f" it must be {dtype} {list(shape)} on {device};"
+                f" is the handle from another Buffer?"
+            )
+    return routing

@@ -1,0 +1,178 @@
+"""The windows of a rank on a GPU: pieces of symmetric memory, lent to results until the last of them dies.
+
+A tensor dies in the host's time, when kernels that read it may still be waiting for their turn. Its window is
+given away again when the stream that was current at its death, and the communication stream, have come so
+far. What was lent while a graph was captured stays with that graph, which may be replayed at any time: only
+later calls in the same graph may have it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from anyep.backends.cuda.constants import WINDOW_BLOCK_BITS
+from anyep.freelist import FreeList
+
+Part = tuple[int, tuple[int, ...], torch.dtype]
+"""Where in a window a tensor begins, in bytes, and its shape and type."""
+
+
+class GpuWindows:
+    """Blocks of windows; an offset has the number of its block above `WINDOW_BLOCK_BITS` bits."""
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu = gpu
+        self._blocks: list[Any] = []
+        self._free_lists: list[FreeList] = []
+        self._returned: deque[tuple[int, list[Any]]] = deque()
+        """Windows whose tensors are gone, and moments after the last use of each tensor."""
+        self._of_graphs: dict[int, tuple[int, int]] = {}
+        """Windows that no tensor holds any more, the graph that each belongs to, and its bytes."""
+        self._lock = threading.Lock()
+
+    def add(self, block: Any) -> int:
+        """Windows in one more block; the offset where it begins."""
+        self._blocks.append(block)
+        self._free_lists.append(FreeList(block.num_bytes))
+        return (len(self._blocks) - 1) << WINDOW_BLOCK_BITS
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.num_bytes for block in self._blocks)
+
+    def addresses(self) -> list[list[int]]:
+        """Where each rank's blocks lie here, by block."""
+        return [block.addresses for block in self._blocks]
+
+    def offers(self, most: int) -> list[tuple[int, int]]:
+        """Free windows as (offset, bytes): those of the newest block first, which is the largest."""
+        with self._lock:
+            self._take_back()
+            found: list[tuple[int, int]] = []
+            for index in reversed(range(len(self._blocks))):
+                first = index << WINDOW_BLOCK_BITS
+                room = most - len(found)
+                if room:
+                    found += [(first + offset, size) for offset, size in self._free_lists[index].offers(room)]
+            return found
+
+    def allocate(self, num_bytes: int) -> int | None:
+        with self._lock:
+            self._take_back()
+            if self._of_graphs and self._gpu.stream.is_capturing():
+                graph = self._gpu.stream.graph()
+                for window, (owner, size) in self._of_graphs.items():
+                    if graph == owner != 0 and size >= num_bytes:
+                        del self._of_graphs[window]
+                        # Whoever reads it in this graph does so before.
+                        self._gpu.stream.begin(None)
+                        return window
+            for index in reversed(range(len(self._blocks))):
+                offset = self._free_lists[index].allocate(num_bytes)
+                if offset is not None:
+                    return (index << WINDOW_BLOCK_BITS) + offset
+            return None
+
+    def allocate_at(self, offset: int, num_bytes: int) -> None:
+        with self._lock:
+            self._free_list(offset).allocate_at(_within(offset), num_bytes)
+
+    def free(self, offset: int) -> None:
+        with self._lock:
+            self._free_list(offset).free(_within(offset))
+
+    def give_back(self, window: int, num_bytes: int) -> None:
+        """Free a window that only calls on the communication stream have used."""
+        if self._gpu.stream.is_capturing():
+            self._of_graphs[window] = (self._gpu.stream.graph(), num_bytes)
+        else:
+            self.free(window)
+
+    def lend(self, window: int, num_bytes: int, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Tensors in a window, each with a storage of its own: what torch registers as an operator may not
+        return views of one. The window comes back when they and their views are gone."""
+        block = self._blocks[window >> WINDOW_BLOCK_BITS]
+        if self._gpu.stream.is_capturing():
+            keep = (self._gpu.stream.graph(), num_bytes)
+            loan = _Loan(len(parts), lambda: None, lambda _: self._of_graphs.__setitem__(window, keep))
+        else:
+            loan = _Loan(len(parts), self._gpu.last_use, lambda uses: self._returned.append((window, uses)))
+        start = _within(window)
+        return [block.lend(start + offset, shape, dtype, loan.one_died) for offset, shape, dtype in parts]
+
+    def tensor(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a window that is not lent."""
+        block = self._blocks[window >> WINDOW_BLOCK_BITS]
+        found: torch.Tensor = block.tensor(_within(window), shape, dtype)
+        return found
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where a tensor's data lies in the windows, or None if it lies elsewhere."""
+        if not tensor.numel():
+            return None
+        for index, block in enumerate(self._blocks):
+            offset = tensor.data_ptr() - block.address
+            if 0 <= offset < block.num_bytes:
+                return (index << WINDOW_BLOCK_BITS) + int(offset)
+        return None
+
+    def fill_free(self, value: int) -> None:
+        """Write a byte all over what is free; for tests, which find out who reads what was not written."""
+        with self._lock:
+            self._take_back()
+            for block, free_list in zip(self._blocks, self._free_lists, strict=True):
+                for offset, num_bytes in free_list.blocks():
+                    block.tensor(offset, (num_bytes,), torch.uint8).fill_(value)
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            self._take_back()
+            return sum(free_list.used_bytes for free_list in self._free_lists)
+
+    def _free_list(self, offset: int) -> FreeList:
+        return self._free_lists[offset >> WINDOW_BLOCK_BITS]
+
+    def _take_back(self) -> None:
+        if self._gpu.stream.is_capturing():
+            return
+        while self._returned:
+            window, last_uses = self._returned.popleft()
+            if None in last_uses:
+                # It died, or a part of it, while a graph was captured.
+                continue
+            for last_use in last_uses:
+                self._gpu.wait_before_next_call(last_use)
+            self._free_list(window).free(_within(window))
+
+
+class _Loan:
+    """The tensors over one window. They die one by one, at any time and in any thread."""
+
+    def __init__(
+        self, num_tensors: int, last_use: Callable[[], Any], on_end: Callable[[list[Any]], None]
+    ) -> None:
+        self._left = list(range(num_tensors))
+        self._last_use = last_use
+        self._last_uses: list[Any] = []
+        self._on_end = on_end
+
+    def one_died(self) -> None:
+        """Note when; with the last one the loan is over."""
+        self._last_uses.append(self._last_use())
+        # Two threads may come here at once, but only one of them takes the 0.
+        if self._left.pop() == 0:
+            self._on_end(self._last_uses)
+
+
+def _within(offset: int) -> int:
+    return offset & ((1 << WINDOW_BLOCK_BITS) - 1)

@@ -1,0 +1,46 @@
+"""How messages to people show the header of a notify message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from anyep.calls import Kind
+from anyep.headers import DTYPES, NETWORK_ROWS_SHIFT, WIDE_DTYPES, Field
+
+# In the order in which they explain a disagreement: what comes later may follow from what comes first.
+SIGNATURE_WORDS: Final = {
+    Field.KIND: "the function called",
+    Field.DTYPE: "the dtype",
+    Field.ROW_BYTES: "the hidden size",
+    Field.TOPK: "top-k",
+    Field.SCALES: "the number of scales per token",
+    Field.EXPERTS: "the number of experts",
+    Field.CHANNELS: "the number of channels (num_sms // 2)",
+    Field.RING_ROWS: "the rows of a ring (config, num_nvl_bytes or num_rdma_bytes)",
+    Field.ROUTING: "the routing in the handle",
+}
+
+
+def word_for_people(field: int, header: Sequence[int]) -> str:
+    """A word of a header's signature as a message says it.
+
+    >>> import torch
+    >>> from anyep.headers import dtype_word, signature
+    >>> header = signature(row_bytes=256, dtype=dtype_word(torch.bfloat16))
+    >>> word_for_people(Field.DTYPE, header), word_for_people(Field.ROW_BYTES, header)
+    ('bfloat16', '128')
+    """
+    word = int(header[field])
+    if field == Field.KIND:
+        return Kind(word).name.lower().replace("_", " ") if word in list(Kind) else str(word)
+    if field == Field.ROUTING:
+        return f"checksum {word:08x}"
+    if field == Field.DTYPE:
+        return DTYPES[word]
+    if field == Field.ROW_BYTES:
+        # Rows of the same hidden size differ in bytes where their dtypes do, which is said then.
+        return str(word // WIDE_DTYPES.get(DTYPES[int(header[Field.DTYPE])], 1))
+    if field == Field.RING_ROWS and word >> NETWORK_ROWS_SHIFT:
+        return f"{word % (1 << NETWORK_ROWS_SHIFT)} and {word >> NETWORK_ROWS_SHIFT} between nodes"
+    return str(word)

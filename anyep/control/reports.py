@@ -1,0 +1,229 @@
+"""Errors of kernels: what a GPU reports that its host did not wait for, as the error that the CPU would
+raise.
+
+A kernel that finds something wrong writes a report into memory of the host. The next call of the host reads
+it. `Reports` explains it, watches the processes of the peers for the kernels, and tells them who is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from anyep import diagnosis, outcomes
+from anyep.backends.cuda import constants
+from anyep.backends.cuda.device_control import DeviceControl
+from anyep.calls import Array, Call, Phase, Stall, Topic
+from anyep.control.liveness import Watch
+from anyep.control.notify import SIGNATURE_WORDS, word_for_people
+from anyep.control.plane import ControlPlane
+from anyep.errors import AnyEPError, InvalidCall, no_expert
+from anyep.headers import NUM_WORDS, REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field
+from anyep.layout import NUM_MAILBOXES
+
+WAITS: Final = {
+    constants.MAILBOX_AT: ("notify message", Phase.NOTIFY),
+    constants.ARRIVED_AT: ("rows", Phase.RECEIVE),
+    constants.PULLED_AT: ("acknowledgement", Phase.ACKNOWLEDGE),
+    constants.TAIL_AT: ("rows, or room in its ring,", Phase.RINGS),
+}
+FAILURES: Final = (outcomes.LATE, outcomes.STOPPED, outcomes.OUT)
+"""After these the ranks are not in step any more."""
+ErrorOf = Callable[[Call, int, int], AnyEPError]
+
+
+class Reports:
+    """Reads what the kernels of one rank report."""
+
+    def __init__(self, device_control: DeviceControl, control: ControlPlane) -> None:
+        self.device_control = device_control
+        self.control = control
+        self.rank, self.num_ranks = control.rank, control.num_ranks
+        self._report = device_control.report
+        self._reports: list[tuple[Array, weakref.WeakMethod[ErrorOf]]] = []
+        self.add(self._report, self._error_of)
+        control.on_failure = device_control.take_no_more_part
+        self._watch = Watch(control.pids_of_peers, device_control.forget)
+
+    def add(self, report: Array, error_of: ErrorOf) -> None:
+        """Kernels write this report, too: it may tell why this rank has given up."""
+        # Weakly: the object that explains a report holds this one.
+        self._reports.append((report, weakref.WeakMethod(error_of)))
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        """Tell the peers that this rank's call was wrong; they raise instead of waiting."""
+        if self.device_control.gpu.stream.is_capturing():
+            return
+        text = call.number % NUM_MAILBOXES
+        self.control.publish_refusal(text, str(error))
+        self.device_control.refuse(call.kind, text)
+
+    def barrier_of_hosts(self, call: Call, number: int) -> None:
+        """Return when all hosts have come to a number, which grows from barrier to barrier; raise if one of
+        them has failed, also if it did so after it had come."""
+        control, block = self.control, self.device_control.region.blocks.arrival
+        what = "word that it adds windows"
+        control.enter(call, Phase.NOTIFY)
+        control.signal(control.peer_counters(block), Topic.ROWS, number)
+        own = control.own_counters(block)
+        control.wait_for_counters(call, Phase.NOTIFY, own, Topic.ROWS, what, expected=number)
+        gone = control.blame.gone()
+        if gone:
+            stall = Stall([min(gone)], what, number, number)
+            raise control.blame.lost(call, min(gone), stall, Phase.NOTIFY.name.lower())
+
+    # Reading
+
+    def raise_reported(self) -> None:
+        """Raise what a kernel has reported since the last look."""
+        error = self.reported()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Its traceback holds this frame, and with it those of all callers.
+            del error
+
+    def reported(self) -> AnyEPError | None:
+        """What a kernel has reported since the last look; a failure is raised."""
+        return self.read(self._report, self._error_of)
+
+    def read(self, report: Array, error_of: ErrorOf) -> AnyEPError | None:
+        """What a report says, if it is new, as an error of (call, code, rank); a failure is raised."""
+        # While a graph is captured, what explains it cannot be read out of the GPU's memory.
+        is_read = report[constants.NUM_REPORTS] == report[constants.NUM_READ]
+        if is_read or self.device_control.gpu.stream.is_capturing():
+            return None
+        outcome = int(report[constants.REPORTED_OUTCOME])
+        call = Call(int(report[constants.REPORTED_NUMBER]), int(report[constants.REPORTED_KIND]))
+        try:
+            if outcomes.code_of(outcome) == outcomes.OUT:
+                self._raise_what_came_before()
+                error: AnyEPError = diagnosis.gave_up_before(self.rank, call)
+            else:
+                error = error_of(call, outcomes.code_of(outcome), outcomes.rank_of(outcome))
+        finally:
+            report[constants.NUM_READ] = report[constants.NUM_REPORTS]
+        if outcomes.code_of(outcome) not in FAILURES:
+            return error
+        self.control.fail(call, error)
+        try:
+            raise error
+        finally:
+            del error
+
+    def _raise_what_came_before(self) -> None:
+        """Raise why this rank has given up, if a report tells it that has not been read yet."""
+        for report, weakly in self._reports:
+            error_of = weakly()
+            code = outcomes.code_of(int(report[constants.REPORTED_OUTCOME]))
+            if error_of is not None and code in FAILURES and code != outcomes.OUT:
+                self.read(report, error_of)
+
+    # Explaining
+
+    def _error_of(self, call: Call, code: int, rank: int) -> AnyEPError:
+        if code == outcomes.DIFFERENT:
+            return self._disagreement(call)
+        if code == outcomes.TOO_MANY:
+            limit = int(self._headers()[rank, Field.RESULT_ROWS])
+            return diagnosis.too_many_rows(rank, limit, None)
+        if code == outcomes.BAD_HANDLE:
+            return InvalidCall(
+                f"the handle of {call} does not fit together: it names rows that rank {rank} does not have"
+            )
+        flags = int(self._report[constants.REPORTED_WAIT])
+        what, phase = WAITS[flags]
+        seen = [self.device_control.flag_of(peer, flags, call.number) for peer in range(self.num_ranks)]
+        # A ring's counter counts rows, of all calls: one more at least was waited for.
+        if flags == constants.TAIL_AT:
+            stall = Stall([rank], what, seen[rank], seen[rank] + 1)
+        else:
+            missing = still_missing(seen, call.number, rank)
+            stall = Stall(missing, what, seen[missing[0]], call.number)
+        return self.end_of_wait(call, code, stall, phase.name.lower())
+
+    def end_of_wait(self, call: Call, code: int, stall: Stall, phase: str) -> AnyEPError:
+        """The error for a wait without success: it took too long, or a rank is gone or has given up."""
+        blame = self.control.blame
+        if code == outcomes.LATE:
+            return blame.too_late(call, stall, phase)
+        gone = blame.gone()
+        if gone:
+            # If all have come since, another rank was the reason.
+            waited_for = stall.peers if stall.seen != stall.expected else []
+            others = gone - set(stall.peers)
+            who = next((peer for peer in waited_for if peer in gone), min(others or gone))
+        else:
+            who = self.device_control.aborting_rank()
+        return blame.lost(call, who, stall, phase)
+
+    def _headers(self) -> Array:
+        headers: Array = self._report[constants.REPORTED_HEADERS :].reshape(self.num_ranks, NUM_WORDS)
+        return headers
+
+    def _disagreement(self, call: Call) -> AnyEPError:
+        headers = self._headers()
+        wrong = int(self._report[constants.REPORTED_WRONG])
+        how, where = constants.how_and_where(wrong)
+        if how == constants.WRONG_ID:
+            mine = headers[self.rank]
+            token, column = divmod(where, int(mine[Field.TOPK]))
+            value = int(self._report[constants.REPORTED_VALUE])
+            return no_expert(token, column, value, int(mine[Field.EXPERTS]))
+        if how == constants.OTHER_ROUTING:
+            return diagnosis.other_routing(call, diagnosis.other_rows(*divmod(where, self.num_ranks)))
+        if wrong:
+            return InvalidCall(contradiction(wrong, self.num_ranks))
+        refused = headers[:, Field.REFUSED]
+        for code, reason in (
+            (REFUSED_BY_IDS, "its topk_idx has an id that is no expert"),
+            (REFUSED_BY_COUNTS, "its counts contradict its choices of experts"),
+        ):
+            if (refused == code).any():
+                return diagnosis.refused_by_kernel(int(np.flatnonzero(refused == code)[0]), call, reason)
+        text = max(0, int(refused.max()) - 1)
+        return self.control.disagreement(call, headers, text, SIGNATURE_WORDS, word_for_people)
+
+    # The end
+
+    def stop_watching(self) -> None:
+        """Kernels hear no more of peers that die."""
+        self._watch.close()
+
+    def close(self) -> None:
+        """Stop watching the peers, and let no kernel read the host's memory: none may run any more."""
+        self.stop_watching()
+        self.device_control.close()
+
+
+def still_missing(seen: Sequence[int], expected: int, reported: int) -> list[int]:
+    """Whom to name for a wait that was in vain. A kernel reports the first rank that was not there; but that
+    may have come since, as others that were only late, and have failed for the same reason as this one.
+
+    >>> still_missing([7, 6, 5, 7], expected=7, reported=0)
+    [1, 2]
+    >>> still_missing([7, 7], expected=7, reported=0)
+    [0]
+    """
+    return [rank for rank, flag in enumerate(seen) if flag < expected] or [reported]
+
+
+def contradiction(wrong: int, num_ranks: int) -> str:
+    """What is wrong with a caller's counts, as `place_tokens` found it.
+
+    >>> contradiction(constants.wrong_word(constants.WRONG_EXPERT_COUNT, 7), 2)
+    'num_tokens_per_expert and topk_idx disagree about expert 7: pass both from one get_dispatch_layout'
+    """
+    how, where = constants.how_and_where(wrong)
+    if how == constants.WRONG_RANK_COUNT:
+        problem = f"num_tokens_per_rank and is_token_in_rank disagree about rank {where}"
+    elif how == constants.WRONG_EXPERT_COUNT:
+        problem = f"num_tokens_per_expert and topk_idx disagree about expert {where}"
+    else:
+        token, rank = divmod(where, num_ranks)
+        problem = f"topk_idx and is_token_in_rank disagree whether token {token} goes to rank {rank}"
+    return f"{problem}: pass both from one get_dispatch_layout"

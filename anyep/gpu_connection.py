@@ -1,0 +1,163 @@
+"""How the ranks of a Buffer connect their GPUs, when their hosts have met: each makes its memory, opens its
+peers', and all hear of any trouble.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+
+from anyep.backends.cuda import constants
+from anyep.backends.cuda.device_control import DeviceControl
+from anyep.backends.cuda.mps import MultiProcessService
+from anyep.backends.cuda.windows import GpuWindows
+from anyep.calls import Call
+from anyep.connection import (
+    SHARE_OF_FREE_MEMORY,
+    Connection,
+    made_on_all_ranks,
+    on_all_ranks,
+)
+from anyep.control.plane import ControlPlane
+from anyep.control.reports import Reports
+from anyep.errors import NotSupported
+from anyep.rendezvous import Rendezvous
+from anyep.sizes import align
+
+FIRST_WINDOW_BYTES: Final = 64 << 20
+BLOCK_BYTES: Final = 2 << 20
+log = logging.getLogger("anyep")
+
+
+def share_of_sms(num_sms: int, num_ranks: int) -> int:
+    """How many programs each of so many ranks can have on a GPU at once: an even number, at least two.
+
+    >>> share_of_sms(132, 8), share_of_sms(132, 3), share_of_sms(132, 1)
+    (16, 44, 132)
+    """
+    return max(2, num_sms // num_ranks // 2 * 2)
+
+
+class GpuConnection:
+    """The memory of all ranks' GPUs, opened here."""
+
+    def __init__(
+        self,
+        gpu: Any,
+        group: Any,
+        rendezvous: Rendezvous,
+        connection: Connection,
+        control: ControlPlane,
+    ) -> None:
+        options = connection.options
+        self._gpu = gpu
+        self._group = group
+        self._rendezvous = rendezvous
+        self._timeout_s = options.timeout_s
+        if group is None:
+            raise NotSupported(
+                "a Buffer on GPUs needs a torch process group, Gloo's is enough: pass group instead of comm"
+            )
+        # On all ranks, since a rank's memory is free when its peers have closed it, too.
+        on_all_ranks(rendezvous, gpu.do_postponed)
+        gpus_of_ranks = on_all_ranks(rendezvous, lambda: (gpu.identity, gpu.num_sms, gpu.free_memory_bytes()))
+        ranks_by_gpu = Counter(identity for identity, _, _ in gpus_of_ranks)
+        self.ranks_on_gpu = ranks_by_gpu[gpu.identity]
+        self.share_of_sms = share_of_sms(gpu.num_sms, self.ranks_on_gpu)
+        self.least_share_of_sms = min(
+            share_of_sms(num_sms, ranks_by_gpu[identity]) for identity, num_sms, _ in gpus_of_ranks
+        )
+        """Of all ranks, on whatever GPU: the same on each of them."""
+        # The same on all ranks, as they decide by it, each for itself, whether windows grow.
+        least_free = min(free for _, _, free in gpus_of_ranks)
+        share = least_free // SHARE_OF_FREE_MEMORY // max(ranks_by_gpu.values())
+        self._most_window_bytes = share if options.num_window_bytes is None else options.num_window_bytes
+        self.heap = self._new_block(
+            connection.region.num_bytes + options.num_nvl_bytes + options.num_rdma_bytes,
+            connection.region.num_bytes,
+        )
+        self.windows = GpuWindows(gpu)
+        self._begun = ExitStack()
+        first_bytes = min(FIRST_WINDOW_BYTES, share) // BLOCK_BYTES * BLOCK_BYTES
+        if options.num_window_bytes is not None:
+            first_bytes = options.num_window_bytes
+
+        def start_reports() -> Reports:
+            device_control = DeviceControl(gpu, control, connection.region, self.heap)
+            self._begun.callback(device_control.close)
+            reports = Reports(device_control, control)
+            self._begun.callback(reports.close)
+            return reports
+
+        try:
+            self.reports = made_on_all_ranks(rendezvous, start_reports)
+            self.device_control = self.reports.device_control
+            if first_bytes:
+                self._add_windows(first_bytes)
+            self._warn_without_service()
+        except BaseException:
+            self.close()
+            raise
+
+    def _warn_without_service(self) -> None:
+        """Say what it costs if ranks share a GPU as they are."""
+        if self.ranks_on_gpu > 1 and self._rendezvous.rank == 0 and not MultiProcessService.is_running():
+            log.warning(
+                "%d ranks share a GPU without NVIDIA's multi-process service: they take turns of some"
+                " milliseconds, and who waits for another rank waits for the turns of all (8 ranks on an"
+                " H200: 33 ms for a call that takes 1 ms with the service); `anyep doctor` tells how to"
+                " start it",
+                self.ranks_on_gpu,
+            )
+
+    def close(self) -> None:
+        """End what was begun for a Buffer that could not be made."""
+        try:
+            self._gpu.synchronize_device()
+        finally:
+            self._begun.close()
+
+    def grow(self, call: Call, num_bytes: int) -> int | None:
+        """Add windows together with all ranks, large enough for so many bytes; where they begin.
+
+        Every rank comes to the same decision: None where that would be more than allowed. The hosts meet in a
+        barrier first: the group's own calls may wait much too long for a rank that has failed.
+        """
+        total = self.windows.num_bytes
+        wanted = max(2 * num_bytes, total)
+        for new_bytes in (align(wanted, BLOCK_BYTES), align(num_bytes, BLOCK_BYTES)):
+            fits = total + new_bytes <= self._most_window_bytes
+            if fits and self.windows.num_blocks < constants.MAX_WINDOW_BLOCKS:
+                self.reports.barrier_of_hosts(call, self.windows.num_blocks + 1)
+                self._rendezvous.say_what("the windows of the Buffer grew")
+                return self._add_windows(new_bytes)
+        return None
+
+    def _add_windows(self, num_bytes: int) -> int:
+        first = self.windows.add(self._new_block(num_bytes, 0))
+        on_all_ranks(self._rendezvous, lambda: self.device_control.set_window_bases(self.windows.addresses()))
+        return first
+
+    def _new_block(self, num_bytes: int, num_zeros: int) -> Any:
+        """Memory of this rank, opened by all; its first bytes are zeros."""
+
+        def make() -> Any:
+            block = self._gpu.new_block(num_bytes)
+            if num_zeros:
+                block.tensor(0, (num_zeros,), torch.uint8).zero_()
+                self._gpu.synchronize_device()
+            return block
+
+        block = made_on_all_ranks(self._rendezvous, make)
+
+        def connect() -> None:
+            # Torch waits for the others in the store, and does not look whether they are still there.
+            with self._rendezvous.deadline(self._timeout_s):
+                block.connect(self._group)
+
+        on_all_ranks(self._rendezvous, connect)
+        return block

@@ -1,0 +1,259 @@
+"""Normal mode, on every device: dispatch, cached dispatch, worst-case dispatch and combine.
+
+A dispatch exchanges notify messages with counts. Every rank then knows the whole count matrix and the free
+windows of all ranks, and decides for each receiver alike: rows that fit its window go straight to their final
+place, others through its rings. A combine sums each token's rows at its source, in rank order; the call of a
+rank that owns rows ends when all readers have read them.
+
+What happens is decided here, how it is done in a backend (`NormalOps`). This module does not check what the
+user passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeVar
+
+import torch
+
+from anyep.backends.base import (
+    CombineInput,
+    NormalCall,
+    NormalOps,
+    Payload,
+    Results,
+    Routing,
+    TokenCounts,
+    Windows,
+)
+from anyep.calls import Array, Call, Phase
+from anyep.control.plane import ControlPlane
+from anyep.events import EventHandle, EventOverlap
+from anyep.headers import MAX_OFFERS, NUM_OFFERS, OFFERS, RESULT_ROWS, dtype_word, signature
+from anyep.rings import Rings
+from anyep.sizes import Config, TokenLayout, align
+
+T = TypeVar("T")
+NO_EXPERTS: Final = 0
+
+
+class Dispatch(NamedTuple):
+    """A checked dispatch that is not along a handle."""
+
+    payload: Payload
+    counts: TokenCounts
+    config: Config
+    num_worst_tokens: int
+    expert_alignment: int
+
+
+class Dispatched(NamedTuple):
+    """What a dispatch returns."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    tokens_per_expert: list[int]
+    routing: Routing
+    event: EventHandle | None
+
+
+class Combined(NamedTuple):
+    """What a combine returns."""
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor | None
+    event: EventHandle | None
+
+
+class NormalMode:
+    """Normal mode of one rank."""
+
+    def __init__(self, control: ControlPlane, ops: NormalOps, rings: Rings) -> None:
+        self.ops = ops
+        self.rings = rings
+        self._control = control
+        self._num_ranks = control.num_ranks
+
+    @property
+    def windows(self) -> Windows:
+        return self.ops.windows
+
+    def check_rings(self, config: Config, token: TokenLayout) -> None:
+        """Refuse a config whose rings do not fit the Buffer."""
+        self.ops.check_config(config)
+        self.rings.check(config, token)
+
+    def dispatch(
+        self, call: Call, request: Dispatch, previous: EventOverlap | None, run_async: bool
+    ) -> Dispatched:
+        """A dispatch that finds out its routing."""
+        payload = self.ops.aligned_payload(request.payload)
+        if payload is not request.payload:
+            request = request._replace(payload=payload)
+        work = self._dispatch_worst_case if request.num_worst_tokens else self._dispatch_counted
+        ops = self.ops.start(call, previous, run_async)
+        return self._guarded(
+            call, lambda: work(ops, request), checks_ids=request.payload.topk_idx is not None
+        )
+
+    def _dispatch_counted(self, ops: NormalCall, request: Dispatch) -> Dispatched:
+        """The notify messages tell how many rows come; then there is a place for each of them."""
+        payload, counts, config, _, alignment = request
+        ops.prepare_to_wait()
+        header = self._dispatch_header(payload, config, counts.num_experts)
+        offer_what_is_free(header, self.windows)
+        routing = ops.new_routing(payload, counts, config)
+        ops.begin()
+        ops.notify(header, payload, counts, config, routing, host_waits=True)
+        totals = ops.totals(header, payload)
+        window = ops.grow(payload, totals) if totals.may_grow else totals.window
+        routing = ops.with_rows(routing, totals.num_rows, is_counted=True)
+        results = ops.new_results(payload, routing, window)
+        event = self._move(ops, request, routing, results, pads=False)
+        by_expert = totals.tokens_per_expert
+        if alignment > 1:
+            by_expert = [align(count, alignment) for count in by_expert]
+        return _dispatched(results, by_expert, routing, event)
+
+    def _dispatch_worst_case(self, ops: NormalCall, request: Dispatch) -> Dispatched:
+        """The number of rows is given, so that the host waits for nothing."""
+        payload, counts, config, num_rows, _ = request
+        header = self._dispatch_header(payload, config, counts.num_experts)
+        window = offer_exactly(header, self.windows, payload, num_rows)
+        routing = ops.with_rows(ops.new_routing(payload, counts, config), num_rows, is_counted=False)
+        results = ops.new_results(payload, routing, window)
+        ops.begin()
+        ops.notify(header, payload, counts, config, routing, host_waits=False)
+        event = self._move(ops, request, routing, results, pads=True)
+        return _dispatched(results, [], routing, event)
+
+    def _move(
+        self, ops: NormalCall, request: Dispatch, routing: Routing, results: Results, pads: bool
+    ) -> EventHandle | None:
+        payload = request.payload
+        experts_per_rank = request.counts.num_experts // self._num_ranks
+        ops.send_rows(payload, routing, results, request.config, experts_per_rank, is_new=True)
+        ops.barrier(Phase.RECEIVE)
+        ops.unpack(payload, routing, results, is_new=True, pads=pads)
+        return ops.end(*_tensors_of(payload))
+
+    def cached_dispatch(
+        self,
+        call: Call,
+        payload: Payload,
+        routing: Routing,
+        config: Config,
+        previous: EventOverlap | None,
+        run_async: bool,
+    ) -> Dispatched:
+        """A dispatch along the routing of a handle: short messages, no counts."""
+        payload = self.ops.aligned_payload(payload)
+        ops = self.ops.start(call, previous, run_async)
+
+        def whole_call() -> Dispatched:
+            header = self._dispatch_header(payload, config, NO_EXPERTS)
+            window = offer_exactly(header, self.windows, payload, routing.num_recv_rows)
+            results = ops.new_results(payload, routing, window)
+            ops.begin()
+            ops.notify_by_handle(header, payload, routing)
+            ops.send_rows(payload, routing, results, config, NO_EXPERTS, is_new=False)
+            ops.barrier(Phase.RECEIVE)
+            ops.unpack(payload, routing, results, is_new=False, pads=False)
+            return _dispatched(results, [], routing, ops.end(*_tensors_of(payload)))
+
+        return self._guarded(call, whole_call)
+
+    def combine(
+        self, call: Call, combined: CombineInput, previous: EventOverlap | None, run_async: bool
+    ) -> Combined:
+        """The way back: every token's rows, summed at its source."""
+        combined = self.ops.aligned_input(combined)
+        ops = self.ops.start(call, previous, run_async)
+
+        def whole_call() -> Combined:
+            x, weights, num_tokens = combined.x, combined.topk_weights, combined.routing.num_tokens
+            out = ops.empty((num_tokens, x.shape[1]), x.dtype)
+            out_weights = None
+            if weights is not None:
+                out_weights = ops.empty((num_tokens, weights.shape[1]), torch.float32)
+            header = self._combine_header(combined)
+            ops.begin()
+            ops.stage(combined, header)
+            ops.notify_by_handle(header, None, combined.routing)
+            ops.reduce(combined, out, out_weights)
+            # Until every reader is done, x must stay as it is.
+            ops.barrier(Phase.ACKNOWLEDGE)
+            return Combined(out, out_weights, ops.end(x, weights, out, out_weights, *combined.biases))
+
+        return self._guarded(call, whole_call)
+
+    def _guarded(self, call: Call, work: Callable[[], T], checks_ids: bool = False) -> T:
+        done = self._control.guarded(call, work)
+        self.ops.raise_earlier(checks_ids)
+        return done
+
+    def _dispatch_header(self, payload: Payload, config: Config, num_experts: int) -> Array:
+        token = payload.token
+        return signature(
+            row_bytes=token.hidden_bytes,
+            dtype=dtype_word(payload.x.dtype),
+            num_topk=token.num_topk,
+            num_scales=token.num_scales,
+            num_experts=num_experts,
+            num_channels=config.num_channels,
+            ring_rows=self.rings.header_word(config, token),
+        )
+
+    def _combine_header(self, combined: CombineInput) -> Array:
+        token, config = combined.token, combined.config
+        header = signature(
+            row_bytes=token.hidden_bytes,
+            dtype=dtype_word(combined.x.dtype),
+            num_topk=token.num_topk,
+            num_channels=config.num_channels,
+            ring_rows=self.rings.header_word(config, token),
+        )
+        header[RESULT_ROWS] = combined.x.shape[0]
+        return header
+
+
+def offer_what_is_free(header: Array, windows: Windows) -> None:
+    """Offer all free windows; the number of rows will tell how much is needed."""
+    offers = windows.offers(MAX_OFFERS)
+    header[NUM_OFFERS] = len(offers)
+    for index, (offset, num_bytes) in enumerate(offers):
+        header[OFFERS + 2 * index] = offset
+        header[OFFERS + 2 * index + 1] = num_bytes
+
+
+def offer_exactly(header: Array, windows: Windows, payload: Payload, num_rows: int) -> int:
+    """Take a window now, where the number of rows is known, and offer just that; -1 if there is none."""
+    num_bytes = payload.window_bytes(num_rows)
+    offset = windows.allocate(num_bytes)
+    header[RESULT_ROWS] = num_rows
+    if offset is None:
+        return -1
+    header[NUM_OFFERS] = 1
+    header[OFFERS] = offset
+    header[OFFERS + 1] = num_bytes
+    return offset
+
+
+def _tensors_of(payload: Payload) -> tuple[torch.Tensor | None, ...]:
+    return payload.x, payload.scales, payload.topk_idx, payload.topk_weights
+
+
+def _dispatched(
+    results: Results, tokens_per_expert: list[int], routing: Routing, event: EventHandle | None
+) -> Dispatched:
+    return Dispatched(
+        results.x,
+        results.scales,
+        results.topk_idx,
+        results.topk_weights,
+        tokens_per_expert,
+        routing,
+        event,
+    )

@@ -1,8 +1,0 @@
-"""Engines that put bytes and signals into the memory of ranks on other hosts.
-
-An engine is a class with the methods of `NixlEngine`; the modes use nothing else of it.
-"""
-
-from anyep.network.nixl import NixlEngine
-
-__all__ = ["NixlEngine"]

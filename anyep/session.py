@@ -1,0 +1,246 @@
+"""What one Buffer owns: heaps, control plane, transport, modes; how they are made, and how they end.
+
+Every step of making succeeds on all ranks or on none. An API is a facade over a session: it checks arguments,
+calls the session's modes and returns its own tuples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, Protocol
+
+from anyep.backends import cpu
+from anyep.backends.base import Windows
+from anyep.backends.cpu.between_nodes import BetweenNodes, CallRings, Proxy, Traffic
+from anyep.backends.cpu.lifetime import CpuLifetime
+from anyep.backends.cpu.memory import WarmMemory
+from anyep.backends.cpu.ops_normal import CpuNormalOps, Way
+from anyep.backends.cpu.rows import RowMover
+from anyep.backends.cpu.within_node import WithinNode
+from anyep.connection import Connection, Options, connect, made_on_all_ranks, rdma_parts
+from anyep.control.plane import ControlPlane
+from anyep.layout import ControlRegion
+from anyep.machine import num_cores
+from anyep.modes.low_latency import LowLatency
+from anyep.modes.normal import NormalMode
+from anyep.relay import RelayPlan
+from anyep.rendezvous import Rendezvous
+from anyep.rings import NetworkRings, NodeRings, Rings
+from anyep.transport.proxy import RingProxy
+from anyep.transport.remote import Transport
+
+NUM_SPINS: Final = 2000
+
+
+class Lifetime(Protocol):
+    """How the part of a session that is on a device ends."""
+
+    @property
+    def free_what_died(self) -> Callable[[], None]: ...
+    @property
+    def is_idle(self) -> bool: ...
+    def stop(self) -> None: ...
+    def check_can_close(self) -> None: ...
+    def close(self) -> None: ...
+    def close_later(self) -> None: ...
+
+
+class Session:
+    """What one rank's Buffer owns."""
+
+    normal: NormalMode
+    heap: Any
+    """This rank's heap on its device."""
+    communication_stream: Any = None
+    """The CUDA stream of calls on a GPU."""
+    device_control: Any = None
+    """The `DeviceControl` of a rank on a GPU."""
+
+    def __init__(self, group: Any, rendezvous: Rendezvous, check_options: Callable[[], Options]) -> None:
+        self.low_latency: LowLatency | None = None
+        self.lifetime: Lifetime | None = None
+        self.traffic = Traffic()
+        """What this rank has sent where there are several nodes."""
+        connection = connect(rendezvous, check_options)
+        self.options = connection.options
+        self.topology = connection.topology
+        self.region: ControlRegion = connection.region
+        self.control = ControlPlane(
+            rendezvous,
+            connection.region,
+            connection.heaps,
+            connection.pids,
+            connection.options.timeout_s,
+            # With a core for every rank it pays to look again at once; else the awaited rank must run.
+            NUM_SPINS if rendezvous.num_ranks <= num_cores() else 0,
+            connection.transport,
+        )
+        try:
+            if self.options.device == "cuda":
+                self._start_on_gpu(group, rendezvous, connection)
+            else:
+                made_on_all_ranks(rendezvous, partial(self._start_on_cpu, connection))
+        except BaseException:
+            if self.lifetime is not None:
+                # Another rank could not make its modes.
+                self.close()
+            else:
+                self.control.close()
+            raise
+
+    @property
+    def windows(self) -> Windows:
+        return self.normal.windows
+
+    def _rings(self, connection: Connection) -> Rings:
+        options, topology = self.options, self.topology
+        node = NodeRings(
+            self.region.num_bytes, options.num_nvl_bytes, topology.ranks_per_node, topology.num_nodes
+        )
+        if topology.num_nodes == 1:
+            return Rings(node)
+        parts = rdma_parts(options, topology)
+        start = self.region.num_bytes + options.num_nvl_bytes + (parts - 1) * options.num_rdma_bytes
+        return Rings(node, NetworkRings(start, options.num_rdma_bytes, topology))
+
+    def _start_on_cpu(self, connection: Connection) -> None:
+        control, options = self.control, self.options
+        memory = WarmMemory(cpu.PrivateBlock(connection.num_result_bytes, "results", control.rank))
+        stream, team = cpu.Stream(), cpu.Team(max(1, num_cores() // control.num_ranks))
+        rings = self._rings(connection)
+        mover = RowMover(
+            control, self.region, self.topology, connection.heaps, connection.windows, rings, team
+        )
+        self.heap = connection.heaps[control.rank]
+        self.normal = NormalMode(
+            control, CpuNormalOps(mover, self._way(mover, connection.transport), stream, memory), rings
+        )
+        if options.low_latency_mode:
+            self.low_latency = LowLatency(
+                cpu,
+                control,
+                self.region,
+                connection.heaps,
+                self.region.num_bytes + options.num_nvl_bytes,
+                options.num_rdma_bytes,
+                stream,
+                team,
+                memory,
+                options.enable_shrink,
+            )
+        self.lifetime = CpuLifetime(control, stream, team)
+
+    def _way(self, mover: RowMover, transport: Transport | None) -> Way:
+        """The way of rows: within a node, or between nodes."""
+        if self.topology.num_nodes == 1:
+            return WithinNode(mover)
+        plan = RelayPlan(self.topology, mover.rank)
+        if transport is None:
+            way = BetweenNodes(mover, plan)
+        else:
+            way = BetweenNodes(mover, plan, transport.ranks, _proxies(transport, self.region, plan.node))
+        self.traffic = way.traffic
+        return way
+
+    def _start_on_gpu(self, group: Any, rendezvous: Rendezvous, connection: Connection) -> None:
+        # Here, as machines without a GPU need no Triton.
+        from anyep.backends.cuda.gpu import Gpu
+        from anyep.gpu_connection import GpuConnection
+
+        gpu_connection = GpuConnection(
+            made_on_all_ranks(rendezvous, Gpu), group, rendezvous, connection, self.control
+        )
+        self.heap = gpu_connection.heap
+        self.device_control = gpu_connection.device_control
+        try:
+            made_on_all_ranks(rendezvous, partial(self._make_gpu_modes, gpu_connection, connection))
+        except BaseException:
+            self.lifetime = self.low_latency = None
+            gpu_connection.close()
+            raise
+
+    def _make_gpu_modes(self, gpu_connection: Any, connection: Connection) -> None:
+        from anyep.backends.cuda.lifetime import GpuLifetime
+        from anyep.backends.cuda.ops_normal import GpuNormalOps
+
+        options = self.options
+        low_latency = None
+        if options.low_latency_mode:
+            from anyep.modes.gpu_low_latency import GpuLowLatency
+
+            start = self.region.num_bytes + options.num_nvl_bytes
+            self.low_latency = low_latency = GpuLowLatency(
+                gpu_connection.device_control,
+                gpu_connection.reports,
+                gpu_connection.ranks_on_gpu,
+                start,
+                options.num_rdma_bytes,
+                options.enable_shrink,
+            )
+        rings = self._rings(connection)
+        ops = GpuNormalOps(
+            gpu_connection.device_control,
+            gpu_connection.reports,
+            gpu_connection.windows,
+            gpu_connection.grow,
+            gpu_connection,
+            rings,
+        )
+        self.normal = NormalMode(self.control, ops, rings)
+        self.communication_stream = ops.stream
+        self.lifetime = GpuLifetime(
+            gpu_connection.device_control,
+            gpu_connection.reports,
+            self.control,
+            low_latency,
+            memory=(ops, gpu_connection.windows),
+        )
+
+    # The end
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way, as far as that can be asked."""
+        assert self.lifetime is not None
+        return self.lifetime.is_idle
+
+    def leave(self, error: BaseException) -> None:
+        """Report the exception that ends this rank's use of the session, and end the calls under way."""
+        assert self.lifetime is not None
+        self.control.leave(error)
+        self.lifetime.stop()
+
+    def check_can_close(self) -> None:
+        """Raise where the session cannot be closed now."""
+        assert self.lifetime is not None
+        self.lifetime.check_can_close()
+
+    def close(self) -> Callable[[], None]:
+        """Finish the calls that are under way, and give back what the session holds.
+
+        Returns what frees memory that only dies with the session: to be called when it is gone.
+        """
+        assert self.lifetime is not None
+        lifetime, self.lifetime = self.lifetime, None
+        try:
+            lifetime.close()
+        finally:
+            self.control.close()
+        return lifetime.free_what_died
+
+    def close_later(self) -> None:
+        """Close after all calls, without waiting for them."""
+        assert self.lifetime is not None
+        self.lifetime.close_later()
+
+
+def _proxies(
+    transport: Transport, region: ControlRegion, own_node: int
+) -> Callable[[Mapping[int, int], CallRings], Proxy]:
+    """Makes the proxy of a call."""
+
+    def new_proxy(remote: Mapping[int, int], rings: CallRings) -> Proxy:
+        return RingProxy(transport, region, own_node, remote, rings)
+
+    return new_proxy

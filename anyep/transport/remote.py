@@ -1,0 +1,153 @@
+"""The ranks that are reached over a network: what is written for them lies here, and an engine takes it.
+
+Of each such rank there is an outbox here, laid out like its control region. Kernels write notify messages,
+completion records and counters into it as if it were the rank's own memory; then `send` brings pieces of it
+there, to the same offsets, and after them the words that close them. What ranks say about themselves comes
+the other way: it is kept in the outbox of who said it, where the status of a rank of this host would be found
+in its heap.
+
+Nothing arrives and nothing leaves while nobody polls. Whoever waits polls; between calls a thread does, at
+its leisure, which also says now and then that this rank lives. So a rank that is silent is not slow: it is
+gone, or out of reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from anyep import ending
+from anyep.errors import PeerLost
+from anyep.layout import STATUS_BYTES, StatusWord
+
+HEARTBEAT_S: Final = 0.5
+DRAIN_S: Final = 1.0
+SILENT_AFTER_S: Final = 2.0
+"""Everyone says twice a second that he lives: of whom nothing is heard for so long, something is wrong."""
+PUMP_S: Final = 0.002
+IDLE_PUMP_S: Final = 0.005
+IDLE_AFTER_S: Final = 0.1
+_CLOCK: Final = struct.Struct("<q")
+"""Before what a rank says of itself: its clock."""
+
+
+class Transport(ending.Part):
+    """One rank's way to ranks on other hosts; `outboxes` are memory of this rank, one for each of them."""
+
+    def __init__(self, engine: Any, own_heap: Any, outboxes: Mapping[int, Any]) -> None:
+        self.engine = engine
+        self.ranks = tuple(sorted(outboxes))
+        self._outboxes = outboxes
+        self._own_status = own_heap.array(0, STATUS_BYTES, np.uint8)
+        self._said_at = self._polled_at = self._moved_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._pump = threading.Thread(target=self._keep_polling, name="anyep transport", daemon=True)
+        self._pump.start()
+        ending.register(self)
+
+    def send(
+        self, rank: int, pieces: Sequence[tuple[int, int]], signals: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Bring pieces of a rank's outbox there: (offset, bytes); then raise words there: (offset, value)."""
+        start = self._outboxes[rank].address
+        self.put(rank, [(start + offset, offset, num_bytes) for offset, num_bytes in pieces], signals)
+
+    def put(
+        self, rank: int, pieces: Sequence[tuple[int, int, int]], signals: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """The same, with pieces of any memory: (address, offset there, bytes).
+
+        A rank that is lost gets nothing. Whoever waits for it finds out, and what it said last.
+        """
+        with contextlib.suppress(PeerLost):
+            self.engine.put(rank, pieces, list(signals))
+
+    def address(self, rank: int) -> int:
+        """Where a rank's outbox begins."""
+        address: int = self._outboxes[rank].address
+        return address
+
+    def outbox(self, rank: int, offset: int, num_bytes: int) -> np.ndarray[Any, Any]:
+        """A part of a rank's outbox, as bytes."""
+        part: np.ndarray[Any, Any] = self._outboxes[rank].array(offset, num_bytes, np.uint8)
+        return part
+
+    def poll(self) -> bool:
+        """Take what has come, and push on what is to leave; whether anything moved."""
+        moved: bool = self.engine.poll()
+        self._polled_at = time.monotonic()
+        if moved:
+            self._moved_at = self._polled_at
+            # The pump and a waiting caller may both be here: what was said later is to be kept.
+            with self._lock:
+                for rank, words in self.engine.heard():
+                    self._keep_status(rank, words)
+        return moved
+
+    def _keep_polling(self) -> None:
+        """Poll where nobody else does, and say now and then that this rank lives, and what it does."""
+        while not self._stop.wait(
+            PUMP_S if time.monotonic() - self._moved_at < IDLE_AFTER_S else IDLE_PUMP_S
+        ):
+            if time.monotonic() - self._said_at > HEARTBEAT_S:
+                self.say_status()
+            if time.monotonic() - self._polled_at > PUMP_S:
+                self.poll()
+
+    def say_status(self) -> None:
+        """Tell everyone what this rank says about itself; it may not arrive."""
+        self._said_at = time.monotonic()
+        words = _CLOCK.pack(time.monotonic_ns()) + self._own_status.tobytes()
+        for rank in self.ranks:
+            self.engine.say(rank, words)
+
+    def lost(self) -> set[int]:
+        """Ranks that the engine has lost."""
+        return set(self.engine.lost)
+
+    def seconds_since_heard(self, rank: int) -> float:
+        return time.monotonic() - float(self.engine.last_heard(rank))
+
+    def drain(self, timeout_s: float) -> None:
+        """Poll until all that was sent has left, but no longer than this."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until and not all(map(self._is_done, self.ranks)):
+            self.poll()
+
+    def _is_done(self, rank: int) -> bool:
+        return rank in self.engine.lost or bool(self.engine.is_idle(rank))
+
+    def close(self) -> None:
+        """Tell everyone what this rank said last, and let go."""
+        self._stop.set()
+        if threading.current_thread() is not self._pump:
+            self._pump.join()
+        self.drain(DRAIN_S)
+        self.say_status()
+        self.poll()
+        self.engine.close()
+
+    def is_working(self) -> bool:
+        return not self._stop.is_set() and not all(map(self._is_done, self.ranks))
+
+    def join_at_end(self, until: float) -> None:
+        self._stop.set()
+        ending.join(self._pump, until)
+        if not self._pump.is_alive():
+            # What this rank said last is to leave.
+            self.poll()
+
+    def _keep_status(self, rank: int, words: bytes) -> None:
+        """Keep what a rank said; times are on its own clock, and are moved to this one's."""
+        (clock,) = _CLOCK.unpack_from(words)
+        status = self._outboxes[rank].array(0, STATUS_BYTES, np.uint8)
+        status[:] = np.frombuffer(words, np.uint8, offset=_CLOCK.size)
+        since = self._outboxes[rank].array(8 * StatusWord.SINCE_NS, 1)
+        since += time.monotonic_ns() - clock
