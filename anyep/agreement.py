@@ -1,4 +1,4 @@
-"""What all ranks must say alike, and the sentence about those that do not."""
+"""Checks that all ranks have the same values; the error says which rank has which value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _IN_WORDS: Final = {"num_window_bytes": "auto", "ranks_per_node": "all ranks of 
 
 
 class Said(NamedTuple):
-    """What a rank says about one thing, and why it does: an argument, a variable, a default."""
+    """One value of a rank, and its source: an argument, a variable, a default."""
 
     value: Any
     source: str = ARGUMENT
@@ -24,7 +24,7 @@ class Said(NamedTuple):
 
 
 def check_agreement(said_by_rank: Sequence[Mapping[str, Said]]) -> None:
-    """Raise `Disagreement` about the first thing that is not the same on all ranks: who says what, and why.
+    """Raise `Disagreement` about the first value that differs between ranks, with the source of each.
 
     >>> check_agreement([{"a": Said(2, "ANYEP_A")}, {"a": Said(1)}, {"a": Said(1)}])
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The checks of what users pass to `Buffer`: each refuses with a sentence that says what to do."""
+"""Checks of the arguments that users pass to `Buffer`: each refuses with a message that says what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from anyep.sizes import check_num_experts as check_num_experts
 
 FLOAT_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 DEVICE_TYPES: Final = ("cpu", "cuda")
-"""Those that there is a backend for."""
+"""The device types that have a backend."""
 
 
 def check_num_bytes(name: str, value: int) -> int:
@@ -41,7 +41,7 @@ def check_devices(device: torch.device, **things: Any) -> None:
 
 
 def _wrong_device(name: str, found: torch.device, wanted: torch.device) -> str:
-    """What to say about a tensor that is on one device, but is wanted on another.
+    """The message about a tensor that is on one device, but is needed on another.
 
     >>> _wrong_device("x", torch.device("cuda:1"), torch.device("cuda:0"))
     "x is on cuda:1, but this Buffer works on cuda:0: pass x.to('cuda:0')"
@@ -102,8 +102,8 @@ def check_x(name: str, x: Any, dtypes: tuple[torch.dtype, ...] | None) -> torch.
 
 
 def check_payload(x: Any, topk_idx: Any, topk_weights: Any, source_bytes: int) -> Payload:
-    """What dispatch sends: x, or (1-byte data, scales), and top-k ids with weights or neither; and so many
-    bytes about each row's origin."""
+    """What dispatch sends: x, or (1-byte data, scales); top-k ids with weights, or neither; and
+    `source_bytes` bytes about each row's origin."""
     scales = None
     if isinstance(x, tuple | list):
         if len(x) != 2:
@@ -172,7 +172,7 @@ def check_events(
 
 
 def check_biases(bias: Any, shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """No, one or two tensors to start the sum from."""
+    """Zero, one or two tensors to start the sum from."""
     if bias is None:
         return ()
     biases = bias if isinstance(bias, tuple | list) else (bias,)

@@ -4,13 +4,13 @@
     ...                                        # the experts work on the rows
     combined, _ = combine(buffer, outputs, handle)
 
-Each is the other's gradient: what was copied on the way out is summed on the way back. So a backward pass
-communicates too, and every rank must make the same calls there: the same tensors require gradients on all
-ranks, and a rank that received no rows still takes part.
+Each is the other's gradient: rows that are copied in one direction are summed in the other. A backward pass
+therefore communicates too, and every rank must make the same calls there: the same tensors require gradients
+on all ranks, and a rank that received no rows still takes part.
 
-In a compiled function the number of received rows is a size that is not known before it runs; with
-`num_worst_tokens` it is that number, always. Operators take whole numbers but no Buffers, so a Buffer
-travels as its number in a table that does not keep it alive.
+In a compiled function the number of received rows is a data-dependent size; with `num_worst_tokens` it is
+always that number. Operators accept integers but not Buffers, so a Buffer is passed as its key in a table
+that does not keep it alive.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from anyep.errors import BufferBroken, InvalidCall
 from anyep.sizes import SOURCE_META_BYTES
 
 RECEIVED_PART: Final = {6: 3, 10: 7}
-"""Where a handle of so many parts has one that is as long as the received rows: one node, several nodes."""
+"""By the number of parts of a handle (one node, several nodes): the part as long as the received rows."""
 TOKENS_PART: Final = {6: 4, 10: 0}
-"""And one that is as long as the tokens."""
+"""The same for the part that is as long as the tokens."""
 MULTIPLE_OF_FLOATS: Final = 4
 """Rows travel in multiples of 16 bytes."""
 
 
 class Received(NamedTuple):
-    """What a dispatch brought to this rank; `topk_idx` are ids of local experts, -1 for those elsewhere."""
+    """What a dispatch received; `topk_idx` has ids of local experts, and -1 for experts of other ranks."""
 
     x: Tensor
     topk_idx: Tensor
@@ -68,7 +68,7 @@ def combine(
 
 
 def dispatch_again(buffer: Buffer, x: Tensor, handle: Handle) -> Tensor:
-    """Send other rows the way of an earlier dispatch; x gets a gradient."""
+    """Send other rows along the routing of an earlier dispatch; x gets a gradient."""
     rows: Tensor = torch.ops.anyep.dispatch_again(x, list(handle), key_of(buffer))
     return rows
 
@@ -81,7 +81,7 @@ _new_numbers = itertools.count(1)
 
 
 def key_of(buffer: Buffer) -> int:
-    """The number by which operators find a Buffer."""
+    """The integer that identifies a Buffer in operators."""
     if not isinstance(buffer, Buffer):
         raise InvalidCall(f"buffer is of type {type(buffer).__name__}: it must be an anyep.Buffer")
     key = _numbers.get(buffer)
@@ -91,8 +91,8 @@ def key_of(buffer: Buffer) -> int:
     return key
 
 
-# A compiled function calls it once, when it is traced, and is traced again for another Buffer. This is what
-# torch.compiler.assume_constant_result does, which would import torch._dynamo, and that takes seconds.
+# A compiled function calls it once, when it is traced, and is traced again for another Buffer. This is the
+# effect of torch.compiler.assume_constant_result, which would import torch._dynamo; that takes seconds.
 key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -141,11 +141,11 @@ def _combine(
     x: Tensor, handle: list[Tensor], topk_weights: Tensor | None, buffer: int
 ) -> tuple[Tensor, Tensor]:
     combined, weights, _ = _buffer_of(buffer).combine(x.contiguous(), tuple(handle), topk_weights)
-    # An operator returns tensors only: one without columns stands for no weights.
+    # An operator returns only tensors: a tensor without columns means "no weights".
     return combined, combined.new_empty(len(combined), 0) if weights is None else weights
 
 
-# Their results' shapes, for tracing
+# Shapes of the operators' results, for tracing
 
 
 @_dispatch.register_fake
@@ -160,7 +160,7 @@ def _(
 
 
 def _handle_like(buffer: Buffer, x: Tensor, num_rows: Any, num_worst_tokens: int) -> list[Tensor]:
-    """Tensors of the shapes of a handle, with nothing in them."""
+    """Uninitialised tensors with the shapes of a handle."""
     ranks, tokens = buffer.group_size, x.shape[0]
     session = buffer.runtime
     assert session is not None
@@ -210,7 +210,7 @@ def _(x: Tensor, handle: list[Tensor], topk_weights: Tensor | None, buffer: int)
     return x.new_empty((tokens, x.shape[1])), topk_weights.new_empty((tokens, topk_weights.shape[1]))
 
 
-# Their gradients. What was saved is read once in each: activation checkpointing asks for that.
+# Gradients of the operators. Each reads the saved tensors once: activation checkpointing requires it.
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -222,7 +222,7 @@ def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
 
 def _gradient_of_dispatch(ctx: Any, grad_rows: Tensor, _ids: Any, grad_weights: Tensor, _handle: Any) -> Any:
     ids, *handle = ctx.saved_tensors
-    # Where an expert is on another rank, dispatch gave 0 whatever the weight was.
+    # Where an expert is on another rank, dispatch returned 0 whatever the weight was.
     own = torch.where(ids >= 0, grad_weights, 0.0)
     grad_x, grad_topk_weights = torch.ops.anyep.combine(grad_rows, handle, own, ctx.buffer)
     return grad_x, None, grad_topk_weights, None, None, None
@@ -250,7 +250,7 @@ def _gradient_of_combine(ctx: Any, grad: Tensor, grad_weights: Tensor) -> Any:
     grad_rows = torch.ops.anyep.dispatch_again(grad, handle, ctx.buffer)
     if ctx.num_topk is None:
         return grad_rows, [None] * len(handle), None, None
-    # A dispatch by handle carries no weights of its own, so they go as rows.
+    # A dispatch by handle carries no weights, so they are sent as rows.
     padded = functional.pad(grad_weights, (0, -ctx.num_topk % MULTIPLE_OF_FLOATS))
     grad_row_weights = torch.ops.anyep.dispatch_again(padded, handle, ctx.buffer)
     return grad_rows, [None] * len(handle), grad_row_weights[:, : ctx.num_topk].contiguous(), None

@@ -6,13 +6,13 @@
 
 T is the number of tokens, E of experts, K of experts per token; p[t, e] is the softmax of a token's logits.
 
-What must be reduced over which ranks follows from one question: is the loss of the whole batch the mean of
-the losses of its parts? Gradients of ranks are averaged (or their means are summed), so what is a mean over
-tokens or over sequences needs no communication. The load-balancing loss is a product of two means, and the
-product of a part's means is not a part of the product: `load_balancing_loss` over a batch that is spread over
-ranks needs `group`, which sums the counts over the ranks. `group` is the ranks whose tokens differ and whose
-gradients are averaged, the data-parallel ones; ranks that share tokens (tensor parallelism) must not be in
-it, and it need not be the group of the experts.
+A loss needs communication only if the loss of the whole batch is not the mean of the losses of its parts.
+Gradients of ranks are averaged (or their means are summed), so a mean over tokens or over sequences needs
+no communication. The load-balancing loss is a product of two means, which is not the mean of the products
+of the parts: `load_balancing_loss` over a batch that is spread over ranks needs `group`, and sums the counts
+over its ranks. `group` has the ranks whose tokens differ and whose gradients are averaged, the data-parallel
+ones; ranks that share tokens (tensor parallelism) must not be in it, and it need not be the group of the
+experts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from anyep.errors import InvalidCall
 def expert_counts(topk_idx: Tensor, num_experts: int) -> Tensor:
     """How many tokens chose each expert, int64 [..., num_experts], from choices [..., tokens, topk].
 
-    -1 is no expert and is not counted.
+    -1 means "no expert" and is not counted.
 
     >>> expert_counts(torch.tensor([[0, 2], [2, -1]]), num_experts=3)
     tensor([1, 0, 2])
     """
     choices = topk_idx.flatten(-2)
-    # One place more than there are experts, for -1.
+    # One more entry than there are experts, for -1.
     counts = choices.new_zeros((*choices.shape[:-1], num_experts + 1), dtype=torch.int64)
     places = torch.where(choices >= 0, choices, num_experts)
     return counts.scatter_add(-1, places, torch.ones_like(places))[..., :num_experts]
@@ -44,21 +44,21 @@ def load_balancing_loss(
 ) -> Tensor:
     """The auxiliary loss of Switch and Mixtral: E * sum over experts of f[e] * P[e].
 
-    f[e] is the fraction of the choices that fell on expert e, count[e] / (T * K), a constant to gradients;
-    P[e] is the mean of p[t, e] over the tokens. It is 1 where the load is even, and E at most. (transformers
-    does not divide by K, so its loss is K times this one.)
+    f[e] is the fraction of the choices that are expert e, count[e] / (T * K), without a gradient; P[e] is the
+    mean of p[t, e] over the tokens. The loss is 1 if the load is even, and at most E. (transformers does not
+    divide by K, so its loss is K times this one.)
 
     router_logits: [tokens, num_experts]. With dimensions before these, [sequences, tokens, num_experts], the
         loss is that of each sequence, averaged over the sequences: DeepSeek-V3's sequence-wise loss. A
         sequence is on one rank, so this needs no group.
-    topk_idx: the choices, [tokens, topk] or [sequences, tokens, topk]; -1 is not counted. To leave out
-        padding, leave out its rows in both.
+    topk_idx: the choices, [tokens, topk] or [sequences, tokens, topk]; -1 is not counted. To exclude
+        padding, omit its rows from both.
     group: the ranks that hold the other tokens of the batch. Then count and T are sums over these ranks, and
-        the loss of the whole batch is the mean over the ranks of what each returns, also where ranks have
-        different numbers of tokens. Only counts are sent; P[e] of other ranks is not needed, because their
-        gradients come with the average of gradients. Every rank of the group makes this call.
+        the loss of the whole batch is the mean of the ranks' results, also if ranks have different numbers
+        of tokens. Only counts are sent; P[e] of other ranks is not needed, because averaging the gradients
+        includes theirs. Every rank of the group makes this call.
 
-    Two tokens with one expert each, both chose expert 0: f = (1, 0), P = (0.75, 0.25), and 2 * 0.75 is
+    Two tokens with one expert each, both chose expert 0: f = (1, 0), P = (0.75, 0.25), loss 2 * 0.75:
 
     >>> logits = torch.tensor([[3.0, 1.0], [3.0, 1.0]]).log()
     >>> load_balancing_loss(logits, torch.tensor([[0], [0]]))
@@ -79,7 +79,8 @@ def load_balancing_loss(
         sums = torch.cat([counts, counts.new_full((1,), router_logits.shape[0])])
         dist.all_reduce(sums, group=group)
         counts, num_tokens = sums[:-1], sums[-1].clamp(min=1).float()
-        # This rank's share of the mean over all tokens, times the ranks: the mean over ranks adds the shares.
+        # This rank's share of the mean over all tokens, times the number of ranks: the mean over ranks then
+        # adds up the shares.
         means = probabilities.sum(dim=0) * (group.size() / num_tokens)
     counts = counts.float()
     fractions = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
@@ -89,7 +90,7 @@ def load_balancing_loss(
 def router_z_loss(router_logits: Tensor) -> Tensor:
     """The z-loss of ST-MoE, which keeps logits small: the mean over tokens of logsumexp(logits) squared.
 
-    A mean over tokens, like the loss of the model: nothing is reduced over ranks but the gradients.
+    It is a mean over tokens, like the loss of the model: only gradients are reduced over ranks.
 
     >>> router_z_loss(torch.zeros(3, 4))  # log(4) squared
     tensor(1.9218)
@@ -104,13 +105,13 @@ def update_bias(
 ) -> None:
     """Balancing without a loss, as in DeepSeek-V3: bias[e] += rate * sign(mean of counts - counts[e]).
 
-    The bias is changed in place. To be called after each optimizer step.
+    The bias is changed in place. Call this after each optimizer step.
 
-    bias: one number per expert, that of `TopKGate(..., has_bias=True)`.
-    counts: the choices of the whole step, all of its micro-batches: sums of `expert_counts`.
+    bias: one number per expert, the buffer of `TopKGate(..., has_bias=True)`.
+    counts: the sum of `expert_counts` over all micro-batches of the step.
     rate: the size of the change.
     group: as for `load_balancing_loss`: counts are summed over these ranks. Without it ranks with different
-        tokens would end with different biases, and no average of gradients puts that right.
+        tokens would get different biases, which averaging gradients does not correct.
 
     >>> bias = torch.zeros(3)
     >>> update_bias(bias, torch.tensor([5, 1, 3]), rate=0.5)
@@ -120,5 +121,5 @@ def update_bias(
     if group is not None:
         counts = counts.clone()
         dist.all_reduce(counts, group=group)
-    # In whole numbers, so that all ranks find the same sign: E * (mean - count) has the sign of mean - count.
+    # In integers, so all ranks compute the same sign: E * (mean - count) has the sign of mean - count.
     bias += rate * (counts.sum() - len(counts) * counts).sign()

@@ -1,4 +1,4 @@
-"""`Buffer`: what users call. It checks arguments, chooses the mode and returns the documented tuples."""
+"""`Buffer`, the public API. It checks arguments, chooses the mode and returns the documented tuples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anyep.requirements import check_requirements
 
 check_requirements()
 
-# ruff: noqa: E402 - what follows needs a torch that is new enough
+# ruff: noqa: E402 - the imports below need a torch that is new enough
 from anyep import arguments, ending, gradients, low_latency_arguments, settings, sizes
 from anyep.backends.base import CombineInput, NormalOps, Payload
 from anyep.calls import Call, Kind
@@ -42,7 +42,7 @@ Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 _generation = object()
-"""Another object in a forked child: asking for the process id would take a system call in every call."""
+"""Replaced by a new object in a forked child; reading the process id would cost a system call per call."""
 
 
 def _mark_child() -> None:
@@ -56,11 +56,11 @@ os.register_at_fork(after_in_child=_mark_child)
 class Buffer:
     """Communication between the ranks of a process group: dispatch tokens to experts, and combine them.
 
-    Making one is collective. It holds memory that the ranks share; calls on it are numbered, and every rank
-    makes the same calls in the same order.
+    The constructor is collective. A Buffer holds memory that the ranks share; calls on it are numbered, and
+    every rank must make the same calls in the same order.
 
-    `device`, `ranks_per_node`, `num_window_bytes` and `network` come from the environment where they are not
-    given (docs/settings.md).
+    `device`, `ranks_per_node`, `num_window_bytes` and `network` default to environment variables
+    (docs/settings.md).
     """
 
     num_sms: ClassVar[int] = sizes.NUM_DEFAULT_SMS
@@ -143,7 +143,7 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """The SMs that calls without a config use, on every Buffer of this process."""
+        """Set the number of SMs for calls without a config, on every Buffer of this process."""
         Buffer.num_sms = Config(new_num_sms).num_sms
 
     @staticmethod
@@ -153,12 +153,12 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The tuned config for dispatch between so many ranks."""
+        """The tuned config for dispatch between `num_ranks` ranks."""
         return sizes.get_dispatch_config(num_ranks, Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """The tuned config for combine between so many ranks."""
+        """The tuned config for combine between `num_ranks` ranks."""
         return sizes.get_combine_config(num_ranks, Buffer.num_sms)
 
     @staticmethod
@@ -172,11 +172,11 @@ class Buffer:
 
     @staticmethod
     def capture() -> EventOverlap:
-        """The moment "now" on the current stream."""
+        """Record an event on the current stream."""
         return EventOverlap(EventHandle())
 
     def get_comm_stream(self) -> Any:
-        """The stream of communication; on the CPU that has a thread of its own, and this one does nothing."""
+        """The communication stream. On the CPU a thread communicates, and the returned stream is unused."""
         if self._device.type == "cpu":
             return torch.cpu.current_stream()
         return self._check_usable().communication_stream
@@ -188,7 +188,7 @@ class Buffer:
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
-        """This rank's NVL (or RDMA) bytes as a tensor, from `offset` (in bytes) on."""
+        """This rank's NVL (or RDMA) bytes as a tensor that starts at `offset` (in bytes)."""
         session = self._check_usable()
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         start = session.region.num_bytes + (self.num_nvl_bytes if use_rdma_buffer else 0)
@@ -209,7 +209,7 @@ class Buffer:
             raise InvalidCall(
                 f"size {list(shape)} takes {wanted} bytes, but only {num_bytes - offset} are there"
             )
-        # With a storage of its own, which may outlive the Buffer.
+        # It has its own storage, which may outlive the Buffer.
         lent: torch.Tensor = session.heap.lend(start + offset, (wanted,), torch.uint8, lambda: None)
         return lent.view(dtype).view(shape)
 
@@ -218,11 +218,11 @@ class Buffer:
         return self._check_usable().control.status()
 
     def __repr__(self) -> str:
-        """Whose Buffer it is, where, how large and in which state, on one line; it waits for nothing."""
+        """The rank, place, sizes and state of the Buffer on one line; does not wait."""
         try:
             return f"<Buffer of {self._place()}; {self._extent()}; {self._state()}>"
         except Exception:
-            # A Buffer that could not be made may have no rank, or sizes that are no numbers.
+            # A Buffer whose constructor failed may have no rank, or sizes that are not numbers.
             return f"<Buffer that was not made, at {id(self):#x}>"
 
     def _place(self) -> str:
@@ -253,10 +253,10 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Count tokens per rank and per expert, and mark which token goes to which rank. No peer is asked.
+        """Count tokens per rank and per expert, and mark which token goes to which rank. No communication.
 
-        In `topk_idx` -1 means "no expert"; any other id outside of the experts is refused. A kernel on a GPU
-        finds it, and the next contact with this Buffer raises it.
+        In `topk_idx` -1 means "no expert"; any other id outside of the experts is refused. On a GPU a kernel
+        checks the ids, and the next use of this Buffer raises the error.
         """
         session = self._check_usable()
         previous = arguments.check_events(previous_event, async_finish, allocate_on_comm_stream)
@@ -470,7 +470,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
-        """`dispatch`, with a config that must be given."""
+        """`dispatch` with a required config."""
         self._check_config_is_given(Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH, config)
         return self.dispatch(
             x,
@@ -500,7 +500,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """`combine`, with a config that must be given."""
+        """`combine` with a required config."""
         self._check_config_is_given(Kind.COMBINE, config)
         return self.combine(
             x,
@@ -529,7 +529,7 @@ class Buffer:
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
-        """Send each token to each of its experts; rows come packed by expert, in a fixed order.
+        """Send each token to each of its experts; received rows are packed by expert, in a fixed order.
 
         In `topk_idx` -1 means "no expert"; any other id outside of the experts is refused. With
         `return_recv_hook` the call only sends, and the hook that it returns receives. At most two calls may
@@ -632,7 +632,7 @@ class Buffer:
         return combined, EventOverlap(sent.event), sent.hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """Where the next call, a `low_latency_combine` with `zero_copy`, expects its rows; fill it before."""
+        """The tensor to fill with rows before a `low_latency_combine` with `zero_copy`, the next call."""
         _, mode = self._check_low_latency()
         self._wait_until_handle_is_filled(handle, LAYOUT_RANGE)
         parts = low_latency_arguments.check_handle(mode, self.group_size, handle, self._device)
@@ -657,9 +657,9 @@ class Buffer:
         mode.clean(call, self._refusing(session, call, check, mode.refuse))
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Go on without a rank (`mask=True`), or take it back: then all ranks call it, that one included.
+        """Mask a rank (`mask=True`), or unmask it; to unmask, all ranks make this call, that rank included.
 
-        Ranks that are masked and not taken back stay away from it.
+        Masked ranks that are not being unmasked must not make this call.
         """
         session, mode = self._check_shrinking()
         session.control.check_works()
@@ -689,7 +689,7 @@ class Buffer:
         status.copy_(torch.from_numpy(mode.masks.masked))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Take back every rank that is masked and lives; all ranks call it. Dead ranks stay masked."""
+        """Unmask every masked rank that is alive; all ranks make this call. Dead ranks stay masked."""
         session, mode = self._check_shrinking()
         session.control.check_works()
         mode.unmask(range(self.group_size))
@@ -701,7 +701,7 @@ class Buffer:
         return session, session.low_latency
 
     def _before_low_latency(self, session: Session, mode: LowLatency, run_async: bool) -> None:
-        """Look for errors of earlier calls."""
+        """Raise errors of earlier calls."""
         session.normal.ops.before(run_async)
         mode.listen()
 
@@ -714,9 +714,9 @@ class Buffer:
     # The end
 
     def destroy(self) -> None:
-        """Give back what the Buffer holds; every rank does it. Peers that still wait for this rank raise.
+        """Release what the Buffer holds; every rank calls it. Peers that still wait for this rank raise.
 
-        Calls that are under way beside the caller are finished first. Results stay valid.
+        Asynchronous calls that are under way are finished first. Results stay valid.
         """
         session = self.runtime
         if session is None:
@@ -727,7 +727,7 @@ class Buffer:
         session.check_can_close()
         self.runtime = self._last_handle = None
         free_what_died = session.close()
-        del session  # now it is dead, too
+        del session  # the last reference
         free_what_died()
 
     def __enter__(self) -> Buffer:
@@ -737,7 +737,7 @@ class Buffer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and self.runtime is not None and self._generation is _generation:
-            # Something went wrong: tell the peers what, and do not wait for calls whose peers may never come.
+            # After an error: report it to the peers, and do not wait for calls whose peers may never arrive.
             try:
                 self.runtime.leave(error)
             finally:
@@ -762,16 +762,16 @@ class Buffer:
             del session
             self.destroy()
         else:
-            # Its last calls may wait for the rank that drops it.
+            # The last calls may be waiting for this very rank.
             self.runtime = None
             session.close_later()
 
     # Helpers
 
     def _fills_later(self, tensor: torch.Tensor, event: EventHandle) -> None:
-        """Remember that a result is not there yet: a later call that reads it in line must wait for it."""
+        """Remember that a result is not complete: a later call that reads it synchronously must wait."""
         if event.finished is None:
-            # On a GPU it is a kernel that reads it, in its turn.
+            # On a GPU a kernel reads it, in stream order.
             return
         self._unfilled = {at: other for at, other in self._unfilled.items() if not other.is_finished}
         self._unfilled[tensor.data_ptr()] = event
@@ -783,7 +783,7 @@ class Buffer:
                 event.current_stream_wait()
 
     def _wait_until_handle_is_filled(self, handle: Any, part: int) -> None:
-        """Wait for the dispatch that fills a handle beside the caller; this part of it stands for all."""
+        """Wait for the asynchronous dispatch that fills a handle; waiting for one part covers all parts."""
         if isinstance(handle, tuple | list) and len(handle) > part:
             self._wait_until_filled(handle[part])
 
@@ -808,7 +808,7 @@ class Buffer:
         check: Callable[[], T],
         refuse: Callable[[Call, AnyEPError], None] | None = None,
     ) -> T:
-        """Check a call's arguments; if they are wrong, the peers hear of it before this rank raises."""
+        """Check a call's arguments; if they are wrong, notify the peers before this rank raises."""
         try:
             return check()
         except Exception as error:
@@ -826,7 +826,7 @@ class Buffer:
             raise
 
     def _check_config_is_given(self, kind: Kind, config: Config | None) -> None:
-        """Refuse a call without a config; like every refused call it has a number, and peers hear of it."""
+        """Refuse a call without a config; like any refused call it has a number and is told to the peers."""
         session = self._check_usable()
         if config is None:
 
@@ -870,8 +870,8 @@ class Buffer:
 
 
 def _checked_device(device: str | torch.device | None) -> torch.device:
-    """Where a Buffer works: by default on the current GPU, if there is one. Torch's default device is for the
-    tensors of the program, and does not matter here."""
+    """The device of a Buffer: by default the current GPU, if there is one. Torch's default device is meant
+    for the program's own tensors and is ignored."""
     try:
         wanted = torch.device(
             device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"

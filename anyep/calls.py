@@ -1,4 +1,4 @@
-"""What a call is, to every layer: its number and kind, its phases, and what it waits for."""
+"""The description of a call, for every layer: its number and kind, its phases, and what it waits for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 CALLS_PER_ROUND: Final = 1 << 32
-"""Low-latency call numbers start again above this multiple each time masked ranks rejoin."""
+"""Low-latency call numbers restart above the next multiple of this each time masked ranks rejoin."""
 
 
 class Kind(IntEnum):
@@ -20,7 +20,7 @@ class Kind(IntEnum):
     DISPATCH = 1
     CACHED_DISPATCH = 2
     COMBINE = 3
-    # Low-latency calls have numbers of their own, and completion records instead of notify messages.
+    # Low-latency calls have their own numbers, and completion records instead of notify messages.
     LOW_LATENCY_DISPATCH = 4
     LOW_LATENCY_COMBINE = 5
     CLEAN = 6
@@ -56,7 +56,7 @@ class Phase(IntEnum):
 class Topic:
     """The kinds of counters that a sleeping rank can wait for; a topic with two sets has two numbers.
 
-    Plain integers: kernels take twenty times as long to accept an IntEnum.
+    Plain integers: passing an IntEnum to a kernel takes twenty times as long.
     """
 
     ROWS: Final = 1
@@ -69,7 +69,7 @@ class Topic:
 
 
 class Call(NamedTuple):
-    """A call of this rank: its number, and its kind (a `Kind`)."""
+    """A call of this rank: its number and its kind (a `Kind`)."""
 
     number: int
     kind: int
@@ -87,7 +87,7 @@ class Stall(NamedTuple):
     expected: int
     channel: int | None = None
     also: Sequence[Stall] = ()
-    """What else it waits for at the same time, from other peers."""
+    """What it waits for from other peers at the same time."""
 
     @property
     def parts(self) -> list[Stall]:

@@ -1,4 +1,4 @@
-"""How the ranks of a Buffer connect: each makes its memory, opens its peers', and all hear of any trouble."""
+"""How the ranks of a Buffer connect: each makes its memory and opens its peers'; errors reach all ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Options:
     network: str | None = None
     timeout_s: float = TIMEOUT_S.default
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where those come from that settings can give, by name; the ranks may differ in this."""
+    """The source of each option that a setting can give, by name; it may differ between ranks."""
 
     def chosen(self, name: str) -> Chosen[Any]:
         """One option with its source."""
@@ -57,28 +57,28 @@ class Options:
 
 @dataclass(frozen=True)
 class Connection:
-    """The memory of all ranks, as far as it can be mapped here."""
+    """The memory of all ranks that can be mapped here."""
 
     options: Options
     topology: Topology
     region: ControlRegion
     heaps: list[Any]
-    """Of every rank."""
+    """The heaps of all ranks."""
     windows: dict[int, Any]
-    """Of the ranks of this rank's node."""
+    """The windows of the ranks of this rank's node."""
     pids: list[int]
     num_result_bytes: int
-    """What this rank may keep for results that no peer writes to."""
+    """The bytes that this rank may keep for results that no peer writes to."""
     transport: Transport | None = None
-    """To the ranks whose memory cannot be mapped here; their heaps are outboxes."""
+    """The transport to ranks whose memory cannot be mapped here; their heaps are outboxes."""
 
 
 def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
-    """Make this rank's memory and open its peers'. What goes wrong on one rank is raised on all."""
+    """Allocate this rank's memory and open its peers'. An error on one rank is raised on all."""
 
     def compiled() -> tuple[Options, str]:
         options = check()
-        # It may take seconds: before the first step that all ranks do together, never during a call.
+        # Compiling may take seconds: do it before the first step of all ranks together, never in a call.
         cpu.compile_kernels(*_kernels_for(options))
         return options, host_identity()
 
@@ -119,7 +119,7 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
         shared = on_all_ranks(rendezvous, make)
         heaps, windows = _open_all(rendezvous, topology, made, shared, remote)
     finally:
-        # Everyone has opened everything, or nobody will: the descriptors have done their work.
+        # All ranks have opened all blocks, or none will: the descriptors are no longer needed.
         for block in made:
             block.close()
     transport = None
@@ -128,13 +128,13 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
     pids = [pid for pid, _, _ in shared]
     num_result_bytes = share
     if own.num_window_bytes is not None and address_space_limit_bytes() is not None:
-        # Where addresses are scarce, who asks for small windows does not want them taken otherwise.
+        # Where address space is limited, a user who asks for small windows wants other results small, too.
         num_result_bytes = min(share, own.num_window_bytes)
     return Connection(own, topology, region, heaps, windows, pids, num_result_bytes, transport)
 
 
 def _kernels_for(options: Options) -> list[Any]:
-    """The groups of kernels that these ranks will call, as far as that is known before they have met."""
+    """The groups of kernels that these ranks will call, as far as that is known before they connect."""
     if options.device != "cpu":
         return [cpu.Group.CONTROL]
     needed = [cpu.Group.CONTROL, cpu.Group.NORMAL]
@@ -142,7 +142,7 @@ def _kernels_for(options: Options) -> list[Any]:
 
 
 def chosen_topology(hosts: list[str], ranks_per_node: Chosen[int | None]) -> Topology:
-    """The topology of ranks on these hosts; what is wrong with it is said of the variable it comes from."""
+    """The topology of ranks on these hosts; an error names the variable that the value comes from."""
     try:
         return topology_of_hosts(hosts, ranks_per_node.value)
     except InvalidCall as error:
@@ -150,7 +150,7 @@ def chosen_topology(hosts: list[str], ranks_per_node: Chosen[int | None]) -> Top
 
 
 def _remote_ranks(topology: Topology, hosts: list[str], rank: int, network: str | None) -> list[int]:
-    """The ranks of other nodes that are on other hosts, or all of them if the user wants it so."""
+    """The ranks of other nodes that are on other hosts, or all ranks of other nodes if the user says so."""
     if network == LOOPBACK and len(set(hosts)) > 1:
         raise InvalidCall(
             f"network is {LOOPBACK!r}, but the ranks are on {len(set(hosts))} hosts: leave it out, or pass"
@@ -167,7 +167,7 @@ def _remote_ranks(topology: Topology, hosts: list[str], rank: int, network: str 
 def _connect_transport(
     rendezvous: Rendezvous, region: ControlRegion, heaps: list[Any], remote: list[int]
 ) -> Transport:
-    """Meet the remote ranks; their heaps here become outboxes. Every rank has such ones."""
+    """Connect to the remote ranks; their heaps here become outboxes. Every rank has remote ranks."""
     engines: list[NixlEngine] = []
     own_heap = heaps[rendezvous.rank]
 
@@ -190,8 +190,8 @@ def _connect_transport(
 
 
 def rdma_parts(options: Options, topology: Topology) -> int:
-    """How many times a heap has the RDMA bytes: for low-latency calls, for the lists that come with them over
-    a transport, and for rings between nodes beside them. What is not used takes no memory."""
+    """How many times a heap contains the RDMA bytes: for low-latency calls, for their lists over a transport,
+    and for rings between nodes. Unused parts take no memory."""
     return 3 if options.low_latency_mode and topology.num_nodes > 1 else 1
 
 
@@ -202,7 +202,7 @@ def _open_all(
     shared: list[tuple[int, Any, Any]],
     remote: list[int],
 ) -> tuple[list[Any], dict[int, Any]]:
-    """The heaps of all ranks but those that are remote, and the windows of this node's ranks."""
+    """The heaps of all ranks that are not remote, and the windows of this node's ranks."""
     own, (own_heap, own_windows) = rendezvous.rank, made
     heaps: list[Any] = []
     windows: dict[int, Any] = {}
@@ -246,7 +246,7 @@ def on_all_ranks(rendezvous: Rendezvous, work: Callable[[], T]) -> list[T]:
         if error is not None:
             raise error
     finally:
-        # Its traceback holds this frame, and with it those of all callers.
+        # Its traceback holds this frame, and thereby the frames of all callers.
         del error
     for rank, (_, other_error) in enumerate(outcomes):
         if other_error is not None:
@@ -256,7 +256,7 @@ def on_all_ranks(rendezvous: Rendezvous, work: Callable[[], T]) -> list[T]:
 
 
 def made_on_all_ranks(rendezvous: Rendezvous, make: Callable[[], T]) -> T:
-    """What this rank has made, when every rank has; if one cannot, every rank raises."""
+    """What `make` returns on this rank, if it succeeds on every rank; if one fails, every rank raises."""
     made: list[T] = []
     on_all_ranks(rendezvous, lambda: made.append(make()))
     return made[0]

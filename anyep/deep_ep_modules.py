@@ -3,11 +3,11 @@
     anyep.install_as_deep_ep()  # in this process, and in those that multiprocessing starts from it
     from deep_ep import Buffer, Config, EventOverlap
 
-The modules lie in the folder `as_deep_ep`, and are found when that folder is on the path: by the call above,
-for one script by `python -m anyep.run_as_deep_ep script.py`, or for good by the distribution `anyep-deep-ep`
-(`pip install ./compat/deep_ep`), which holds the same files.
+The modules are in the folder `as_deep_ep`, and are found when that folder is on the path: by the call above;
+for one script by `python -m anyep.run_as_deep_ep script.py`; or permanently by the distribution
+`anyep-deep-ep` (`pip install ./compat/deep_ep`), which holds the same files.
 
-Where there is another deep_ep, none of them takes its place unless told so.
+If there is another deep_ep, none of these replaces it unless told to.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ FOLDER: Final = Path(__file__).parent / "as_deep_ep"
 TOP_LEVEL: Final = ("deep_ep", "deep_ep_cpp")
 MODULES: Final = ("deep_ep", "deep_ep.buffer", "deep_ep.utils", "deep_ep_cpp")
 REPLACE: Final = REPLACE_DEEP_EP.name
-"""Set to 1, it says that AnyEP shall take the place of another deep_ep; child processes inherit it."""
+"""If set to 1, AnyEP replaces another deep_ep; child processes inherit it."""
 OURS: Final = "from anyep import"
-"""The files of the drop-in have it, wherever they were installed, and nobody else's."""
+"""Only the files of the drop-in contain this text, wherever they were installed."""
 
 
 def install_as_deep_ep(replace: bool = False) -> None:
-    """Let `import deep_ep` give AnyEP. Call it before anything imports deep_ep.
+    """Make `import deep_ep` import AnyEP. Call it before any import of deep_ep.
 
-    Where there is another deep_ep, this raises `NotSupported`; with `replace` AnyEP takes its place.
+    If there is another deep_ep, this raises `NotSupported`; with `replace`, AnyEP replaces it.
     """
     if replace:
         os.environ[REPLACE] = "1"
         _forget_another()
     refuse_to_hide_another()
     for name in TOP_LEVEL:
-        if name in sys.modules and sys.modules[name] is None:  # someone said that there is no such module
+        if name in sys.modules and sys.modules[name] is None:  # it was marked as a module that does not exist
             del sys.modules[name]
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
@@ -53,7 +53,7 @@ def install_as_deep_ep(replace: bool = False) -> None:
 
 
 def refuse_to_hide_another() -> None:
-    """Raise if there is a deep_ep that is not AnyEP's, unless AnyEP shall take its place."""
+    """Raise if there is a deep_ep that is not AnyEP's, unless AnyEP is to replace it."""
     if REPLACE_DEEP_EP.choose().value:
         return
     for place in _places_of_another():
@@ -70,16 +70,16 @@ def _places_of_another() -> Iterator[str]:
         if module is not None and not _is_ours(module.__spec__):
             yield f"{name} is imported already, from {getattr(module, '__file__', None) or 'no file'}"
         for spec in _specs(name):
-            # A folder without an __init__.py has no origin, and gives way to any module of that name.
+            # A folder without an __init__.py has no origin, and any module of that name takes precedence.
             if spec.origin is not None and not _is_ours(spec):
                 yield spec.origin
-    # Two distributions with a deep_ep of their own write over each other's files.
+    # Two distributions that contain a deep_ep overwrite each other's files.
     for distribution in Distribution.discover(name="deep-ep"):
         yield f"the distribution {distribution.metadata['Name']} {distribution.version}"
 
 
 def _specs(name: str) -> Iterator[ModuleSpec]:
-    """Everything that an import of this name could find, not only the first."""
+    """Every module that an import of this name could find, not only the first."""
     for entry in sys.path:
         if (spec := PathFinder.find_spec(name, [entry])) is not None:
             yield spec
@@ -98,7 +98,7 @@ def _is_ours(spec: ModuleSpec | None) -> bool:
 
 
 def _forget_another() -> None:
-    """Take the modules of another deep_ep out of this process; names that were imported from them stay."""
+    """Remove the modules of another deep_ep from this process; names that were imported from them stay."""
     for name in TOP_LEVEL:
         module = sys.modules.get(name)
         if module is not None and not _is_ours(module.__spec__):

@@ -1,6 +1,6 @@
-"""Every sentence about ranks that disagree, are masked, or gave up, for all devices.
+"""Error messages about ranks that disagree, are masked, or gave up, for all devices.
 
-`anyep.control.blame` has the sentences about ranks that are stuck or lost, and knows where to look for them.
+`anyep.control.blame` has the messages about ranks that are stuck or lost, and finds these ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Ma
 from anyep.headers import Field
 
 DERIVED_FIELDS: Final = frozenset({Field.RING_ROWS})
-"""These fields differ wherever the rows or the channels do, and explain nothing then."""
+"""These fields always differ if the rows or the channels do, and then explain nothing."""
 
 
 def disagreement(
@@ -26,10 +26,10 @@ def disagreement(
     signature_words: Mapping[Any, str],
     for_people: Callable[[int, Any], str],
 ) -> Disagreement:
-    """What the headers of messages or records disagree about; every rank finds the same.
+    """The difference between the headers of messages or records; every rank finds the same one.
 
-    `signature_words` names the fields, the most telling one first; `for_people` formats a field of a header;
-    `reason_of` is why a rank refused its call. A rank without a header has 0 as its call number.
+    `signature_words` names the fields, the most informative first; `for_people` formats a field of a header;
+    `reason_of` returns why a rank refused its call. A rank without a header has 0 as its call number.
     """
     ranks = np.flatnonzero(headers[:, Field.CALL])
     refusing = [int(other) for other in ranks if headers[other, Field.REFUSED]]
@@ -50,7 +50,7 @@ def disagreement(
     if not different:
         raise AssertionError("headers that differ agree in every field")
     if Field.KIND in different:
-        # Other functions have other fields: only this one can be compared.
+        # Other functions have other fields: only the kind can be compared.
         causes = [different[Field.KIND]]
     else:
         causes = [text for field, text in different.items() if field not in DERIVED_FIELDS]
@@ -59,7 +59,7 @@ def disagreement(
 
 
 def other_routing(call: Call, difference: str) -> Disagreement:
-    """Handles of different dispatches."""
+    """The error for handles of different dispatches."""
     return Disagreement(
         f"the ranks disagree in {name_of_call(call.number)} about the routing in the handle: {difference}"
     )
@@ -75,25 +75,25 @@ def other_rows(sender: int, receiver: int) -> str:
 
 
 def refused_by_kernel(rank: int, call: Call, reason: str, own_rank: int | None = None) -> Disagreement:
-    """A kernel of a rank found its call wrong."""
+    """The error for a call that a kernel of a rank refused."""
     consequence = f", so rank {own_rank} cannot go on with it" if own_rank is not None else ""
     return Disagreement(f"rank {rank} refused its {call}{consequence}: {reason}")
 
 
 def broken(error: AnyEPError) -> BufferBroken:
-    """A call after a failure."""
+    """The error for a call after a failure."""
     return BufferBroken(f"this Buffer is broken since an earlier call: {error}")
 
 
 def gave_up_before(rank: int, call: Call) -> BufferBroken:
-    """A call whose kernels took no part, since this rank had failed before."""
+    """The error for a call whose kernels took no part, since this rank had failed before."""
     return BufferBroken(
         f"rank {rank} gave up in an earlier call, and took no part in {call}: make a new Buffer"
     )
 
 
 def too_many_rows(rank: int, limit: int, arriving: int | None) -> InvalidCall:
-    """A receiver has less room than rows arrive; a kernel does not report how many."""
+    """The error for a receiver without room for all arriving rows; a kernel does not report how many."""
     what = f"{arriving} rows would arrive there" if arriving is not None else "more rows would arrive there"
     return InvalidCall(
         f"num_worst_tokens is {limit} on rank {rank}, but {what}:"
@@ -102,7 +102,7 @@ def too_many_rows(rank: int, limit: int, arriving: int | None) -> InvalidCall:
 
 
 def masked_out(rank: int) -> Masked:
-    """This rank is masked by the others."""
+    """The error on a rank that the others have masked."""
     return Masked(
         f"the other ranks go on without rank {rank}: it did not answer in time, or was masked by a"
         f" call; all of them together can take it back by"

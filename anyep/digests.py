@@ -1,8 +1,8 @@
-"""Digests: short words by which ranks find out whether their handles are of one dispatch.
+"""Digests: checksums by which ranks verify that their handles come from the same dispatch.
 
-Two ranks know the same things of the rows that one of them sent to the other: their numbers and tokens, and
-where channels begin. The digest of such a list is a sum of hashes, one of each thing, modulo 2**64. So the
-order of addition does not matter, and kernels on every device get the same bits.
+Two ranks know the same facts about the rows that one of them sent to the other: their numbers and tokens, and
+where channels begin. The digest is the sum of the hashes of these facts, modulo 2**64. The order of addition
+therefore does not matter, and kernels on every device get the same bits.
 
     >>> sent = sum(mixed(row_word(row, token)) for row, token in ((3, 0), (4, 2)))
     >>> received = sum(mixed(row_word(row, token)) for row, token in ((4, 2), (3, 0)))
@@ -18,14 +18,14 @@ FIRST: Final = 0x2D98A6F3C1B7E459
 FACTOR_1: Final = 0x5B1F3C9D7A24E8B3
 FACTOR_2: Final = 0x3E97C2D8146BF5A7
 NODE_FACTOR: Final = 0x6C8E9CF570932BD5
-"""Any odd numbers: below 2**63, so that they are constants of signed words."""
+"""Arbitrary odd numbers below 2**63, which fit signed words."""
 SHIFT_1: Final = 30
 SHIFT_2: Final = 27
 SHIFT_3: Final = 31
 MASK_1: Final = (1 << (64 - SHIFT_1)) - 1
 MASK_2: Final = (1 << (64 - SHIFT_2)) - 1
 MASK_3: Final = (1 << (64 - SHIFT_3)) - 1
-"""A signed word that is shifted to the right brings copies of its sign along; these take them away."""
+"""Shifting a signed word to the right copies its sign bit; these masks remove the copies."""
 TOKEN_BITS: Final = 32
 
 
@@ -35,7 +35,7 @@ def row_word(row: int, token: int) -> int:
 
 
 def channel_word(channel: int, first_row: int) -> int:
-    """A channel and the number of its first row in one word, which is below 0: no row's word is.
+    """A channel and the number of its first row in one word, negative unlike the words of rows.
 
     >>> channel_word(0, 0), channel_word(0, 3)
     (-1, -4)
@@ -44,7 +44,7 @@ def channel_word(channel: int, first_row: int) -> int:
 
 
 def mixed(word: int) -> int:
-    """A hash of 64 bits, as a signed number: every bit of the word changes about half of them.
+    """A 64-bit hash as a signed number: each bit of the word changes about half of its bits.
 
     >>> mixed(0), mixed(1)
     (7015083136346030574, -841461272716353273)

@@ -1,15 +1,15 @@
-"""How a process ends whose Buffers nobody destroyed: with its own exit code, soon, and silently.
+"""How a process ends if its Buffers were not destroyed: with its own exit code, soon, and silently.
 
 When its interpreter shuts down, Python stops daemon threads wherever they are. A thread in native code is
-unwound through it, and where that is C++ (torch, NIXL) the process aborts; or memory is unmapped that a
-kernel still reads. So everything that has a thread, or calls that go on beside the caller, is a `Part`, and
+unwound through it, and if that is C++ (torch, NIXL) the process aborts; or memory is unmapped that a kernel
+still reads. So every object that has a thread, or calls that run beside the caller, is a `Part`, and
 registers here when it is made. When the program and its own threads have ended, `end_process` does this:
 
-1. Calls under way get `FINISH_S` to finish: peers may be about to read what they send.
-2. What still waits stops waiting, and the peers are told that this process has ended.
+1. Running calls get `FINISH_S` to finish: peers may be about to read what they send.
+2. Calls that still wait stop waiting, and the peers are told that this process has ended.
 3. Threads are joined, and kernels that were stopped may leave the GPU, within `JOIN_S`.
 
-Nothing is freed; the operating system does that. Parts are known weakly, and a forked child knows none.
+Nothing is freed; the operating system does that. Parts are held by weak references; a forked child has none.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ log = logging.getLogger("anyep")
 
 
 class Part:
-    """What has to be ended with the process. Each kind of part overrides what concerns it."""
+    """An object that has to be ended with the process. Each kind of part overrides the methods it needs."""
 
     def is_working(self) -> bool:
-        """Whether calls are under way that could still be finished."""
+        """Whether calls are running that could still finish."""
         return False
 
     def stop_at_end(self, last_error: str) -> None:
@@ -45,7 +45,7 @@ class Part:
         ended the program, or empty. Returns at once."""
 
     def join_at_end(self, until: float) -> None:
-        """End the threads of this part, waiting until this time of `time.monotonic` at most."""
+        """End the threads of this part; wait until this time of `time.monotonic` at most."""
 
 
 _parts: weakref.WeakSet[Part] = weakref.WeakSet()
@@ -53,7 +53,7 @@ _begun = False
 
 
 def register(part: Part) -> None:
-    """End this part with the process, if it still lives then."""
+    """End this part with the process, if the part still exists then."""
     _parts.add(part)
 
 
@@ -63,7 +63,7 @@ def has_begun() -> bool:
 
 
 def keep_for_ever(part: Part) -> None:
-    """Keep a part, and all that it holds, until the process is gone: kernels may still use its memory."""
+    """Keep a part, and all that it holds, until the process has ended: kernels may still use its memory."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
 
 
@@ -74,7 +74,7 @@ def join(thread: threading.Thread | None, until: float) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The type and the text of an exception, on one line and not too long; this never raises.
+    """The type and the text of an exception, shortened to one line; this never raises.
 
     >>> describe(ValueError("boom")), describe(KeyboardInterrupt())
     ('ValueError: boom', 'KeyboardInterrupt')
@@ -88,7 +88,7 @@ def describe(error: BaseException) -> str:
 
 
 def end_process() -> None:
-    """End all parts. Python calls this when all threads of the program have ended that are not daemons."""
+    """End all parts. Python calls this when all non-daemon threads of the program have ended."""
     global _begun  # noqa: PLW0603 - there is one process
     _begun = True
     parts = list(_parts)
@@ -107,7 +107,7 @@ def end_process() -> None:
 
 
 def _attempt(step: Callable[[], bool | None]) -> bool | None:
-    """Do a step for one part. What goes wrong in it must not keep the others from ending."""
+    """Do a step for one part. An error in it must not keep the other parts from ending."""
     try:
         return step()
     except Exception as error:
@@ -116,7 +116,7 @@ def _attempt(step: Callable[[], bool | None]) -> bool | None:
 
 
 def _last_uncaught() -> str:
-    """The last exception that nobody caught, which Python keeps for debuggers; empty if there was none."""
+    """The last uncaught exception, which Python keeps for debuggers; empty if there was none."""
     error = getattr(sys, "last_value", None)
     return describe(error) if isinstance(error, BaseException) else ""
 
@@ -129,6 +129,6 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-# `threading._register_atexit` would be too early: threads of the program that are not daemons go on after it,
-# and may use Buffers.
+# `threading._register_atexit` would be too early: non-daemon threads of the program continue after it, and
+# may use Buffers.
 atexit.register(end_process)

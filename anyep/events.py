@@ -1,8 +1,8 @@
-"""Moments of a stream: `EventHandle` is one, `EventOverlap` is what calls return.
+"""Events of streams: `EventHandle` is one event, `EventOverlap` is what calls return.
 
-A call that finished in line has nothing to wait for: its `EventOverlap.event` is None. One that goes on
-beside the caller (`async_finish`) has an event. On the CPU `current_stream_wait` waits for it and raises what
-went wrong in it; on a GPU it lets the current CUDA stream wait, and the host goes on.
+A call that has finished when it returns has no event to wait for: its `EventOverlap.event` is None. A call
+that runs beside the caller (`async_finish`) has an event. On the CPU, `current_stream_wait` waits for it and
+raises the call's error; on a GPU, it makes the current CUDA stream wait, and the host continues.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ check_requirements()
 
 
 class EventHandle:
-    """A moment. Made by a caller it means "now": on a GPU, when the current stream has come to here; on the
-    CPU all that the caller did has happened already."""
+    """A point in a stream. If a caller makes it, it means "now": on a GPU, the current point of the current
+    stream; on the CPU, everything that the caller did has happened already."""
 
     def __init__(self) -> None:
         self.finished: threading.Event | None = None
-        """Set when the moment has come; None where it came before anyone could wait."""
+        """Set when the event has occurred; None if it occurred before any wait was possible."""
         self.was_waited_for = False
         self.moment: Any = None
         """A CUDA event, if CUDA is in use."""
@@ -34,7 +34,7 @@ class EventHandle:
 
     @classmethod
     def pending(cls) -> EventHandle:
-        """A moment that `finish` is going to bring."""
+        """An event that occurs when `finish` is called."""
         event = cls.__new__(cls)
         event.finished = threading.Event()
         event.was_waited_for = False
@@ -44,7 +44,7 @@ class EventHandle:
 
     @classmethod
     def on(cls, stream: Any) -> EventHandle:
-        """The moment when a CUDA stream has come to here."""
+        """The current point of a CUDA stream."""
         event = cls.pending()
         event.finished = None
         event._record(stream)
@@ -64,7 +64,7 @@ class EventHandle:
         return self.finished is None or self.finished.is_set()
 
     def current_stream_wait(self) -> None:
-        """Return when the moment has come; raise the error of the work that it ends."""
+        """Return when the event has occurred; raise the error of the work before it."""
         if self.moment is not None:
             torch.cuda.current_stream().wait_event(self.moment)
         if self.finished is not None:
@@ -75,11 +75,11 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event, and the tensors that must live until it has come. Use it in `with` to compute beside it:
+    """An event, and the tensors that must live until it has occurred. Use it in `with` to overlap work:
 
     with event:
         compute_something_else()
-    # here the event has come
+    # here the event has occurred
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:
@@ -87,7 +87,7 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self) -> None:
-        """Return when the event has come; at once where there is none."""
+        """Return when the event has occurred; at once if there is none."""
         if self.event is not None:
             self.event.current_stream_wait()
 

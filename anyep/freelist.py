@@ -1,8 +1,8 @@
 """Which parts of a heap are free: pure bookkeeping of offsets, for window heaps.
 
-The lowest place that fits is taken, so that memory that was used before is used again. Blocks begin at
-multiples of 256 bytes, whatever was asked for: where rows of a window began between them, a GPU wrote them up
-to 15 % slower.
+The lowest place that fits is taken, so memory that was used before is used again. Blocks begin at multiples
+of 256 bytes, whatever was requested: with other alignments of a window's rows, a GPU wrote them up to 15 %
+slower.
 
     >>> heap = FreeList(1000)
     >>> heap.allocate(100), heap.allocate(300)
@@ -33,7 +33,7 @@ class FreeList:
         return list(self._free)
 
     def offers(self, most: int) -> list[tuple[int, int]]:
-        """At most `most` free blocks: the lowest ones, and the largest in any case."""
+        """At most `most` free blocks: the lowest ones, and always the largest."""
         if len(self._free) <= most:
             return list(self._free)
         largest = max(self._free, key=lambda block: block[1])
@@ -41,7 +41,7 @@ class FreeList:
         return sorted([*lowest, largest])
 
     def allocate(self, num_bytes: int) -> int | None:
-        """The offset of a block of at least `num_bytes`, or None where there is none."""
+        """The offset of a block of at least `num_bytes`, or None if there is none."""
         offset = first_fit(self._free, num_bytes)
         if offset is not None:
             self.allocate_at(offset, num_bytes)
@@ -59,7 +59,7 @@ class FreeList:
         raise ValueError(f"there is no free block of {num_bytes} bytes at {offset}")
 
     def free(self, offset: int) -> None:
-        """Give back what was allocated at `offset`."""
+        """Free the block that was allocated at `offset`."""
         self._free.append((offset, self._used.pop(offset)))
         self._free.sort()
         merged: list[tuple[int, int]] = []
@@ -76,7 +76,7 @@ class FreeList:
 
 
 def first_fit(blocks: list[tuple[int, int]], num_bytes: int) -> int | None:
-    """The offset of the first block that holds `num_bytes`; so ranks choose among a peer's offers, too.
+    """The offset of the first block that holds `num_bytes`; ranks also choose among a peer's offers this way.
 
     >>> first_fit([(0, 256), (768, 512)], 300)
     768

@@ -1,5 +1,5 @@
-"""How the ranks of a Buffer connect their GPUs, when their hosts have met: each makes its memory, opens its
-peers', and all hear of any trouble.
+"""How the ranks of a Buffer connect their GPUs, after their hosts have connected: each allocates its memory
+and opens its peers'; errors reach all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("anyep")
 
 
 def share_of_sms(num_sms: int, num_ranks: int) -> int:
-    """How many programs each of so many ranks can have on a GPU at once: an even number, at least two.
+    """How many programs each of `num_ranks` ranks can have on a GPU at once: an even number, at least two.
 
     >>> share_of_sms(132, 8), share_of_sms(132, 3), share_of_sms(132, 1)
     (16, 44, 132)
@@ -62,7 +62,7 @@ class GpuConnection:
             raise NotSupported(
                 "a Buffer on GPUs needs a torch process group, Gloo's is enough: pass group instead of comm"
             )
-        # On all ranks, since a rank's memory is free when its peers have closed it, too.
+        # On all ranks, since a rank's memory is free only after its peers have closed it, too.
         on_all_ranks(rendezvous, gpu.do_postponed)
         gpus_of_ranks = on_all_ranks(rendezvous, lambda: (gpu.identity, gpu.num_sms, gpu.free_memory_bytes()))
         ranks_by_gpu = Counter(identity for identity, _, _ in gpus_of_ranks)
@@ -71,8 +71,8 @@ class GpuConnection:
         self.least_share_of_sms = min(
             share_of_sms(num_sms, ranks_by_gpu[identity]) for identity, num_sms, _ in gpus_of_ranks
         )
-        """Of all ranks, on whatever GPU: the same on each of them."""
-        # The same on all ranks, as they decide by it, each for itself, whether windows grow.
+        """The minimum over all ranks, on whatever GPU: the same on each of them."""
+        # The same on all ranks, because each rank decides by it on its own whether windows grow.
         least_free = min(free for _, _, free in gpus_of_ranks)
         share = least_free // SHARE_OF_FREE_MEMORY // max(ranks_by_gpu.values())
         self._most_window_bytes = share if options.num_window_bytes is None else options.num_window_bytes
@@ -104,7 +104,7 @@ class GpuConnection:
             raise
 
     def _warn_without_service(self) -> None:
-        """Say what it costs if ranks share a GPU as they are."""
+        """Warn about the cost if ranks share a GPU without NVIDIA's multi-process service."""
         if self.ranks_on_gpu > 1 and self._rendezvous.rank == 0 and not MultiProcessService.is_running():
             log.warning(
                 "%d ranks share a GPU without NVIDIA's multi-process service: they take turns of some"
@@ -115,17 +115,17 @@ class GpuConnection:
             )
 
     def close(self) -> None:
-        """End what was begun for a Buffer that could not be made."""
+        """Release what was allocated for a Buffer that could not be made."""
         try:
             self._gpu.synchronize_device()
         finally:
             self._begun.close()
 
     def grow(self, call: Call, num_bytes: int) -> int | None:
-        """Add windows together with all ranks, large enough for so many bytes; where they begin.
+        """Add windows for `num_bytes` bytes, together with all ranks. Returns where they begin.
 
         Every rank comes to the same decision: None where that would be more than allowed. The hosts meet in a
-        barrier first: the group's own calls may wait much too long for a rank that has failed.
+        barrier first, since the group's own calls may wait much too long for a rank that has failed.
         """
         total = self.windows.num_bytes
         wanted = max(2 * num_bytes, total)
@@ -143,7 +143,7 @@ class GpuConnection:
         return first
 
     def _new_block(self, num_bytes: int, num_zeros: int) -> Any:
-        """Memory of this rank, opened by all; its first bytes are zeros."""
+        """Memory of this rank, opened by all ranks; its first `num_zeros` bytes are zeros."""
 
         def make() -> Any:
             block = self._gpu.new_block(num_bytes)
@@ -155,7 +155,7 @@ class GpuConnection:
         block = made_on_all_ranks(self._rendezvous, make)
 
         def connect() -> None:
-            # Torch waits for the others in the store, and does not look whether they are still there.
+            # Torch waits for the others in the store, and does not check whether they are still alive.
             with self._rendezvous.deadline(self._timeout_s):
                 block.connect(self._group)
 

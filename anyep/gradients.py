@@ -1,7 +1,7 @@
-"""A warning for tensors that require gradients, where a call of `Buffer` gives none.
+"""A warning for tensors that require gradients, because the calls of `Buffer` give none.
 
-`Buffer` moves values. What it returns is not connected to what it was given, so a model that trains through
-it would learn nothing there, without an error.
+`Buffer` moves values. Its results are not connected to its arguments by autograd, so a model that trains
+through it would learn nothing there, without an error.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _has_warned = False
 def warn_if_lost(*given: Any) -> None:
     """Warn, once per process, if one of these tensors (or tuples of them) expects a gradient.
 
-    None does under `torch.no_grad()` or in an autograd function, so `anyep.autograd` and clients that have
-    autograd functions of their own get no warning.
+    No tensor does under `torch.no_grad()` or in an autograd function, so `anyep.autograd` and clients with
+    their own autograd functions get no warning.
     """
     global _has_warned  # noqa: PLW0603 - once per process
     if _has_warned or not torch.is_grad_enabled() or not _is_any_lost(given):

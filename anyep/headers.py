@@ -16,7 +16,7 @@ NUM_WORDS: Final = NOTIFY_HEADER_BYTES // 8
 MAX_OFFERS: Final = 8
 REFUSED_BY_COUNTS: Final = 3
 REFUSED_BY_IDS: Final = 4
-"""In the word REFUSED: the counts contradict the choices of experts, or one of those is no expert. Other
+"""In the word REFUSED: the counts contradict the choices of experts, or a choice is not an expert. Other
 values say where the reason is written."""
 
 
@@ -35,7 +35,7 @@ class Field(IntEnum):
     CHANNELS = 8
     RING_ROWS = 9
     ROUTING = 10
-    # What concerns the sender alone.
+    # Words that concern only the sender.
     RESULT_ROWS = 11
     X_OFFSET = 12
     WEIGHTS_OFFSET = 13
@@ -58,10 +58,10 @@ DTYPES: Final = (
     "float8_e8m0fnu",
 )
 WIDE_DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a value; all others have one."""
+"""Bytes of a value; values of all other dtypes have one."""
 
 
-# Plain numbers, for code that is run in every call.
+# Plain numbers, for code that runs in every call.
 EXPERTS: Final = int(Field.EXPERTS)
 RING_ROWS: Final = int(Field.RING_ROWS)
 RESULT_ROWS: Final = int(Field.RESULT_ROWS)
@@ -71,7 +71,7 @@ NUM_OFFERS: Final = int(Field.NUM_OFFERS)
 OFFERS: Final = int(Field.OFFERS)
 ROUTING: Final = int(Field.ROUTING)
 NETWORK_ROWS_SHIFT: Final = 32
-"""In the word RING_ROWS: above the rows of rings within a node are those of rings between nodes."""
+"""In the word RING_ROWS: the rows of rings between nodes, in the bits above those of rings within a node."""
 _NOTHING_YET: Final = (-1, -1, -1, *[0] * (NUM_WORDS - Field.RESULT_ROWS - 3))
 
 

@@ -5,8 +5,8 @@
     exit_code = launch(8, [sys.executable, "-u", "train.py"])
 
 Every rank finds the usual variables of torch.distributed in its environment, so `init_process_group` needs
-no arguments. When one rank fails, or the launcher is told to stop, all the others are ended. Nothing
-outlives the launcher, however it goes: the kernel kills a rank whose launcher has died, and a small
+no arguments. When one rank fails, or the launcher is told to stop, all the others are ended. No process
+outlives the launcher, however it ends: the kernel kills a rank whose launcher has died, and a small
 guard process kills what the ranks themselves had started.
 """
 
@@ -30,20 +30,20 @@ from typing import Any, Final
 from anyep.errors import InvalidCall, whole_number
 
 GRACE_S: Final = 3.0
-"""How long ranks have between SIGTERM and SIGKILL."""
+"""Time between SIGTERM and SIGKILL for ranks that are ended."""
 MAX_PIPE_BYTES: Final = 2**20
-"""What a pipe can hold at most."""
+"""The most bytes that a pipe can hold."""
 MAX_LINE_BYTES: Final = 2**16
 """A line that has grown to this length is printed without waiting for its end."""
 WRITE_BYTES: Final = 2**14
 STUCK_S: Final = 1.0
-"""When nobody reads our output for this long at the end, the rest of it is dropped."""
+"""If the launcher's output is not read for this long at the end, the rest of it is dropped."""
 STDOUT: Final = 1
 STDERR: Final = 2
 
-# Runs in a rank's process before its program does. The kernel's promise to kill it with its parent
-# (PR_SET_PDEATHSIG) survives the exec, but is worthless if the parent died before it was made: hence the
-# look at the parent afterwards. Python ignores SIGPIPE for itself; the program gets the default back.
+# Runs in a rank's process before its program. PR_SET_PDEATHSIG (the kernel kills the process with its parent)
+# survives the exec, but has no effect if the parent died before it was set: hence the check of the parent
+# afterwards. Python ignores SIGPIPE for itself; the program gets the default back.
 _START_RANK: Final = """\
 import ctypes, os, signal, sys
 launcher, command = int(sys.argv[1]), sys.argv[2:]
@@ -58,8 +58,8 @@ except OSError as error:
     sys.exit(f"{command[0]} cannot be started: {error.strerror}")
 """
 
-# Collects the ranks' process groups until its input ends: by a launcher that has cleaned up and says so,
-# or by one that was killed.
+# Collects the ranks' process groups until its input ends: either the launcher has cleaned up and says so,
+# or it was killed.
 _GUARD: Final = """\
 import os, signal, sys
 words = sys.stdin.read().split()
@@ -76,8 +76,8 @@ def launch(
 ) -> int:
     """Run `command` as `num_ranks` ranks, wait for them, and return one exit code for all.
 
-    It is 0 when every rank ended with 0, that of the rank that failed first (128 + n where signal n killed
-    it), or 128 + n when the launcher was told to stop by signal n. `env` is added to this process's
+    The exit code is 0 if every rank ended with 0; else that of the rank that failed first (128 + n if signal
+    n killed it), or 128 + n if signal n told the launcher to stop. `env` is added to this process's
     environment. Each line that the ranks print gets a prefix like `[rank 3] `, unless there is only one
     rank or `prefix_lines` is False.
     """
@@ -88,7 +88,7 @@ def launch(
     if shutil.which(command[0], path=variables.get("PATH")) is None:
         raise InvalidCall(f"there is no program {command[0]!r}: check its name and the PATH")
     num_cores = len(os.sched_getaffinity(0))
-    # What this process printed comes before what the ranks print.
+    # The output of this process comes before that of the ranks.
     sys.stdout.flush()
     sys.stderr.flush()
     with _reserved_port() as port, _Job(num_ranks, prefix_lines) as job:
@@ -111,7 +111,7 @@ def rank_environment(
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, num_cores // num_ranks)),
-        # All ranks are on this machine; Gloo would look the host name up, which fails on many laptops.
+        # All ranks are on this machine; Gloo would look up the host name, which fails on many laptops.
         "GLOO_SOCKET_IFNAME": "lo",
     }
     place = {
@@ -127,7 +127,7 @@ def rank_environment(
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A free port that nobody else is given while this lasts.
+    """A free port that no other process gets inside this context.
 
     The socket stays bound but never listens. With SO_REUSEADDR on both sides, rank 0 can still listen
     there, as torch.distributed does.
@@ -140,21 +140,21 @@ def _reserved_port() -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Ending:
-    """How a job ended; the sentence is empty where all went well."""
+    """How a job ended; the sentence is empty if all ranks succeeded."""
 
     exit_code: int
     sentence: str = ""
 
 
 class _Job:
-    """The ranks of one launch; leaving its `with` block leaves no process behind."""
+    """The ranks of one launch; no process is left after its `with` block."""
 
     def __init__(self, num_ranks: int, prefix_lines: bool) -> None:
         self._num_ranks = num_ranks
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._pidfds: list[int] = []
-        # As Popen.returncode: negative for a signal. The processes stay unreaped until the end, so that no
-        # number of a process group is given to somebody else while we may still have to kill it.
+        # Like Popen.returncode: negative for a signal. The processes stay unreaped until the end, so the id
+        # of a process group is not reused while the launcher may still have to kill that group.
         self._exit_codes: dict[int, int] = {}
         self._stop_signal: int | None = None
         self._old_handlers: dict[int, Any] = {}
@@ -186,7 +186,7 @@ class _Job:
             raise BrokenPipeError("nobody reads the output of the ranks any more")
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the next rank, in a session of its own: it and its children can be signalled together."""
+        """Start the next rank in its own session: it and its children can be signalled together."""
         rank = len(self._ranks)
         output = None if self._printer is None else subprocess.PIPE
         process = subprocess.Popen(
@@ -206,7 +206,7 @@ class _Job:
             self._printer.add(process.stderr.fileno(), STDERR, f"[rank {rank}] ")
 
     def wait(self) -> _Ending:
-        """Wait until all ranks have ended, one has failed, or a signal tells us to stop."""
+        """Wait until all ranks have ended, one has failed, or a signal tells the launcher to stop."""
         if self._printer is not None:
             self._printer.start()
         while len(self._exit_codes) < len(self._ranks):
@@ -218,7 +218,7 @@ class _Job:
                 break
             failed = [rank for rank in ended if self._exit_codes[rank] != 0]
             if failed:
-                # Peers complain within microseconds about a rank that was killed: it was the first.
+                # Peers of a killed rank fail within microseconds, so the killed rank was the first to fail.
                 return self._failure_of(min(failed, key=lambda rank: self._exit_codes[rank] > 0))
         return _Ending(0)
 
@@ -252,7 +252,7 @@ class _Job:
         deadline = time.monotonic() + GRACE_S
         while len(self._exit_codes) < len(self._ranks) and time.monotonic() < deadline:
             self._watch(max(0.0, deadline - time.monotonic()))
-        # Also the groups of ranks that have ended: their children may still be there.
+        # Include the groups of ranks that have ended: their children may still be running.
         for process in self._ranks:
             _signal_group(process.pid, signal.SIGKILL)
         self._tell_guard("clean")
@@ -260,7 +260,7 @@ class _Job:
             process.wait()
 
     def _tell_guard(self, word: str) -> None:
-        # A guard that somebody killed is no reason to fail: it is the second line of defence.
+        # A killed guard is no reason to fail: it is only the second line of defence.
         with contextlib.suppress(BrokenPipeError):
             assert self._guard.stdin is not None
             self._guard.stdin.write(f"{word}\n".encode())
@@ -284,7 +284,7 @@ class _Job:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._old_handlers[number] = signal.signal(number, self._on_signal)
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-            # Exit codes of children are lost where this is ignored.
+            # The exit codes of children are lost if this is ignored.
             self._old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _give_signals_back(self) -> None:
@@ -313,13 +313,13 @@ class LinePrefixer:
         self._unfinished = b""
 
     def take(self, piece: bytes) -> bytes:
-        """What can be printed now: whole lines, and a line that has become too long to wait for its end."""
+        """The text to print now: whole lines, and a line that has become too long to wait for its end."""
         *lines, self._unfinished = (self._unfinished + piece).split(b"\n")
         printable = b"".join(self._prefix + line + b"\n" for line in lines)
         return printable + self.rest() if len(self._unfinished) >= MAX_LINE_BYTES else printable
 
     def rest(self) -> bytes:
-        """The last line, where the stream ended without a newline."""
+        """The last line, if the stream ended without a newline."""
         line, self._unfinished = self._unfinished, b""
         return self._prefix + line + b"\n" if line else b""
 
@@ -335,8 +335,8 @@ class _Stream:
 class _Printer(threading.Thread):
     """Prints what the ranks print, line by line.
 
-    A thread of its own: where nobody reads our output, a write blocks, and the job must still be able to
-    notice failures and signals.
+    It is a separate thread: if the launcher's output is not read, a write blocks, and the job must still be
+    able to notice failures and signals.
     """
 
     def __init__(self, on_broken_output: Callable[[], None]) -> None:
@@ -364,8 +364,8 @@ class _Printer(threading.Thread):
                     break
                 for source in ready:
                     self._pump(source)
-            # All ranks are dead, and one read empties a pipe. Waiting for its end instead could take forever:
-            # a process that left the rank's group may hold it open.
+            # All ranks have ended, and one read empties a pipe. Waiting for the end of the pipe could take
+            # forever: a process that left the rank's group may hold it open.
             for source in list(self._streams):
                 self._pump(source)
             for stream in self._streams.values():
@@ -376,7 +376,7 @@ class _Printer(threading.Thread):
                 self._on_broken_output()
 
     def finish(self) -> None:
-        """Print what is left of ranks that have ended, unless nobody reads it."""
+        """Print the remaining output of ranks that have ended, unless it is not read."""
         os.eventfd_write(self._finish, 1)
         num_written = -1
         while self.is_alive() and num_written != self._num_written:
@@ -400,10 +400,10 @@ class _Printer(threading.Thread):
     def _write(self, target: int, text: bytes) -> None:
         while text:
             try:
-                # In small parts, so that a slow reader can be told from one that does not read.
+                # In small parts, to distinguish a slow reader from one that does not read.
                 num_bytes = os.write(target, text[:WRITE_BYTES])
             except BlockingIOError:
-                # The terminal was left in this mode by another program.
+                # Another program left the terminal in non-blocking mode.
                 select.select([], [target], [])
                 continue
             if self._given_up:
@@ -413,7 +413,7 @@ class _Printer(threading.Thread):
 
 
 def _look_at_exit_code(pid: int) -> int | None:
-    """The exit code of a child that has ended, negative for a signal; it stays there to be reaped."""
+    """The exit code of a child that has ended, negative for a signal; the child is not reaped."""
     status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if status is None:
         return None

@@ -5,12 +5,13 @@ A heap is cut into areas, an area into regions:
     control region | NVL rings | RDMA rings (received, to send)     normal mode
     control region | ............ low-latency slots (set 0, 1)      low-latency mode
 
-The control region holds every live flag, counter, notify message and status word; its offsets depend on the
-number of ranks and on fixed maxima alone, so that calls with different configs agree on them. The other areas
-hold rows. They follow the classic layout to the byte, but their head, tail, prefix and signal fields stay
-reserved: the live ones are 64-bit and sit in the control region, where no row of a later call can fall.
+The control region holds every live flag, counter, notify message and status word. Its offsets depend only on
+the number of ranks and on fixed maxima, so calls with different configs agree on them. The other areas hold
+rows. They follow the classic layout to the byte, but their head, tail, prefix and signal fields stay
+reserved: the live ones are 64-bit and lie in the control region, where no row of a later call can overwrite
+them.
 
-The kernels take their offsets from here, the planner draws it, the size tests sum it.
+The kernels take their offsets from here, the planner draws this layout, and the size tests add it up.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ class StatusWord(IntEnum):
     NO_WAKE_UP = 7
     """Always 0, since no rank sleeps on a status word."""
     REFUSAL_BYTES = 8
-    """The first of as many words as there are texts."""
+    """The first of several words, one for each text."""
 
 
 def check_num_sms(name: str, num_sms: SupportsIndex) -> int:
-    """Refuse SMs that no call can use; `name` is what the caller calls their number.
+    """Refuse a number of SMs that no call can use; `name` is the caller's name for it.
 
     >>> check_num_sms("num_sms", 258)
     Traceback (most recent call last):
@@ -99,8 +100,8 @@ class Region:
 SEND_ROWS, SEND_TAIL, SEND_HEAD, SEND_BASE, RECV_ROWS, RECV_TAIL, RECV_HEAD, RECV_BASE = range(8)
 """The layers of a stack of rings, [layer, channel, peer], as kernels between nodes take it.
 
-Of the rings to a peer, then of those from it: the addresses of the rows, of the tail and of the head, and
-what the counter that this rank advances (tail, then head) stood at when the call began.
+First for the rings to a peer, then for those from it: the addresses of the rows, of the tail and of the head,
+and the value at the start of the call of the counter that this rank advances (tail, then head).
 """
 NUM_RING_LAYERS: Final = 8
 
@@ -127,7 +128,7 @@ class RingArea:
 
     @property
     def control_bytes(self) -> int:
-        """Reserved per ring."""
+        """Reserved bytes per ring."""
         return sum(num_bytes for _, num_bytes in self.control_fields)
 
     @property
@@ -176,7 +177,7 @@ def rdma_rings(
 
 
 def ring_rows_that_fit(area: RingArea, area_bytes: int) -> int:
-    """The rows per ring, at most those of `area`, for which an area like it fits in `area_bytes`.
+    """The rows per ring, at most those of `area`, with which such an area fits in `area_bytes`.
 
     >>> area = nvl_rings(0, num_channels=2, num_peers=2, nodes=1, num_rows=100, token_bytes=32)
     >>> ring_rows_that_fit(area, 2 * 2 * (7 * 32 + 16)), ring_rows_that_fit(area, 10**6)
@@ -190,7 +191,7 @@ def ring_rows_that_fit(area: RingArea, area_bytes: int) -> int:
 class Window:
     """The results of one dispatch side by side: x, its sources, top-k ids, top-k weights, scales.
 
-    A row's source is a token's index, or between nodes (8 bytes) its node and who wants it there.
+    A row's source is a token's index, or between nodes (8 bytes) its node and the ranks there that need it.
 
     >>> window = Window(num_rows=3, row_bytes=64, num_topk=2, num_scales=1)
     >>> window.offsets, window.num_bytes
@@ -230,7 +231,7 @@ class Window:
 def window_of(
     num_rows: int, row_bytes: int, num_topk: int, num_scales: int, source_bytes: int = SOURCE_INDEX_BYTES
 ) -> Window:
-    """A `Window`; calls of one kind share it, and what it has worked out.
+    """A `Window`; calls with the same sizes share the object and its cached properties.
 
     >>> window_of(3, 64, 2, 1) is window_of(3, 64, 2, 1)
     True
@@ -242,11 +243,11 @@ def window_of(
 class LowLatencySlots:
     """Fixed places for messages, in two sets that alternate: send 0, send 1, receive 0, receive 1, signals.
 
-    A send set holds messages by row: the tokens of a dispatch, or what the experts made of theirs, in the
-    order of x. Who can read this memory takes them from there, and finds the list of his tokens there too,
-    where this rank's slots for messages from him begin. A receive set has a slot per (local expert, source
-    rank, token). With 2 local experts, 2 ranks and at most 4 tokens, the message of (expert 1, source 0,
-    token 3) is slot (1*2 + 0)*4 + 3 = 11 of its set.
+    A send set holds messages by row: the tokens of a dispatch, or the experts' outputs, in the order of x. A
+    rank that can read this memory takes its rows from there. It also finds the list of its tokens there,
+    where this rank's slots for messages from that rank begin. A receive set has a slot per (local expert,
+    source rank, token). With 2 local experts, 2 ranks and at most 4 tokens, the message of (expert 1, source
+    0, token 3) is slot (1*2 + 0)*4 + 3 = 11 of its set.
     """
 
     start: int
@@ -300,7 +301,7 @@ class LowLatencySlots:
 
 @dataclass(frozen=True)
 class ControlBlock:
-    """One kind of words in the control region: `num_bytes` for each peer that writes them, in each set.
+    """One kind of words in the control region: `num_bytes` for each peer that writes them, per set.
 
     >>> ControlBlock("mailbox", start=4096, num_bytes=200, num_peers=2, num_sets=2).offset(peer=1, slot_set=1)
     4864
@@ -314,7 +315,7 @@ class ControlBlock:
 
     @property
     def stride(self) -> int:
-        """From one peer's words to the next one's."""
+        """Bytes from one peer's words to the next peer's."""
         return align(self.num_bytes, NUM_BUFFER_ALIGNMENT_BYTES)
 
     @property
@@ -330,9 +331,9 @@ class ControlBlocks(NamedTuple):
 
     status: ControlBlock
     wake_up: ControlBlock
-    """For a CPU rank that sleeps: which counters it waits for, and how many are missing."""
+    """The wake-up count of a sleeping CPU rank: which counters it waits for, and how many are missing."""
     abort: ControlBlock
-    """For GPU kernels that wait: whether to stop, and the address of the word by which the host says so."""
+    """The abort flag for waiting GPU kernels, and the address of the word by which the host sets it."""
     sleepers: ControlBlock
     doorbell: ControlBlock
     mailbox: ControlBlock
@@ -352,10 +353,10 @@ class ControlBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class ControlRegion:
-    """The flags, counters, notify messages and status words of one rank; it starts the heap.
+    """The flags, counters, notify messages and status words of one rank, at the start of its heap.
 
-    A rank polls its own control region and writes into those of its peers, so each block is cut by writer:
-    what one peer writes shares no 128-byte line with what another one does.
+    A rank polls its own control region and writes into those of its peers, so each block is divided by
+    writer: the words of two peers never share a 128-byte line.
     """
 
     num_ranks: int
@@ -367,8 +368,8 @@ class ControlRegion:
 
     @property
     def notify_bytes(self) -> int:
-        """Header, the sender's rows of two count matrices, its rows by channel, its counts for experts; or
-        what its handle says: two digests of every rank and node, and three counts of every rank."""
+        """Header, the sender's rows of two count matrices, its rows by channel, its counts for experts; or,
+        with a handle, two digests for every rank and node, and three counts for every rank."""
         nodes = num_nodes(self.num_ranks, self.ranks_per_node)
         counts = 2 * self.num_ranks + NUM_MAX_CHANNELS + NUM_MAX_LOCAL_EXPERTS
         by_handle = 2 * DIGEST_BYTES * (self.num_ranks + nodes) + 3 * 4 * self.num_ranks
@@ -450,7 +451,7 @@ class NormalHeap:
 
 
 def normal_heap(config: Config, num_ranks: int, ranks_per_node: int, token: TokenLayout) -> NormalHeap:
-    """What a dispatch or combine with this config and these tokens lays out."""
+    """The heap of a dispatch or combine with this config and these tokens."""
     control = ControlRegion(num_ranks, ranks_per_node)
     nodes = num_nodes(num_ranks, ranks_per_node)
     nvl = nvl_rings(
@@ -492,6 +493,6 @@ class LowLatencyHeap:
 
 
 def low_latency_heap(sizes: LowLatencySizes, num_ranks: int, ranks_per_node: int) -> LowLatencyHeap:
-    """What low-latency calls of these sizes lay out."""
+    """The heap of low-latency calls of these sizes."""
     control = ControlRegion(num_ranks, ranks_per_node)
     return LowLatencyHeap(control, LowLatencySlots(control.num_bytes, sizes, num_ranks))

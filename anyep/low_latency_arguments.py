@@ -1,4 +1,4 @@
-"""The checks of what users pass to the low-latency calls of `Buffer`."""
+"""Checks of the arguments that users pass to the low-latency calls of `Buffer`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Handle = tuple[torch.Tensor, torch.Tensor, int, int, int]
 
 
 class HandleParts(NamedTuple):
-    """What a handle says."""
+    """The contents of a handle."""
 
     src_info: torch.Tensor
     layout_range: torch.Tensor
@@ -54,7 +54,7 @@ def check_stats(name: str, stats: Any, dtype: torch.dtype, length: int) -> torch
 
 
 def check_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool, hidden: int) -> Format:
-    """How a dispatch's rows travel."""
+    """The format in which a dispatch sends rows."""
     if not use_fp8:
         return Format.BF16
     if use_ue8m0 and not round_scale:
@@ -105,7 +105,7 @@ def check_tokens(
 
 
 def check_handle(mode: LowLatency, num_ranks: int, handle: Any, device: torch.device) -> HandleParts:
-    """What a handle says, if its contents are possible; a copy is as good as the original."""
+    """The contents of a handle, if they are valid; a copy is as good as the original."""
     if not isinstance(handle, tuple | list) or len(handle) != 5:
         raise InvalidCall(
             "handle is not that of a low-latency dispatch: it must be (src_info, layout_range,"

@@ -1,4 +1,4 @@
-"""What this machine has to give: memory and cores, as this process may use them."""
+"""The memory and cores of this machine that this process may use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def memory_bytes(field: str) -> int:
 
 
 def container_limit_bytes() -> int | None:
-    """The memory limit of this container, or None where there is none."""
+    """The memory limit of this container, or None if there is none."""
     try:
         text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
@@ -28,7 +28,7 @@ def container_limit_bytes() -> int | None:
 
 
 def free_memory_bytes() -> int:
-    """Memory that can still be taken."""
+    """Memory that can still be allocated."""
     limit = container_limit_bytes()
     available = memory_bytes("MemAvailable")
     if limit is None:
@@ -41,13 +41,13 @@ def free_memory_bytes() -> int:
 
 
 def address_space_limit_bytes() -> int | None:
-    """What this process may map at most (`ulimit -v`), or None where there is no limit."""
+    """The most bytes that this process may map (`ulimit -v`), or None if there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def memory_limits_in_words() -> str:
-    """The limits that a mapping of this process may have met, as a sentence."""
+    """The limits that a mapping of this process may have hit, as a sentence."""
     found = []
     limit = address_space_limit_bytes()
     if limit is not None:
@@ -65,7 +65,7 @@ def num_cores() -> int:
 
 
 def host_identity() -> str:
-    """The same for processes that run under one kernel, different on different hosts."""
+    """A name that is the same for processes under one kernel, and different on different hosts."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which of NIXL's packages is used: there is one for each major version of CUDA, and one that selects.
+"""Which NIXL package is used: there is one per major version of CUDA, and one that selects among them.
 
     package = find_nixl(torch.version.cuda)         # NixlPackage("nixl_cu13", "1.5.0"), or None
     package, api = load_nixl(torch.version.cuda)
@@ -26,7 +26,7 @@ HOW_TO_INSTALL: Final = (
 
 @dataclass(frozen=True)
 class NixlPackage:
-    """An installed package: the name that it is imported by, and its version ("" if nobody knows it)."""
+    """An installed package: the name that it is imported by, and its version ("" if unknown)."""
 
     name: str
     version: str
@@ -46,7 +46,7 @@ def names_in_order(cuda: str | None) -> list[str]:
 
 
 def installed_packages(cuda: str | None) -> Iterator[NixlPackage]:
-    """Those that are installed, the preferred one first. Nothing is imported."""
+    """The installed packages, the preferred one first. Nothing is imported."""
     for name in names_in_order(cuda):
         if _is_there(name):
             yield NixlPackage(name, _version_of(name))
@@ -58,7 +58,7 @@ def find_nixl(cuda: str | None) -> NixlPackage | None:
 
 
 def load_nixl(cuda: str | None) -> tuple[NixlPackage, Any]:
-    """The first package that can be imported, and its API; or `NotSupported`, with what to install."""
+    """The first package that can be imported, and its API; or `NotSupported`, which says what to install."""
     failures = []
     for package in installed_packages(cuda):
         try:
@@ -80,7 +80,7 @@ def _is_there(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
-        # What stands in its place in sys.modules is no module.
+        # Its entry in sys.modules is not a module.
         return False
 
 

@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts layer whose experts live on the ranks of a group: to use, or to copy and change.
+"""A Mixture-of-Experts layer with experts spread over the ranks of a group: to use, or to copy and change.
 
     gate = TopKGate(hidden, num_experts=64, topk=8)
     experts = [FeedForward(hidden, inner) for _ in range(64 // group.size())]
@@ -6,18 +6,18 @@
     y = layer(x)        # each rank with its own tokens; gradients flow to x, the gate and the experts
 
 With R ranks, rank r holds the experts [r * 64 / R, (r + 1) * 64 / R). Their parameters are named
-by the expert's number in the whole layer, so the state dicts of all ranks together are that of one process,
+by the expert's number in the whole layer, so the state dicts of all ranks together form that of one process,
 and a whole state dict loads into any number of ranks.
 
-Layers of one model share a Buffer: `make_buffer` makes it, and each layer gets it as `buffer`; else each
-makes its own, when it is made (given `hidden`) or first called. For decoding, set `low_latency` on every
-rank; then at most `max_decode_tokens` tokens per rank and call.
+Layers of one model share a Buffer: `make_buffer` makes it, and each layer gets it as `buffer`. A layer
+without one makes its own, in its constructor (given `hidden`) or in its first call. For decoding, set
+`low_latency` on every rank; then each rank may pass at most `max_decode_tokens` tokens per call.
 
 A copy of a layer (`copy.deepcopy`, an averaged model) uses the Buffer of the original. A pickled layer
-(`torch.save` of the module) leaves it out, and needs a new one after loading: `layer.buffer = ...`.
+(`torch.save` of the module) does not contain it, and needs a new one after loading: `layer.buffer = ...`.
 
-`layer(x, output_router_logits=True)` returns the router's logits as well; `anyep.balance` has the losses that
-are made of them, and `anyep.training` what training over ranks needs besides. Both are reachable from here.
+`layer(x, output_router_logits=True)` returns the router's logits as well; `anyep.balance` has losses computed
+from them, and `anyep.training` has what training over ranks needs besides. Both are reachable from here.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def make_buffer(
     device: str | torch.device | None = None,
     ranks_per_node: int | None = None,
 ) -> Buffer:
-    """A Buffer for layers of this size, with float32 rows or smaller ones; every rank makes it.
+    """Make a Buffer for layers of this size, with rows of float32 or a smaller dtype; collective.
 
-    A node is a host, unless `ranks_per_node` (or `ANYEP_RANKS_PER_NODE`) says that a host is several.
+    A node is a host, unless `ranks_per_node` (or `ANYEP_RANKS_PER_NODE`) splits a host into several nodes.
     """
     rendezvous = rendezvous_of(group, None)
     num_ranks = rendezvous.num_ranks
@@ -97,17 +97,17 @@ def make_buffer(
 
 
 class TopKGate(nn.Module):
-    """Chooses each token's experts by softmax scores, and weighs them by their share of the chosen scores.
+    """Chooses each token's experts by softmax scores, and weights them by their share of the chosen scores.
 
-    With groups of experts (`num_groups`), only the experts of the best `topk_groups` of them are eligible;
-    a group is as good as the sum of its two best scores. With a group per rank, or per node, this limits to
-    how many of them a token travels.
+    With groups of experts (`num_groups`), only the experts of the best `topk_groups` groups are eligible;
+    a group's score is the sum of its two best scores. With one group per rank, or per node, this limits the
+    number of ranks or nodes that a token is sent to.
 
     With `has_bias` the gate has a buffer `bias`, one float32 number per expert, zero at first. It is added to
     the scores for the choice only, not for the weights, and gets no gradient: `update_bias` changes it after
-    each step. Keep it in float32 where the model is converted to a smaller dtype.
+    each step. Keep it in float32 when the model is converted to a smaller dtype.
 
-    `device` and `dtype` are those of the weight; as in torch.nn, torch's defaults where they are not given.
+    `device` and `dtype` are those of the weight; as in torch.nn, they default to torch's defaults.
     """
 
     bias: Tensor | None
@@ -140,9 +140,9 @@ class TopKGate(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor, output_router_logits: bool = False) -> tuple[Tensor, ...]:
-        """The experts of each row, and their weights in float32; and the logits, where asked for.
+        """The experts of each row, their weights in float32, and on request the logits.
 
-        Logits are computed in float32, under autocast as well: a rounded logit changes the choice.
+        Logits are computed in float32, also under autocast: a rounded logit changes the choice.
         """
         device = x.device.type
         has_autocast = torch.amp.is_autocast_available(device)
@@ -152,7 +152,7 @@ class TopKGate(nn.Module):
         return (topk_idx, weights, logits) if output_router_logits else (topk_idx, weights)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts and weights that belong to logits: always the same, while `bias` is."""
+        """The experts and weights for these logits; deterministic as long as `bias` does not change."""
         scores = logits.softmax(dim=-1)
         ranking = scores.detach() if self.bias is None else scores.detach() + self.bias
         topk_idx = self._eligible(ranking).topk(self.topk, dim=-1).indices
@@ -162,7 +162,7 @@ class TopKGate(nn.Module):
         return topk_idx, weights / total
 
     def _eligible(self, scores: Tensor) -> Tensor:
-        """The scores, with -inf for experts in other groups than the best."""
+        """The scores, with -inf for experts outside the best groups."""
         if self.topk_groups == self.num_groups:
             return scores
         by_group = scores.view(*scores.shape[:-1], self.num_groups, scores.shape[-1] // self.num_groups)
@@ -176,7 +176,7 @@ class TopKGate(nn.Module):
 class FeedForward(nn.Module):
     """An expert: `down(silu(gate(x)) * up(x))`.
 
-    `device` and `dtype` are those of the weights; as in torch.nn, torch's defaults where they are not given.
+    `device` and `dtype` are those of the weights; as in torch.nn, they default to torch's defaults.
     """
 
     def __init__(
@@ -198,9 +198,9 @@ class FeedForward(nn.Module):
 
 
 def run_experts(rows: Tensor, topk_idx: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
-    """Each row's weighted sum over its experts, in float32, ascending; -1 in `topk_idx` means none.
+    """Each row's weighted sum over its experts, in float32, by ascending expert; -1 in `topk_idx` means none.
 
-    Rows are sorted by expert, so that each expert is called once, with all of its rows.
+    Rows are sorted by expert, and each expert is called once with all of its rows.
 
     >>> rows, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [-1, 1]])
     >>> run_experts(rows, ids, torch.ones(2, 2), [lambda x: x, lambda x: 10 * x])
@@ -219,9 +219,9 @@ def run_experts(rows: Tensor, topk_idx: Tensor, weights: Tensor, experts: Sequen
 
 
 class _Link:
-    """How a layer reaches the other ranks.
+    """The group and Buffer of a layer.
 
-    Copies of a layer share it, so that a Buffer that one of them makes is that of all. A pickle holds an
+    Copies of a layer share it, so they also share a Buffer that one of them makes. A pickle contains an
     empty one, since a Buffer belongs to its process.
     """
 
@@ -236,19 +236,19 @@ class _Link:
 
 
 class ExpertParallelMoE(nn.Module):
-    """A Mixture-of-Experts layer; every rank of `group` makes it, and calls it with tokens of its own.
+    """A Mixture-of-Experts layer; every rank of `group` makes it, and calls it with its own tokens.
 
-    gate: chooses. It is called with rows [tokens, hidden] and returns the experts of each row, int64
-        [tokens, topk], and their weights in float32; called with `output_router_logits=True`, it returns
-        the logits in a third place. It is the same on all ranks: its gradients, like those of everything but
-        the experts, are to be summed over the ranks.
-    experts: the modules of this rank's experts, from rows to rows, or a function that makes the one of a
-        number; then `num_experts` says how many there are on all ranks together.
-    group: the ranks, a process group.
-    hidden: with it the Buffer is made here, else in the first call.
-    max_decode_tokens: how many tokens a rank may give to `decode`; 0 leaves out low-latency mode.
+    gate: chooses the experts. It is called with rows [tokens, hidden] and returns the experts of each row,
+        int64 [tokens, topk], and their weights in float32; with `output_router_logits=True` it also returns
+        the logits, as a third result. It is the same on all ranks: its gradients, like those of everything
+        but the experts, must be summed over the ranks.
+    experts: the modules of this rank's experts, from rows to rows, or a function that makes the expert with
+        a given number; then `num_experts` is the number of experts on all ranks together.
+    group: the process group of the ranks.
+    hidden: if given, the Buffer is made by the constructor, else by the first call.
+    max_decode_tokens: the most tokens that a rank may pass to `decode`; 0 disables low-latency mode.
     buffer: a Buffer to use; layers of one model share one (`make_buffer`).
-    device: where the Buffer is made if the layer makes it, "cpu" or "cuda".
+    device: the device of the Buffer if the layer makes it, "cpu" or "cuda".
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class ExpertParallelMoE(nn.Module):
     def buffer(self) -> Buffer | None:
         """The Buffer, which copies of the layer share; None before it is made, and after unpickling.
 
-        Setting it changes this layer alone.
+        Setting it changes only this layer.
         """
         return self._link.buffer
 
@@ -289,7 +289,7 @@ class ExpertParallelMoE(nn.Module):
         self._link = _Link(self._link.group if buffer is None else buffer.group, buffer)
 
     def ready_buffer(self, hidden: int) -> Buffer:
-        """The layer's Buffer; it is made if there is none yet, on every rank."""
+        """The layer's Buffer; makes it if there is none yet (collective)."""
         link = self._link
         if link.buffer is None:
             if link.group is None:
@@ -303,10 +303,10 @@ class ExpertParallelMoE(nn.Module):
         return link.buffer
 
     def forward(self, x: Tensor, output_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """The layer's output for `x` [..., hidden]; in low-latency mode where `low_latency` is set.
+        """The layer's output for `x` [..., hidden]; uses low-latency mode if `low_latency` is set.
 
         output_router_logits: return `(output, logits)`, the logits in float32 [tokens, num_experts] with the
-            leading dimensions of x flattened. Losses are made of them (`anyep.balance`).
+            leading dimensions of x flattened, for the losses of `anyep.balance`.
         """
         if self.low_latency:
             return self.decode(x, output_router_logits)
@@ -321,10 +321,10 @@ class ExpertParallelMoE(nn.Module):
 
     @torch.no_grad()
     def decode(self, x: Tensor, output_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """The same for a few tokens in bfloat16, in low-latency mode: no gradients.
+        """Like `forward`, for a few tokens in bfloat16, in low-latency mode and without gradients.
 
-        An expert's output is rounded to bfloat16; the weighted sum is made in float32, in the order of the
-        gate's choice, and rounded once.
+        An expert's output is rounded to bfloat16; the weighted sum is computed in float32, in the order of
+        the gate's choice, and rounded once.
         """
         flat, buffer = x.reshape(-1, x.shape[-1]), self.ready_buffer(x.shape[-1])
         topk_idx, weights, logits = self._chosen(flat, output_router_logits)
@@ -340,7 +340,7 @@ class ExpertParallelMoE(nn.Module):
         return output if logits is None else (output, logits)
 
     def _chosen(self, flat: Tensor, output_router_logits: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the gate says of each row; the logits only where asked for, since not every gate has them."""
+        """The gate's results for each row; the logits only on request, since not every gate has them."""
         if not output_router_logits:
             topk_idx, weights = self.gate(flat)
             return topk_idx, weights, None
@@ -348,7 +348,7 @@ class ExpertParallelMoE(nn.Module):
         return topk_idx, weights, logits
 
     def _check_fits(self, buffer: Buffer) -> None:
-        """A Buffer of other ranks would take tokens to experts that are elsewhere."""
+        """Refuse a Buffer of other ranks: it would send tokens to ranks without their experts."""
         if not isinstance(buffer, Buffer):
             raise InvalidCall(f"buffer is of type {type(buffer).__name__}: it must be an anyep.Buffer")
         num_local = len(self.experts)
@@ -362,14 +362,14 @@ class ExpertParallelMoE(nn.Module):
 
 
 def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
-    """The layers of a model, for example to give all of them one Buffer after unpickling."""
+    """The expert-parallel layers of a model, for example to give all of them one Buffer after unpickling."""
     return [module for module in model.modules() if isinstance(module, ExpertParallelMoE)]
 
 
 def _local_experts(
     experts: Callable[[int], nn.Module] | Iterable[nn.Module], group: Any, num_experts: int | None
 ) -> tuple[int, dict[int, nn.Module]]:
-    """The number of experts of the layer, and this rank's by their numbers."""
+    """The number of experts of the layer, and this rank's experts by their numbers."""
     rendezvous = rendezvous_of(group, None)
     num_ranks, rank = rendezvous.num_ranks, rendezvous.rank
     if not isinstance(experts, Iterable):
@@ -396,7 +396,7 @@ def _local_experts(
 
 
 def _leave_out_other_experts(layer: ExpertParallelMoE, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A whole state dict may be loaded: the experts of other ranks are passed over."""
+    """Remove the experts of other ranks, so that a whole state dict can be loaded."""
     for index in range(layer.num_experts):
         if str(index) not in layer.experts:
             start = f"{prefix}experts.{index}."

@@ -1,6 +1,6 @@
-"""How a kernel on a GPU says what went wrong: one word, 0 if nothing did, else a code and a rank.
+"""How a kernel on a GPU reports an error: one word, 0 if there is none, else a code and a rank.
 
-Kernels never raise, and nobody may be there to read the word at once: a later call on the host does.
+Kernels never raise, and the host may not read the word at once: a later call on the host does.
 
     >>> outcome_of(LATE, 3), code_of(49), rank_of(49)
     (49, 1, 3)
@@ -12,26 +12,26 @@ from typing import Final
 
 GOOD: Final = 0
 LATE: Final = 1
-"""A rank did not come in time."""
+"""A rank did not arrive in time."""
 DIFFERENT: Final = 2
 """A rank called something else, or refused its call."""
 STOPPED: Final = 3
 """A rank failed or died, and its peers were told not to wait."""
 TOO_MANY: Final = 4
-"""More rows would arrive at a rank than it has said at most."""
+"""More rows would arrive at a rank than the maximum that it has given."""
 BAD_HANDLE: Final = 5
 """A handle names rows that a rank does not have."""
 MASKED: Final = 6
-"""The other ranks go on without this one."""
+"""This rank is masked: the other ranks go on without it."""
 MISSING: Final = 7
 """A rank has no row for a token that should have been there."""
 OUT: Final = 8
-"""This rank has given up in an earlier call, and takes no part."""
+"""This rank has given up in an earlier call, and takes no part in this one."""
 BAD_IDS: Final = 9
 """A top-k id is neither an expert nor -1."""
 
 NUM_CODES: Final = 16
-"""A power of two; the rank stands above the code."""
+"""A power of two; the rank is in the bits above the code."""
 
 
 def outcome_of(code: int, rank: int) -> int:

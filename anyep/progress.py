@@ -1,4 +1,4 @@
-"""How a long compilation is shown: one line on a terminal that changes, a few lines in a file.
+"""Shows the progress of a long compilation: one changing line on a terminal, a few lines in a file.
 
     progress = CompileProgress(sys.stderr)
     for done in range(15):
@@ -6,7 +6,7 @@
         ...
     progress.finish()
 
-Nothing is printed in the first second, so that short work stays silent.
+Nothing is printed in the first second: short compilations stay silent.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from typing import Final, TextIO
 
 QUIET_S: Final = 1.0
-"""What takes no longer is not worth a line."""
+"""Shorter compilations print nothing."""
 FIRST_PAUSE_S: Final = 5.0
-"""Between the first two lines where a line cannot be changed; each later pause is twice as long."""
+"""Time between the first two lines where a line cannot be rewritten; each later pause is twice as long."""
 
 
 def compile_sentence(num_done: int, num_kernels: int) -> str:
@@ -30,7 +30,7 @@ def compile_sentence(num_done: int, num_kernels: int) -> str:
 
 
 class CompileProgress:
-    """Prints to one stream how many kernels are compiled."""
+    """Prints to one stream how many kernels have been compiled."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -41,7 +41,7 @@ class CompileProgress:
         self._has_begun = False
 
     def show(self, num_done: int, num_kernels: int) -> None:
-        """Tell that so many are done."""
+        """Show that `num_done` of `num_kernels` are done."""
         now = time.monotonic()
         if now - self._started < QUIET_S:
             return
@@ -64,5 +64,5 @@ class CompileProgress:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):
-            # Nobody reads it: no reason to fail.
+            # The stream has no reader: no reason to fail.
             self._is_terminal = False

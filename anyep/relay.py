@@ -1,8 +1,8 @@
-"""Who relays what between nodes: the plan of normal mode for one rank, pure arithmetic.
+"""Which rank relays which rows between nodes: the plan of normal mode for one rank, pure arithmetic.
 
-A token crosses the network once per node that wants it: to the rank with the sender's own NVL rank on that
-node, its relay there, which gives it to each rank of its node that wants it. A combine goes the other way:
-the relay sums the rows of its node, and one row per node crosses back.
+A token crosses the network once per destination node. It goes to the rank with the sender's NVL rank on that
+node, its relay there, which forwards it to each destination rank of its node. A combine takes the opposite
+direction: the relay sums the rows of its node, and one row per node crosses back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from anyep.topology import Topology
 
 
 class RelayWork(NamedTuple):
-    """How many rows a call sends to and gets from nodes, and through the rings of ranks of this node."""
+    """The rows that a call sends to and receives from nodes, and through the rings of this node's ranks."""
 
     to_nodes: Array
     from_nodes: Array
@@ -30,7 +30,7 @@ class RelayWork(NamedTuple):
 
 @dataclass(frozen=True)
 class RelayPlan:
-    """The part of one rank in the traffic between nodes."""
+    """One rank's part in the traffic between nodes."""
 
     topology: Topology
     rank: int
@@ -46,7 +46,7 @@ class RelayPlan:
 
     @cached_property
     def relays(self) -> list[int]:
-        """By node, the rank that relays this rank's tokens there, and whose tokens this rank relays.
+        """For each node, the rank that relays this rank's tokens there; this rank relays its tokens here.
 
         >>> RelayPlan(Topology(4, 2), rank=1).relays
         [1, 3]
@@ -54,7 +54,7 @@ class RelayPlan:
         return [self.topology.rank_at(node, self.index) for node in range(self.topology.num_nodes)]
 
     def next_rows(self, matrix: Array, relayed: Array) -> Array:
-        """[channel, node, rank of this node]: where the next row that comes from a node goes at a rank.
+        """[channel, node, rank of this node]: the place at a rank for the next row from a node.
 
         `matrix` has the rows from rank to rank, `relayed` the rows that this rank relays, by [node, rank of
         this node, channel].
@@ -67,7 +67,7 @@ class RelayPlan:
         return np.ascontiguousarray(rows.transpose(2, 0, 1))
 
     def check_room(self, headers: Array, tokens_by_node: Array) -> None:
-        """Refuse a worst case that is too small for a relay: as many rows as a rank receives, it can relay.
+        """Refuse a worst case that is too small for a relay: a rank can relay as many rows as it can receive.
 
         `tokens_by_node` has the tokens from each rank to each node.
         """

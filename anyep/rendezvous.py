@@ -1,7 +1,7 @@
-"""How ranks find each other: a torch process group, or an mpi4py communicator, as one small interface.
+"""How ranks find each other: a torch process group, or an mpi4py communicator, behind one small interface.
 
-It is used when a Buffer is made, or its windows grow, never on the path of a call. Everything goes through
-the collectives of the given group; its store serves to tell who is there. A rank that is lost is named.
+It is used when a Buffer is made, or its windows grow, never on the path of a call. All data goes through the
+collectives of the given group; its store only tells which ranks are present. Errors name a lost rank.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ LONGEST_PAUSE_S: Final = 0.005
 DEFAULT_TIMEOUT_S: Final = 1800.0
 _TIMEOUT: Final = re.compile(r"tim(e|ed)[\s-]?out", re.IGNORECASE)
 _GLOO_PLACE: Final = re.compile(r"^\[\S+:\d+\] ")
-"""Gloo's errors begin with the line of its source."""
+"""Gloo's errors begin with the file and line of its source code."""
 _DUPLICATE_GPU: Final = re.compile(r"duplicate gpu", re.IGNORECASE)
 _ONE_GPU_TWICE: Final = (
     "{ranks} have the same GPU, but NCCL, the backend of this process group, works with one rank per GPU:"
     " pass a group of Gloo, dist.new_group(backend='gloo'), or give each rank a GPU by torch.cuda.set_device"
 )
 _known: WeakKeyDictionary[Any, dict[int, Process]] = WeakKeyDictionary()
-"""The processes of groups whose ranks have met before: they stay the same as long as the group."""
+"""The processes of groups that were used before: they stay the same as long as the group exists."""
 
 
 class Rendezvous(Protocol):
-    """What a Buffer needs of the group or communicator that its ranks meet in."""
+    """What a Buffer needs from the group or communicator of its ranks."""
 
     rank: int
     num_ranks: int
 
     def arrive(self) -> None:
-        """Say who this rank is, before the first work that may take long."""
+        """Publish this rank's process, before the first work that may take long."""
 
     def all_gather(self, thing: Any) -> list[Any]:
-        """The list of every rank's thing, in rank order."""
+        """The list of every rank's object, in rank order."""
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others that this rank leaves without a word otherwise."""
+        """Tell the others that this rank gives up; it will not take part any more."""
 
     def say_what(self, doing: str) -> None:
-        """What the ranks meet for from now on, as the sentence about a lost rank says it."""
+        """Set what the ranks connect for from now on, as the message about a lost rank says it."""
 
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
-        """Bound the waits of others' code for the store of the group."""
+        """Limit how long third-party code waits for the store of the group."""
 
 
 def rendezvous_of(group: Any, comm: Any) -> Rendezvous:
-    """The rendezvous of a torch process group, or of an mpi4py communicator where there is no group."""
+    """The rendezvous of a torch process group, or of an mpi4py communicator if there is no group."""
     if group is None and comm is None:
         raise InvalidCall(
             "neither a group nor a comm is given: pass a torch process group, such as dist.group.WORLD"
@@ -104,7 +104,7 @@ class GroupRendezvous:
             self._step += 1
             roll.enter(self._step)
             if self._step == 1 and self._device.type != "cpu":
-                # NCCL blocks until all ranks are there, and cannot tell who is not.
+                # NCCL blocks until all ranks have arrived, and cannot tell which ones are missing.
                 self._wait_until_complete(roll)
                 refuse_one_gpu_twice(roll.processes.values())
             if self._step == 1:
@@ -135,7 +135,7 @@ class GroupRendezvous:
             self._store.set_timeout(usual)
 
     def _roll_call(self) -> RollCall:
-        """Say who this rank is, on a page of the board for this meeting alone."""
+        """Publish this rank's process under keys that are used for this rendezvous only."""
         if self._roll is None:
             own = Process.this(self.rank, _gpu_uuid() if self._device.type == "cuda" else "")
             number = _next_number(self._store, self.rank)
@@ -145,12 +145,12 @@ class GroupRendezvous:
             self._roll.know(_known.get(self._group, {}).values())
             self._roll.arrive()
             for key in ("who", "at"):
-                # All ranks have received the keys of the previous meeting through its collectives.
+                # All ranks have received the keys of the previous rendezvous through its collectives.
                 Board(self._store if number > 1 else None, f"anyep/{number - 1}").remove(f"{key}/{self.rank}")
         return self._roll
 
     def _introduce(self, roll: RollCall) -> None:
-        """Let all ranks know each other's processes, also where there is no store, or it goes with a rank."""
+        """Tell all ranks each other's processes, even if there is no store, or it ends with a rank."""
         import torch
 
         text = json.dumps(asdict(roll.own)).encode().ljust(INTRODUCTION_BYTES)
@@ -160,7 +160,7 @@ class GroupRendezvous:
         _known[self._group] = dict(roll.processes)
 
     def _gather(self, roll: RollCall, thing: Any) -> list[Any]:
-        """As `dist.all_gather_object`, which waits without looking who is still there."""
+        """Like `dist.all_gather_object`, but that one waits without checking which ranks are still alive."""
         import torch
 
         data = bytearray(pickle.dumps(thing))
@@ -196,7 +196,7 @@ class GroupRendezvous:
         work.wait()
 
     def _wait_until_complete(self, roll: RollCall) -> None:
-        """Wait until every rank has said who it is, where there is a store to say it in."""
+        """Wait until every rank has published its process, if there is a store."""
         deadline = time.monotonic() + _timeout_s(self._group, self._device)
         while self._store is not None and not roll.is_complete():
             self._raise_if_lost(roll, roll.look())
@@ -222,7 +222,7 @@ class GroupRendezvous:
 
 
 class CommRendezvous:
-    """The ranks of an mpi4py communicator. MPI's calls cannot be left: a lost rank is named if one fails."""
+    """The ranks of an mpi4py communicator. MPI calls cannot be left: a lost rank is named if one fails."""
 
     def __init__(self, comm: Any) -> None:
         self.rank: int = comm.Get_rank()
@@ -231,7 +231,7 @@ class CommRendezvous:
         self._roll = RollCall(Process.this(self.rank), self.num_ranks, Board(None, ""))
 
     def arrive(self) -> None:
-        """There is nowhere to say it yet."""
+        """Does nothing: there is no store to publish it in."""
 
     def all_gather(self, thing: Any) -> list[Any]:
         try:
@@ -247,7 +247,7 @@ class CommRendezvous:
         return [other for _, other in gathered]
 
     def give_up(self, error: BaseException) -> None:
-        """MPI has no other way to tell them."""
+        """Does nothing: MPI has no other way to tell the other ranks."""
 
     def say_what(self, doing: str) -> None:
         self._roll.doing = doing
@@ -258,7 +258,7 @@ class CommRendezvous:
 
 
 def refuse_one_gpu_twice(processes: Any) -> None:
-    """Say what to do where ranks of an NCCL group share a GPU: NCCL would fail in words of its own."""
+    """Say what to do if ranks of an NCCL group share a GPU: NCCL would fail with an unclear message."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for process in processes:
         if process.gpu:
@@ -273,7 +273,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def _device_of(group: Any) -> Any:
-    """Where tensors must lie for the group's collectives: on the CPU where it has a backend for it."""
+    """The device of tensors for the group's collectives: the CPU if the group has a backend for it."""
     import torch
 
     types = [device.type for device in group._device_types]
@@ -291,7 +291,7 @@ def _gpu_uuid() -> str:
 
 
 def _store_of(group: Any) -> Any:
-    """The store that the group was made with; None where torch does not tell."""
+    """The store that the group was made with; None if torch does not provide it."""
     import torch.distributed.distributed_c10d as c10d
 
     try:
@@ -301,12 +301,12 @@ def _store_of(group: Any) -> Any:
     innermost = store
     while hasattr(innermost, "underlying_store"):
         innermost = innermost.underlying_store
-    # Groups of torch's MPI backend have a store that can do nothing.
+    # Groups of torch's MPI backend have a store without any function.
     return None if type(innermost) is c10d.Store else store
 
 
 def _store_rank(group: Any, store: Any) -> int | None:
-    """The rank of the group whose process serves its store: the first of all, unless a launcher does it."""
+    """The rank of the group whose process serves its store: global rank 0, unless a launcher serves it."""
     import torch.distributed as dist
 
     while hasattr(store, "underlying_store"):
@@ -320,7 +320,7 @@ def _store_rank(group: Any, store: Any) -> int | None:
 
 
 def _next_number(store: Any, rank: int) -> int:
-    """How many meetings this rank has begun on this group, the same on all ranks; 0 without a store."""
+    """How often this rank has begun a rendezvous on this group, the same on all ranks; 0 without a store."""
     if store is None:
         return 0
     try:

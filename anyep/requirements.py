@@ -1,7 +1,7 @@
-"""The versions of other packages that AnyEP needs, and the check of what is installed.
+"""The versions of other packages that AnyEP needs, and a check of the installed versions.
 
-A package manager sees to it, but not where AnyEP is used by way of PYTHONPATH. The modules that load torch
-call `check_requirements()` before they load anything that needs a recent one.
+A package manager enforces them, but not if AnyEP is used through PYTHONPATH. The modules that load torch call
+`check_requirements()` before they load anything that needs a recent version.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MINIMUM: Final = {"torch": (2, 11), "numba": (0, 60), "numpy": (1, 26)}
 
 
 def check_requirements() -> None:
-    """Raise `Outdated` where a package is older than AnyEP needs. One that is missing is not looked for."""
+    """Raise `Outdated` if a package is older than AnyEP needs. Missing packages are ignored."""
     for package in MINIMUM:
         if problem := problem_with(package):
             raise Outdated(f"{problem}: {how_to_install(package)}")
 
 
 def problem_with(package: str) -> str | None:
-    """What is wrong with the version of a package, in words; None if nothing is."""
+    """A message about a package whose version is too old; None if it is not."""
     found = _version_of(package)
     if found is None or not is_older(found, MINIMUM[package]):
         return None
@@ -43,7 +43,7 @@ def how_to_install(package: str) -> str:
 
 
 def is_older(version: str, minimum: tuple[int, int]) -> bool:
-    """Whether a version comes before a minimum; one that has no numbers does not.
+    """Whether a version is older than a minimum; False for a version without numbers.
 
     >>> [is_older(version, (2, 11)) for version in ("2.9.1+cpu", "2.11.0+cu130", "2.13.0a0+git", "unknown")]
     [True, False, False, False]
@@ -53,7 +53,7 @@ def is_older(version: str, minimum: tuple[int, int]) -> bool:
 
 
 def _version_of(package: str) -> str | None:
-    """That of the loaded module; or, as loading it may take long, that of the installed distribution."""
+    """The version of the module if it is loaded, else of the distribution, as loading it may take long."""
     if package in sys.modules:
         version = getattr(sys.modules[package], "__version__", None)
         return None if version is None else str(version)

@@ -1,4 +1,4 @@
-"""The rings of normal-mode calls: as many rows as the config asks for, or as the Buffer's bytes hold.
+"""The rings of normal-mode calls: as many rows as the config requests, or as fit the Buffer's bytes.
 
 `NodeRings` are the rings within a node. `NetworkRings` are those between nodes; half of the RDMA bytes is for
 rows that arrive, half for rows that an engine takes.
@@ -33,8 +33,8 @@ class NodeRings:
         self._areas: dict[tuple[int, int], tuple[Config, TokenLayout, RingArea]] = {}
 
     def area_for(self, config: Config, token: TokenLayout) -> RingArea:
-        # Calls of one kind pass the very same config and layout, so their identity is key enough; an entry
-        # keeps both alive.
+        # Calls of the same sizes pass identical config and layout objects, so their ids are a sufficient
+        # key; an entry keeps both alive.
         known = self._areas.get((id(config), id(token)))
         if known is not None:
             return known[2]
@@ -105,7 +105,7 @@ class NetworkRings:
 
 
 class Rings:
-    """All rings of a Buffer in normal mode; on one node there are none between nodes."""
+    """All rings of a Buffer in normal mode; on one node there are no rings between nodes."""
 
     def __init__(self, node: NodeRings, network: NetworkRings | None = None) -> None:
         self.node = node
@@ -118,7 +118,7 @@ class Rings:
         self.node.check(config, token)
 
     def header_word(self, config: Config, token: TokenLayout) -> int:
-        """The rows of both kinds of rings, as the header of a notify message has them."""
+        """The rows of both kinds of rings, as encoded in the header of a notify message."""
         word = self.node.area_for(config, token).num_rows
         if self.network is not None:
             word |= self.network.area_for(config, token).num_rows << NETWORK_ROWS_SHIFT
@@ -126,7 +126,7 @@ class Rings:
 
 
 def least_bytes(area: RingArea) -> int:
-    """The bytes that rings like these need at least."""
+    """The fewest bytes that rings like these need."""
     per_ring = area.token_bytes * MIN_RING_ROWS + area.control_bytes
     return align(area.num_channels * area.num_peers * per_ring, NUM_BUFFER_ALIGNMENT_BYTES)
 

@@ -1,8 +1,8 @@
-"""Who is there while ranks meet, and who is not any more.
+"""Which ranks are present while ranks connect, and which are lost.
 
-Every rank says who it is: its process and its host. From then on a rank whose process has ended is found by
-the ranks of its host, and they tell the others by a verdict in the store of the process group. The first
-verdict stands: all survivors name the same rank, also those that hear of it when other survivors have left.
+Every rank publishes its process and its host. From then on the ranks of its host detect when its process
+ends, and tell the others by a verdict in the store of the process group. The first verdict stands: all
+survivors name the same rank, even those that read the verdict after other survivors have left.
 
     roll = RollCall(Process.this(rank=2), num_ranks=4, board=Board(store, "anyep/1"))
     roll.arrive()
@@ -11,8 +11,8 @@ verdict stands: all survivors name the same rank, also those that hear of it whe
     if verdict is not None:
         raise roll.error(verdict)
 
-A rank that is slow is not lost. Where a rank cannot be watched (it is alone on another host, or died before
-it said who it is), `hold` asks all ranks to report after a failure of the group, and names those that do not.
+A slow rank is not lost. Where a rank cannot be watched (it is alone on another host, or died before it
+arrived), `hold` asks all ranks to report after a failure of the group, and names those that do not.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from anyep.errors import AnyEPError, PeerLost, WaitTimeout
 from anyep.machine import host_identity
 
 SEARCH_S: Final = 5.0
-"""So long may a killed process take to end after its connections are closed, and a rank to report."""
+"""How long a killed process may take to end after its connections are closed, and a rank to report."""
 LINGER_S: Final = 1.0
-"""So long a rank that noticed a loss stays, so that the others hear of the loss before its own end."""
+"""How long a rank that detected a loss stays, so the others learn of the loss before this rank ends."""
 GRACE_S: Final = 0.5
-"""A rank that ends after the meeting has said all that the others wait for: so long it may take to arrive."""
+"""How long the last data may take to arrive of a rank that ended after it had sent all that others need."""
 PAUSE_S: Final = 0.02
 MOST_WORDS: Final = 300
 _STATE, _START_TIME = 0, 19
-"""Fields of /proc/<pid>/stat behind the name of the program."""
+"""Fields of /proc/<pid>/stat after the name of the program."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Process:
     rank: int
     pid: int
     start_time: int
-    """Tells it from a later process with the same number."""
+    """Distinguishes it from a later process with the same pid."""
     host: str
     namespace: str
-    """In which its pid is its pid."""
+    """The namespace in which its pid is valid."""
     gpu: str = ""
     """The GPU that the group's collectives use; empty where they use none."""
 
@@ -67,17 +67,17 @@ class Process:
         )
 
     def has_ended(self) -> bool:
-        """Whether the process is gone; one that waits to be reaped by its parent is."""
+        """Whether the process has ended; a zombie, which its parent has not reaped yet, has."""
         fields = _fields(self.pid)
         return fields is None or fields[_STATE] in "ZX" or int(fields[_START_TIME]) != self.start_time
 
     def is_near(self, other: Process) -> bool:
-        """Whether the two can see each other's end."""
+        """Whether each of the two can detect the other's end."""
         return (self.host, self.namespace) == (other.host, other.namespace)
 
 
 def _fields(pid: int) -> list[str] | None:
-    """What the kernel says about a process, or None where there is none."""
+    """What the kernel says about a process, or None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -86,13 +86,13 @@ def _fields(pid: int) -> list[str] | None:
 
 
 class Board:
-    """Notes that ranks leave for each other in the store of their group. A store that is gone has none."""
+    """Notes that ranks leave for each other in the store of their group; empty when the store is gone."""
 
     def __init__(self, store: Any, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
         self.is_lost = False
-        """There was a store: it went with the process that it was in."""
+        """There was a store, and it ended with the process that served it."""
 
     @property
     def is_there(self) -> bool:
@@ -102,12 +102,12 @@ class Board:
         self._do(lambda store: store.set(self._key(key), json.dumps(note)))
 
     def write_first(self, key: str, note: Any) -> Any:
-        """Write unless somebody has; the note that stands there then."""
+        """Write the note unless the key has one already. Returns the note that is stored then."""
         text = self._do(lambda store: store.compare_set(self._key(key), "", json.dumps(note)))
         return json.loads(text) if text else note
 
     def read(self, key: str) -> Any:
-        """The note, or None where there is none."""
+        """The note, or None if there is none."""
         if not self._do(lambda store: store.check([self._key(key)])):
             return None
         text = self._do(lambda store: store.get(self._key(key)))
@@ -135,11 +135,11 @@ class Fate(StrEnum):
 
     DIED = "died"
     ABSENT = "absent"
-    """One of them is lost, or all."""
+    """At least one of them is lost."""
     GAVE_UP = "gave up"
     LATE = "late"
     NONE = "none"
-    """Everybody is there, but the group failed."""
+    """All ranks are present, but the group failed."""
 
 
 @dataclass(frozen=True)
@@ -152,46 +152,46 @@ class Verdict:
 
 
 class RollCall:
-    """One rank's view of who is there."""
+    """One rank's view of which ranks are present."""
 
     def __init__(self, own: Process, num_ranks: int, board: Board, store_rank: int | None = None) -> None:
         self.own = own
         self.num_ranks = num_ranks
         self._store_rank = store_rank
-        """The rank whose process the store is in, where it is in one."""
+        """The rank whose process serves the store, if one does."""
         self.doing = "the Buffer was being made"
-        """What the ranks have met for, as messages say it."""
+        """What the ranks have connected for, as messages say it."""
         self.processes: dict[int, Process] = {own.rank: own}
         self._board = board
         self._ended_at: float | None = None
 
     def arrive(self) -> None:
-        """Say who this rank is."""
+        """Publish this rank's process and host."""
         self._board.write(f"who/{self.own.rank}", asdict(self.own))
 
     def enter(self, step: int) -> None:
-        """Say how far this rank has come."""
+        """Publish the step that this rank has reached."""
         self._board.write(f"at/{self.own.rank}", step)
 
     def know(self, processes: Iterable[Process]) -> None:
-        """Take in who the others are, by their own words."""
+        """Store the processes of the other ranks, as they described themselves."""
         self.processes |= {process.rank: process for process in processes}
 
     def is_complete(self) -> bool:
-        """Whether every rank has said who it is."""
+        """Whether every rank has published its process."""
         for rank in self._others():
             if rank not in self.processes and (note := self._board.read(f"who/{rank}")) is not None:
                 self.processes[rank] = Process(**note)
         return len(self.processes) == self.num_ranks
 
     def look(self) -> Verdict | None:
-        """Whether somebody is known to be lost by now. A rank that waits calls this now and then."""
+        """The verdict if a rank is known to be lost by now. A waiting rank calls this regularly."""
         self.is_complete()
         ended = self._ended()
         if ended and self._ended_at is None:
             self._ended_at = time.monotonic()
         if ended and self._ended_at is not None and time.monotonic() - self._ended_at >= GRACE_S:
-            # Those that noticed it before this rank may have ended since: what they have found counts.
+            # Ranks that detected it earlier may have ended since: their verdict counts.
             return self._settle(Verdict(Fate.DIED, ended))
         verdict = self._verdict()
         if verdict is None and self._board.read("failed") is not None:
@@ -201,7 +201,7 @@ class RollCall:
         return verdict
 
     def hold(self, words: str) -> Verdict:
-        """Find out who is lost, now that something failed: these are the words of whatever did."""
+        """Find out which ranks are lost after a failure; `words` is the message of that failure."""
         self._board.write_first("failed", self.own.rank)
         self._board.write(f"here/{self.own.rank}", True)
         deadline = time.monotonic() + SEARCH_S
@@ -226,12 +226,12 @@ class RollCall:
         return self._settle(Verdict(Fate.LATE, late, words[:MOST_WORDS]))
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others that this rank leaves."""
+        """Tell the others that this rank gives up."""
         words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self._settle(Verdict(Fate.GAVE_UP, (self.own.rank,), words[:MOST_WORDS]))
 
     def error(self, verdict: Verdict) -> AnyEPError:
-        """The verdict as an exception; it waits a moment for the others to hear of it."""
+        """The verdict as an exception; waits a moment first, until the others have learned of it."""
         self._linger()
         doubtful = verdict.ranks
         if verdict.fate is Fate.ABSENT:
@@ -282,7 +282,7 @@ class RollCall:
         return [rank for rank in range(self.num_ranks) if rank != self.own.rank]
 
     def _ended(self) -> tuple[int, ...]:
-        """The ranks near this one whose processes are gone."""
+        """The ranks near this one whose processes have ended."""
         return tuple(
             rank
             for rank, process in sorted(self.processes.items())

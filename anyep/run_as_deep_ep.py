@@ -4,7 +4,8 @@
     python -m anyep.run_as_deep_ep -m some.module ...
     torchrun --nproc-per-node 4 -m anyep.run_as_deep_ep script.py ...
 
-The program sees its own arguments, and is `__main__`; Pythons that it starts find AnyEP as deep_ep, too.
+The program gets its own arguments, and is `__main__`; Python processes that it starts find AnyEP as deep_ep,
+too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> None:
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
-        # Python started with this module's folder, or the current one, where a script expects its own.
+        # Python put this module's folder, or the current one, where a script expects its own folder.
         sys.path.remove(str(FOLDER))
         sys.path[:1] = [str(Path(program[0]).resolve().parent), str(FOLDER)]
         runpy.run_path(program[0], run_name="__main__")

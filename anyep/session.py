@@ -1,7 +1,7 @@
-"""What one Buffer owns: heaps, control plane, transport, modes; how they are made, and how they end.
+"""A session, which owns everything of one Buffer: heaps, control plane, transport and modes.
 
-Every step of making succeeds on all ranks or on none. An API is a facade over a session: it checks arguments,
-calls the session's modes and returns its own tuples.
+Every step of its construction succeeds on all ranks or on none. An API is a facade over a session: it checks
+arguments, calls the session's modes and returns its own tuples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_SPINS: Final = 2000
 
 
 class Lifetime(Protocol):
-    """How the part of a session that is on a device ends."""
+    """Ends the part of a session that is on a device."""
 
     @property
     def free_what_died(self) -> Callable[[], None]: ...
@@ -47,7 +47,7 @@ class Lifetime(Protocol):
 
 
 class Session:
-    """What one rank's Buffer owns."""
+    """Owns everything of one rank's Buffer."""
 
     normal: NormalMode
     heap: Any
@@ -72,7 +72,7 @@ class Session:
             connection.heaps,
             connection.pids,
             connection.options.timeout_s,
-            # With a core for every rank it pays to look again at once; else the awaited rank must run.
+            # With a core for every rank, polling at once pays off; else the awaited rank needs the core.
             NUM_SPINS if rendezvous.num_ranks <= num_cores() else 0,
             connection.transport,
         )
@@ -83,7 +83,7 @@ class Session:
                 made_on_all_ranks(rendezvous, partial(self._start_on_cpu, connection))
         except BaseException:
             if self.lifetime is not None:
-                # Another rank could not make its modes.
+                # Another rank failed to make its modes.
                 self.close()
             else:
                 self.control.close()
@@ -132,7 +132,7 @@ class Session:
         self.lifetime = CpuLifetime(control, stream, team)
 
     def _way(self, mover: RowMover, transport: Transport | None) -> Way:
-        """The way of rows: within a node, or between nodes."""
+        """How rows travel: within a node, or between nodes."""
         if self.topology.num_nodes == 1:
             return WithinNode(mover)
         plan = RelayPlan(self.topology, mover.rank)
@@ -144,7 +144,7 @@ class Session:
         return way
 
     def _start_on_gpu(self, group: Any, rendezvous: Rendezvous, connection: Connection) -> None:
-        # Here, as machines without a GPU need no Triton.
+        # Imported here, since machines without a GPU need no Triton.
         from anyep.backends.cuda.gpu import Gpu
         from anyep.gpu_connection import GpuConnection
 
@@ -201,7 +201,7 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way, as far as that can be asked."""
+        """Whether no call is under way, as far as that can be determined."""
         assert self.lifetime is not None
         return self.lifetime.is_idle
 
@@ -212,14 +212,14 @@ class Session:
         self.lifetime.stop()
 
     def check_can_close(self) -> None:
-        """Raise where the session cannot be closed now."""
+        """Raise if the session cannot be closed now."""
         assert self.lifetime is not None
         self.lifetime.check_can_close()
 
     def close(self) -> Callable[[], None]:
-        """Finish the calls that are under way, and give back what the session holds.
+        """Finish the calls that are under way, and release what the session holds.
 
-        Returns what frees memory that only dies with the session: to be called when it is gone.
+        Returns a function that frees memory whose lifetime ends with the session; call it afterwards.
         """
         assert self.lifetime is not None
         lifetime, self.lifetime = self.lifetime, None

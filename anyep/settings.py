@@ -3,8 +3,8 @@
     network = NETWORK.choose(network)   # the argument if it is given, else the variable, else the default
     ... network.value, network.source   # the source tells which of the three it was
 
-Programs that were written for deep_ep cannot pass AnyEP's own arguments: each has a variable.
-An argument that is given wins. `anyep doctor` shows what is set, docs/settings.md explains it.
+Programs that were written for deep_ep cannot pass AnyEP's own arguments, so each argument has a variable.
+An explicit argument wins. `anyep doctor` shows the current settings, docs/settings.md explains them.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Chosen(Generic[T]):
     argument: str
 
     def explain(self, error: AnyEPError) -> AnyEPError:
-        """The same error about the variable, where the value that the argument's is about comes from one."""
+        """The same error, naming the variable instead of the argument if the value comes from a variable."""
         if not self.source.startswith(PREFIX):
             return error
-        # The argument's name as a word of its own, not in set_device, and not torch's "current device".
+        # The argument's name as a separate word, not in set_device, and not torch's "current device".
         name = rf"(?<![\w.])(?<!current ){self.argument}(?=\W)"
         return type(error)(re.sub(name, self.source, str(error)))
 
@@ -69,7 +69,7 @@ class Setting(Generic[T]):
 
     name: str
     argument: str
-    """The argument of `Buffer` that wins over it; empty where there is none."""
+    """The argument of `Buffer` that wins over it; empty if there is none."""
     meaning: str
     must_be: str
     """What its text must be, as a message says it after "it must be"."""
@@ -79,7 +79,7 @@ class Setting(Generic[T]):
     default_in_words: str
 
     def choose(self, argument: T | None = None) -> Chosen[T]:
-        """The argument if it is given, else what the environment says, else the default."""
+        """The argument if it is given, else the value of the environment, else the default."""
         if argument is not None:
             return Chosen(argument, ARGUMENT, self.argument)
         text = self.text
@@ -92,7 +92,7 @@ class Setting(Generic[T]):
 
     @property
     def text(self) -> str | None:
-        """What the environment says, or None; an empty variable counts as not set."""
+        """The value of the environment, or None; an empty variable counts as not set."""
         return os.environ.get(self.name) or None
 
 
@@ -110,7 +110,7 @@ def number_of_bytes(text: str) -> Fraction:
 
 
 def parse_bytes(text: str) -> int | None:
-    """Bytes, a multiple of 128, with a unit or without; None for "auto".
+    """Bytes, a multiple of 128, with or without a unit; None for "auto".
 
     >>> parse_bytes("2GiB"), parse_bytes("1.5 MiB"), parse_bytes("4096"), parse_bytes("auto")
     (2147483648, 1572864, 4096, None)
@@ -242,7 +242,7 @@ SETTINGS: Final[tuple[Setting[Any], ...]] = (
 
 
 def unset(*settings: Setting[Any]) -> None:
-    """Take settings out of the environment of this process, for a command whose own options decide."""
+    """Remove settings from the environment of this process, for a command whose own options decide."""
     for setting in settings:
         os.environ.pop(setting.name, None)
 
@@ -251,7 +251,7 @@ _warned: set[str] = set()
 
 
 def unknown_variables() -> Iterator[tuple[str, str | None]]:
-    """The `ANYEP_*` variables of the environment that nothing reads, and the setting that each resembles."""
+    """The `ANYEP_*` variables of the environment that are not read, and the setting that each resembles."""
     names = [setting.name for setting in SETTINGS]
     for variable in sorted(os.environ):
         if variable.startswith(PREFIX) and variable not in (*names, *_OF_THE_TESTS):
@@ -260,7 +260,7 @@ def unknown_variables() -> Iterator[tuple[str, str | None]]:
 
 
 def warn_of_unknown_variables() -> None:
-    """Say once for each variable that nothing reads it: it may be a mistyped one."""
+    """Warn once about each variable that is not read: its name may be mistyped."""
     for variable, nearest in unknown_variables():
         if variable not in _warned:
             _warned.add(variable)
@@ -268,5 +268,5 @@ def warn_of_unknown_variables() -> None:
 
 
 def advice_about(nearest: str | None) -> str:
-    """What to do about a variable that nothing reads."""
+    """What to do about a variable that is not read."""
     return f": is {nearest} meant?" if nearest else "; docs/settings.md lists them"

@@ -1,11 +1,11 @@
-"""How large everything is: constants, `Config`, tuned configs and size hints.
+"""Sizes: constants, `Config`, tuned configs and size hints.
 
-Pure integer arithmetic, imported by everything and importing nothing heavy. A caller asks
+Pure integer arithmetic, imported by everything and importing nothing heavy. A caller computes
 
     config = get_dispatch_config(num_ranks=8)
     num_nvl_bytes = config.get_nvl_buffer_size_hint(hidden_bytes=7168 * 2, num_ranks=8)
 
-and passes the result to `Buffer`. What one call really lays out is in `layout.py`; it is never more.
+and passes the result to `Buffer`. `layout.py` has the actual layout of one call, which is never larger.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FINISHED_SUM_TAG: Final = 1024
 NUM_MAX_TOPK: Final = 128
 NUM_MAX_SCALES: Final = 128
 SOURCE_META_BYTES: Final = 8
-"""Source node (int32) and a bit mask of the ranks of a node that want the token (int32)."""
+"""Source node (int32) and a bit mask of the ranks of a node that the token goes to (int32)."""
 
 NUM_DEFAULT_SMS: Final = 20
 ROW_ALIGNMENT_BYTES: Final = 16
-"""Rows start at multiples of this, so that copies may use 128-bit words."""
+"""Rows start at multiples of this; copies can then use 128-bit words."""
 CHANNELS_PER_SCALE: Final = 128
 """FP8 data carries one scale per this many values."""
 
@@ -42,13 +42,13 @@ TOPK_ID_BYTES: Final = 4
 TOPK_WEIGHT_BYTES: Final = 4
 SCALE_BYTES: Final = 4
 RDMA_META_BYTES: Final = (2 * NUM_MAX_NVL_PEERS + 2) * 4
-"""What a sending node says about a channel: two ints per rank of the node, and two totals."""
+"""The counts of one channel from a sending node: two ints per rank of the node, and two totals."""
 LOW_LATENCY_HEADER_BYTES: Final = 16
 """Source token index and padding, in front of every low-latency message."""
 
 
 def align(num_bytes: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` that is not below `num_bytes`.
+    """The smallest multiple of `alignment` that is at least `num_bytes`.
 
     >>> align(0, 128), align(1, 128), align(128, 128), align(129, 128)
     (0, 128, 128, 256)
@@ -58,7 +58,7 @@ def align(num_bytes: int, alignment: int) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """How a call cuts its work: the number of SMs (two per channel) and the chunks of its rings.
+    """How a call divides its work: the number of SMs (two per channel) and the chunk sizes of its rings.
 
     >>> Config(20, 6, 256, 6, 128).num_channels
     10
@@ -67,7 +67,7 @@ class Config:
     """
 
     num_sms: int = NUM_DEFAULT_SMS
-    """Fixes the channels. On a GPU whose share for a rank is smaller, fewer SMs serve them."""
+    """Determines the number of channels. If a rank's share of its GPU is smaller, fewer SMs serve them."""
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
@@ -102,7 +102,7 @@ class Config:
     ) -> int:
         """Bytes for `Buffer(num_nvl_bytes=...)` that suffice for any call with this config.
 
-        Without `ranks_per_node` a node has as many ranks as `ANYEP_RANKS_PER_NODE` says, or 8.
+        `ranks_per_node` defaults to `ANYEP_RANKS_PER_NODE`, or 8.
         """
         per_node = _expected_ranks_per_node(ranks_per_node)
         return sum(nvl_hint_parts(self, hidden_bytes, num_ranks, ranks_per_node=per_node).values())
@@ -112,7 +112,7 @@ class Config:
     ) -> int:
         """Bytes for `Buffer(num_rdma_bytes=...)` that suffice for any call; 0 on one node.
 
-        Without `ranks_per_node` a node has as many ranks as `ANYEP_RANKS_PER_NODE` says, or 8.
+        `ranks_per_node` defaults to `ANYEP_RANKS_PER_NODE`, or 8.
         """
         per_node = _expected_ranks_per_node(ranks_per_node)
         return sum(rdma_hint_parts(self, hidden_bytes, num_ranks, ranks_per_node=per_node).values())
@@ -179,8 +179,8 @@ def _tuned(table_name: str, num_ranks: int, num_sms: int) -> Config:
 
 
 def _expected_ranks_per_node(ranks_per_node: int | None) -> int:
-    """How many ranks the nodes of a Buffer will have, as far as that is known before it is made."""
-    # Here, as the settings take their defaults from this module.
+    """How many ranks the nodes of a Buffer will have, as far as known before the Buffer exists."""
+    # Imported here, since the settings take their defaults from this module.
     from anyep.settings import RANKS_PER_NODE
 
     chosen = RANKS_PER_NODE.choose(ranks_per_node).value
@@ -200,8 +200,8 @@ def nvl_hint_parts(
 ) -> dict[str, int]:
     """The NVL size hint, term by term; the terms add up to the hint.
 
-    One node's rings: for each channel and each rank of the node `nvl_recv` rows, two prefixes per node and
-    three more ints. Rows are sized for the most that a token can carry.
+    The rings of one node: for each channel and each rank of the node `nvl_recv` rows, two prefixes per node
+    and three more ints. Rows are sized for the most data that a token can carry.
     """
     hidden_bytes, num_ranks, ranks_per_node = _checked(hidden_bytes, num_ranks, ranks_per_node)
     num_rings = config.num_channels * num_ranks_of_a_node(num_ranks, ranks_per_node)
@@ -216,7 +216,7 @@ def rdma_hint_parts(
 ) -> dict[str, int]:
     """The RDMA size hint, term by term; the terms add up to the hint, and there are none on one node.
 
-    The rings between nodes, twice: where rows are received, and where they are put together for sending.
+    The rings between nodes count twice: rows are received in one half and assembled for sending in the other.
     """
     hidden_bytes, num_ranks, ranks_per_node = _checked(hidden_bytes, num_ranks, ranks_per_node)
     nodes = num_nodes(num_ranks, ranks_per_node)
@@ -274,7 +274,7 @@ class LowLatencySizes:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Both sets, and room to align them: always more than their sum."""
+        """Both sets and room to align them: always more than their sum."""
         return (2 * (self.send_bytes + self.recv_bytes + self.signal_bytes) + 128) // 128 * 128
 
     def parts(self) -> dict[str, int]:
@@ -290,7 +290,7 @@ class LowLatencySizes:
 
 @cache
 def low_latency_sizes(num_max_tokens: int, hidden: int, num_experts: int) -> LowLatencySizes:
-    """`LowLatencySizes`, checked once; calls of one kind share them.
+    """`LowLatencySizes`, checked once and cached; calls of the same sizes share them.
 
     >>> low_latency_sizes(128, 7168, 256) is low_latency_sizes(128, 7168, 256)
     True
@@ -329,7 +329,7 @@ class TokenLayout:
             raise InvalidCall(f"top-k is {self.num_topk}: at most {NUM_MAX_TOPK} experts per token")
 
     def parts(self) -> dict[str, int]:
-        """Field by field, in the order of the wire; the sizes add up to `token_bytes`."""
+        """Field by field, in wire order; the sizes add up to `token_bytes`."""
         parts = {
             "hidden": self.hidden_bytes,
             "source_meta": SOURCE_META_BYTES,
@@ -348,12 +348,12 @@ class TokenLayout:
 
 @cache
 def token_layout(hidden_bytes: int, num_scales: int, num_topk: int) -> TokenLayout:
-    """A `TokenLayout`, checked once; calls of one kind share it."""
+    """A `TokenLayout`, checked once and cached; calls of the same sizes share it."""
     return TokenLayout(hidden_bytes, num_scales, num_topk)
 
 
 def check_even_sms(name: str, num_sms: SupportsIndex) -> int:
-    """Refuse SMs that do not make whole channels; `name` is what the caller calls their number."""
+    """Refuse an odd number of SMs, as a channel has two; `name` is the caller's name for the number."""
     count = whole_number(name, num_sms, minimum=1)
     if count % 2:
         raise InvalidCall(f"{name} is {count}: it must be even, since a channel takes two SMs")
@@ -361,7 +361,7 @@ def check_even_sms(name: str, num_sms: SupportsIndex) -> int:
 
 
 def experts_per_rank(num_experts: SupportsIndex, num_ranks: int, name: str = "num_experts") -> int:
-    """How many experts each rank holds; `name` is what the caller calls the number of all of them.
+    """How many experts each rank holds; `name` is the caller's name for `num_experts`.
 
     >>> experts_per_rank(256, num_ranks=8)
     32
@@ -376,7 +376,7 @@ def experts_per_rank(num_experts: SupportsIndex, num_ranks: int, name: str = "nu
 
 
 def check_num_experts(num_experts: SupportsIndex, num_ranks: int, name: str = "num_experts") -> int:
-    """Refuse experts that do not divide over the ranks, and more of them than a rank can hold."""
+    """Refuse experts that cannot be divided evenly over the ranks, or more than a rank can hold."""
     per_rank = experts_per_rank(num_experts, num_ranks, name)
     if per_rank > NUM_MAX_LOCAL_EXPERTS:
         raise InvalidCall(
@@ -386,21 +386,21 @@ def check_num_experts(num_experts: SupportsIndex, num_ranks: int, name: str = "n
 
 
 def check_num_topk(has: str, num_topk: int) -> int:
-    """Refuse too few or too many experts per token; `has` begins the sentence, such as "topk_idx has"."""
+    """Refuse too few or too many experts per token; `has` starts the message, such as "topk_idx has"."""
     if not 1 <= num_topk <= NUM_MAX_TOPK:
         raise InvalidCall(f"{has} {num_topk} experts per token: it must be 1 to {NUM_MAX_TOPK}")
     return num_topk
 
 
 def check_fp8_hidden(hidden: int, use_ue8m0: bool = False, name: str = "hidden") -> None:
-    """Refuse rows that cannot travel as FP8 in low-latency mode; with UE8M0 four scales make a word."""
+    """Refuse rows that cannot be sent as FP8 in low-latency mode; with UE8M0 a word holds four scales."""
     kind, multiple = ("use_ue8m0", 4 * CHANNELS_PER_SCALE) if use_ue8m0 else ("use_fp8", CHANNELS_PER_SCALE)
     if hidden % multiple:
         raise InvalidCall(f"{name} is {hidden}: with {kind} it must be a multiple of {multiple}")
 
 
 def check_row_bytes(row_bytes: int) -> None:
-    """Refuse rows that could not be copied in 128-bit words."""
+    """Refuse rows that cannot be copied in 128-bit words."""
     if row_bytes % ROW_ALIGNMENT_BYTES:
         raise InvalidCall(
             f"a row of {row_bytes} bytes is no multiple of {ROW_ALIGNMENT_BYTES} bytes:"

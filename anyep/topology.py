@@ -14,11 +14,11 @@ from anyep.errors import InvalidCall, whole_number
 from anyep.sizes import experts_per_rank
 
 MAX_RANKS_PER_NODE_OF_SEVERAL: Final = 32
-"""Between nodes a token says in a 32-bit mask which ranks of the node want it."""
+"""Between nodes a token carries a 32-bit mask of the ranks of the node that it goes to."""
 
 
 def check_nodes(num_ranks: int, ranks_per_node: int, name: str = "ranks_per_node") -> None:
-    """Refuse nodes that ranks cannot form; `name` is what the caller calls the ranks of a node."""
+    """Refuse nodes that the ranks cannot form; `name` is the caller's name for `ranks_per_node`."""
     whole_number("num_ranks", num_ranks, minimum=1)
     whole_number(name, ranks_per_node, minimum=1)
     if num_ranks % ranks_per_node:
@@ -81,7 +81,7 @@ class Topology:
 def topology_of_hosts(hosts: Sequence[str], ranks_per_node: int | None = None) -> Topology:
     """The topology of ranks that run on these hosts (one name per rank, in rank order).
 
-    Without `ranks_per_node` a host is a node. With it, hosts are cut into virtual nodes of that size.
+    Without `ranks_per_node` a host is a node. With it, hosts are split into virtual nodes of that size.
 
     >>> topology_of_hosts(["a", "a", "b", "b"])
     Topology(num_ranks=4, ranks_per_node=2)
@@ -113,7 +113,7 @@ def topology_of_hosts(hosts: Sequence[str], ranks_per_node: int | None = None) -
 
 
 def _runs(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Equal neighbours, counted: a a b gives (a, 2) (b, 1)."""
+    """Run lengths of equal neighbours: a a b gives (a, 2) (b, 1)."""
     runs: list[tuple[str, int]] = []
     for name in names:
         if runs and runs[-1][0] == name:

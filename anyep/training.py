@@ -28,11 +28,11 @@ from anyep.nn import ExpertParallelMoE
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """This rank's experts' parameters by their names in the model: what no other rank has.
+    """The parameters of this rank's experts by their names in the model; no other rank has them.
 
-    FSDP2 leaves them alone by `fully_shard(..., ignored_params=set(expert_parameters(model).values()))`.
-    Where it shards the rest of a model, give experts a parameter group of their own in the optimizer: an
-    optimizer may work on a whole group at once, and cannot mix sharded and plain tensors there.
+    Exclude them from FSDP2: `fully_shard(..., ignored_params=set(expert_parameters(model).values()))`.
+    If FSDP2 shards the rest of the model, give the experts their own parameter group in the optimizer: an
+    optimizer may process a whole group at once, and cannot mix sharded and plain tensors there.
     """
     return {
         f"{prefix}{name}": parameter
@@ -42,9 +42,9 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """The model in DistributedDataParallel, which averages all gradients but those of experts.
+    """Wrap the model in DistributedDataParallel, which averages all gradients except those of experts.
 
-    options: of DistributedDataParallel, such as `process_group` or `device_ids`.
+    options: arguments of DistributedDataParallel, such as `process_group` or `device_ids`.
     """
     apart = [
         f"{prefix}{name}"
@@ -60,15 +60,15 @@ def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
 def average_expert_gradients(
     model: nn.Module, num_ranks: int, replicas: dist.ProcessGroup | None = None
 ) -> None:
-    """Make the experts' gradients, sums over all ranks' tokens, those of the mean over the ranks' losses.
+    """Turn the experts' gradients from sums over the ranks' losses into gradients of the mean loss.
 
     Each of R ranks calls `backward` on its own loss, and the loss of the batch is the mean of these. An
     expert's gradient is then the sum over the ranks, since its tokens come from all of them: R times too
-    large. This divides by R. To be called once per step, after the last `backward` and before clipping.
+    large. This divides it by R. Call it once per step, after the last `backward` and before clipping.
 
-    num_ranks: R, the number of ranks whose losses are averaged: of all data-parallel ranks.
-    replicas: where several groups of ranks hold the same experts, the ranks that hold the same as this one.
-        An expert has had the tokens of its own group only, so gradients are first summed over the replicas.
+    num_ranks: R, the number of ranks whose losses are averaged, which is all data-parallel ranks.
+    replicas: if several groups of ranks hold the same experts, the ranks that hold this rank's experts.
+        An expert only received the tokens of its own group, so gradients are first summed over the replicas.
         R still counts the ranks of all groups.
     """
     for parameter in expert_parameters(model).values():
@@ -82,12 +82,12 @@ def average_expert_gradients(
 
 @torch.no_grad()
 def clip_grad_norm(model: nn.Module, max_norm: float, group: dist.ProcessGroup) -> Tensor:
-    """Scale all gradients so that their norm over all ranks is at most `max_norm`; returns the norm before.
+    """Scale all gradients to a norm over all ranks of at most `max_norm`; returns the norm before scaling.
 
     The norm is that of the whole model's gradient, each parameter counted once, and the same on all ranks:
     squares of experts are summed over the ranks of `group`; a parameter that every rank has is counted from
-    this rank's copy; one that FSDP2 sharded is summed by its own mesh. `torch.nn.utils.clip_grad_norm_` would
-    find another norm on each rank, and the ranks' copies would drift apart. Every rank makes this call.
+    this rank's copy; one sharded by FSDP2 is summed over its own mesh. `torch.nn.utils.clip_grad_norm_` would
+    compute a different norm on each rank, and the ranks' copies would diverge. Every rank makes this call.
 
     group: the ranks over which the experts are spread.
     """
@@ -100,7 +100,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, group: dist.ProcessGroup) 
             experts.append(parameter)
         else:
             (sharded if isinstance(parameter, DTensor) else replicated).append(parameter)
-    # Without gradients a norm is on the CPU, where not every group works.
+    # Without gradients the norm is on the CPU, which not every group supports.
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     square = _norm_of(experts).to(device).square()
     dist.all_reduce(square, group=group)
@@ -118,9 +118,10 @@ class TrainingState(Stateful):
         dcp.save({"training": TrainingState(model, optimizer)}, checkpoint_id=path)
         dcp.load({"training": TrainingState(model, optimizer)}, checkpoint_id=path)
 
-    An expert's tensors are named by its number in the whole layer, so each rank writes those that it has, and
-    reads those that it needs, also of other ranks. The rest is written once, or by shards where FSDP2 sharded
-    it. Names are those of the bare model: what DDP wrote FSDP2 can read, and one process, too.
+    An expert's tensors are named by its number in the whole layer: each rank writes the experts that it has,
+    and reads those that it needs, including those that other ranks wrote. The rest is written once, or by
+    shards if FSDP2 sharded it. Names are those of the unwrapped model: FSDP2 or a single process can read
+    what DDP wrote.
     """
 
     # By parameter, not by group: the lists of parameters in an optimizer's groups differ from rank to rank.
@@ -144,7 +145,7 @@ class TrainingState(Stateful):
 
 
 def _experts_of(model: nn.Module) -> list[tuple[str, nn.ModuleDict]]:
-    """The experts of each layer, with what their names begin with in the model."""
+    """The experts of each layer, with the prefix of their names in the model."""
     return [
         (f"{name}.experts." if name else "experts.", module.experts)
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What a mode asks of a device: data that both know, and the operations of a backend as protocols.
+"""The interface between modes and devices: shared data types, and the operations of a backend as protocols.
 
 A mode is a sequence of operations. Every operation enqueues: on CUDA onto a stream, on the CPU onto the queue
 of the call. The host waits only in `NormalCall.totals`, in `NormalCall.grow`, and at the end of a synchronous
@@ -30,7 +30,7 @@ MIN_WINDOW_BYTES: Final = 128
 
 @dataclass(frozen=True)
 class Payload:
-    """What a dispatch sends: rows, perhaps with scales, perhaps with top-k ids and weights."""
+    """What a dispatch sends: rows, optionally with scales, optionally with top-k ids and weights."""
 
     x: torch.Tensor
     scales: torch.Tensor | None = None
@@ -42,7 +42,7 @@ class Payload:
     token: TokenLayout = field(init=False)
 
     def __post_init__(self) -> None:
-        # At once, since every call needs them: a cached property takes a lock.
+        # Computed at once, since every call needs them and a cached property takes a lock.
         num_tokens, hidden = self.x.shape
         num_scales = self.scales.shape[1] if self.scales is not None else 0
         num_topk = self.topk_idx.shape[1] if self.topk_idx is not None else 0
@@ -51,17 +51,17 @@ class Payload:
         object.__setattr__(self, "token", token)
 
     def window(self, num_rows: int) -> Window:
-        """The window of a receiver that gets so many rows."""
+        """The window of a receiver that gets `num_rows` rows."""
         token = self.token
         return window_of(num_rows, token.hidden_bytes, token.num_topk, token.num_scales, self.source_bytes)
 
     def window_bytes(self, num_rows: int) -> int:
-        """The bytes to take for that window."""
+        """The bytes to allocate for that window."""
         return max(self.window(num_rows).num_bytes, MIN_WINDOW_BYTES)
 
     @property
     def bytes_per_row(self) -> Array:
-        """Of each part of a window; not to be changed."""
+        """The bytes per row of each part of a window; read-only."""
         return _bytes_per_row(self.token, self.source_bytes)
 
 
@@ -72,15 +72,15 @@ def _bytes_per_row(token: TokenLayout, source_bytes: int) -> Array:
 
 
 class Routing(Protocol):
-    """What a dispatch found out about who sends what to whom; a backend has a type of its own."""
+    """What a dispatch found out about which rank sends what to which; each backend has its own type."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that this rank sent."""
+        """The tokens that this rank sent."""
 
     @property
     def num_recv_rows(self) -> int:
-        """Rows that the results have room for."""
+        """The rows that the results have room for."""
 
     @property
     def num_channels(self) -> int: ...
@@ -90,7 +90,7 @@ class Routing(Protocol):
 
 
 class TokenCounts(Protocol):
-    """Where the tokens of a dispatch go, as the user counted them; a backend has a type of its own."""
+    """Where the tokens of a dispatch go, as the user counted them; each backend has its own type."""
 
     @property
     def num_experts(self) -> int: ...
@@ -114,14 +114,14 @@ class Totals(NamedTuple):
     num_rows: int
     tokens_per_expert: list[int]
     window: int
-    """The window that was taken for the rows; -1 if none of the offered ones is large enough."""
+    """The window allocated for the rows; -1 if none of the offered windows is large enough."""
     may_grow: bool
     """Whether all hosts wait for their totals and some rank has no window: they can add windows together."""
 
 
 class CombineInput(NamedTuple):
-    """What a combine sums: the experts' rows, perhaps weights, their routing, and what the sums start
-    from."""
+    """The input of a combine: the experts' rows, optionally weights, their routing, and the initial values
+    of the sums."""
 
     x: torch.Tensor
     routing: Any
@@ -145,7 +145,7 @@ class DispatchLayout(NamedTuple):
     event: EventHandle | None
 
 
-# What a backend needs of the layers above it
+# What a backend needs from the layers above it
 
 
 class Control(Protocol):
@@ -198,13 +198,13 @@ class Control(Protocol):
 
 
 class Windows(Protocol):
-    """The windows of this rank: memory that peers write to and read from, lent to result tensors."""
+    """The windows of this rank: memory that peers write and read, used by result tensors."""
 
     def offers(self, most: int) -> list[tuple[int, int]]:
-        """Free windows as (offset, bytes), at most so many."""
+        """Free windows as (offset, bytes), at most `most` of them."""
 
     def allocate(self, num_bytes: int) -> int | None:
-        """The offset of a window; None where there is no room."""
+        """The offset of a new window; None if there is no room."""
 
     def free(self, offset: int) -> None: ...
 
@@ -216,7 +216,7 @@ class NormalCall(Protocol):
     """The operations of one normal-mode call, in the order of the call."""
 
     def prepare_to_wait(self) -> None:
-        """Called first in a call that uses `totals`; raises where the host cannot wait."""
+        """Called first in a call that uses `totals`; raises if the host cannot wait."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result."""
@@ -225,14 +225,13 @@ class NormalCall(Protocol):
         """A routing that `notify` fills, without room for received rows yet."""
 
     def with_rows(self, routing: Any, num_rows: int, is_counted: bool) -> Any:
-        """The routing with room for what is kept of each row: as many as were counted, or as the user
-        said."""
+        """The routing with room for the data kept per row; `num_rows` was counted or given by the user."""
 
     def new_results(self, payload: Payload, routing: Any, window: int) -> Results:
         """The tensors that a dispatch fills, x in the window at `window`, or (-1) elsewhere."""
 
     def begin(self) -> None:
-        """What follows happens after the previous event, or after what the caller did before."""
+        """Order the following operations after the previous event, or after the caller's earlier work."""
 
     def notify(
         self, header: Array, payload: Payload, counts: Any, config: Config, routing: Any, host_waits: bool
@@ -244,13 +243,13 @@ class NormalCall(Protocol):
 
     def notify_by_handle(self, header: Array, payload: Payload | None, routing: Any) -> None:
         """Exchange short messages: all ranks must have handles of one dispatch. With a payload, choose
-        windows for its rows; without, find where each rank's rows for a combine lie."""
+        windows for its rows; without, find the location of each rank's rows for a combine."""
 
     def totals(self, header: Array, payload: Payload) -> Totals:
-        """Wait for what the messages say about this rank's rows."""
+        """Wait for the counts of this rank's rows in the messages."""
 
     def grow(self, payload: Payload, totals: Totals) -> int:
-        """Add windows together with all ranks, if that is allowed; this rank's window."""
+        """Add windows together with all ranks, if that is allowed; returns this rank's window."""
 
     def send_rows(
         self,
@@ -264,17 +263,17 @@ class NormalCall(Protocol):
         """Send the rows: into the receiver's window, or through its rings. `is_new`: not along a handle."""
 
     def stage(self, combined: CombineInput, header: Array) -> None:
-        """Let peers read the rows and weights: where they are, if that is a window, else in a copy."""
+        """Make the rows and weights readable by peers: in place if they are in a window, else as a copy."""
 
     def reduce(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
         """Sum each token's rows at its source: in float32, in rank order, rounded once."""
 
     def barrier(self, phase: Phase) -> None:
-        """Go on when every rank's rows have arrived (RECEIVE), or when every reader has read
+        """Wait until every rank's rows have arrived (RECEIVE), or until every reader has read
         (ACKNOWLEDGE)."""
 
     def unpack(self, payload: Payload, routing: Any, results: Results, is_new: bool, pads: bool) -> None:
-        """Take out of the window what is beside the rows; with `pads`, mark the rows that are not in use."""
+        """Copy the data beside the rows out of the window; with `pads`, mark the rows that are not in use."""
 
     def end(self, *used: torch.Tensor | None) -> EventHandle | None:
         """All of the call is enqueued. `used` are tensors that must live until the call is over."""
@@ -291,22 +290,22 @@ class NormalOps(Protocol):
     def windows(self) -> Windows: ...
 
     def before(self, run_async: bool) -> None:
-        """Look for an error of an earlier asynchronous call."""
+        """Check for an error of an earlier asynchronous call."""
 
     def raise_earlier(self, checks_ids: bool = False) -> None:
-        """Raise the error of an earlier call that the host did not wait for; at the end of a call."""
+        """At the end of a call, raise the error of an earlier call that the host did not wait for."""
 
     def wait_until_readable(self, previous: EventOverlap | None) -> None:
-        """Wait until the host may read what a caller passed, if it has to."""
+        """Wait until the host may read the caller's arguments, if it has to."""
 
     def default_config(self, config: Config) -> Config:
         """The tuned config, as far as this device allows it."""
 
     def check_config(self, config: Config) -> None:
-        """Warn where the device cannot do what a config asks for."""
+        """Warn if the device cannot do what a config requests."""
 
     def aligned_payload(self, payload: Payload) -> Payload:
-        """The payload with rows that begin where the device can read them."""
+        """The payload with rows aligned as the device requires."""
 
     def aligned_input(self, combined: CombineInput) -> CombineInput:
         """The same for a combine."""
@@ -331,7 +330,7 @@ class NormalOps(Protocol):
         """Where the tokens go; counts that contradict each other are refused, here or by a kernel."""
 
     def refuse(self, call: Call, error: AnyEPError) -> None:
-        """Tell the peers that this rank's call was wrong."""
+        """Tell the peers that this rank refused its call."""
 
     def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> NormalCall:
         """The operations of a call."""

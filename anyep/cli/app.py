@@ -1,4 +1,4 @@
-"""The list of commands, and what becomes of their errors: a sentence, and an exit code."""
+"""The list of commands; turns their errors into a one-sentence message and an exit code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(
 
 
 class _Interrupted(Exception):
-    """Ctrl-C, as typer lets it through: it makes an exit code of KeyboardInterrupt, and says nothing."""
+    """Ctrl-C in a form that typer passes on: it turns KeyboardInterrupt into a silent exit code."""
 
 
 def _hearing_interrupts(command: Callable[..., None]) -> Callable[..., None]:
@@ -48,7 +48,7 @@ app.command()(_hearing_interrupts(demo))
 app.command()(_hearing_interrupts(bench))
 app.command()(_hearing_interrupts(doctor))
 app.command()(_hearing_interrupts(warmup))
-# Options end at the script's name: what follows is the script's own.
+# Options end at the script's name: the arguments after it belong to the script.
 app.command(context_settings={"allow_interspersed_args": False})(_hearing_interrupts(run))
 
 
@@ -70,14 +70,14 @@ def _top_level(
 def run_command(arguments: list[str]) -> int:
     """Run the command line; its exit code is 0, 1 (it failed), 2 (it was called wrongly) or 130 (Ctrl-C)."""
     try:
-        # Without a command there is nothing to do: show what there is.
+        # Without a command, show the list of commands.
         result = app(args=arguments or ["--help"], prog_name="anyep", standalone_mode=False)
     except AnyEPError as error:
         return _refuse(str(error), 2 if isinstance(error, InvalidCall) else 1)
     except (KeyboardInterrupt, _Interrupted, typer.Abort):
         return _refuse("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # The reader (a pager, `head`) has gone; keep the interpreter from complaining about it at exit.
+        # The reader (a pager, `head`) has exited; keep the interpreter from complaining about it at exit.
         sys.stdout = None
         return 141
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`anyep bench`: how fast AnyEP is here, beside a plain copy of the same bytes, and Gloo or NCCL."""
+"""`anyep bench`: the speed of AnyEP here, compared with a plain copy of the same bytes and Gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODES: Final = ("normal", "low-latency")
 
 @dataclass(frozen=True)
 class Defaults:
-    """What the options are where they are not given."""
+    """Default values of the options."""
 
     ranks: int
     tokens: int

@@ -1,8 +1,8 @@
-"""How the cases of `anyep bench --device cuda` are timed, and what is recorded of them.
+"""Times the cases of `anyep bench --device cuda`, and records the results.
 
-All ranks run a case at the same time: launched call by call, or replayed as a CUDA graph of one call. Events
-on the GPU tell the time of a run of calls; in low-latency mode, of each call. Before its first event a rank
-makes one more call that all ranks take part in, so that they start together. The slowest rank counts.
+All ranks run a case at the same time: launched call by call, or replayed as a CUDA graph of one call. CUDA
+events measure the time of a run of calls; in low-latency mode, of each call. Before its first event a rank
+makes one more call together with all ranks, to start at the same time. The slowest rank's time is reported.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from anyep.errors import AnyEPError, InvalidCall
 CALLS_IN_A_RUN: Final = {"normal": 10, "low-latency": 40}
 SWEPT_SMS: Final = (4, 8, 12, 16, 20, 24, 28, 32)
 ENOUGH: Final = 0.8
-"""Of the best rate: so many SMs are enough."""
+"""Share of the best rate at which a number of SMs counts as enough."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """What a case is: the bytes of rows that it brings to this rank, and the cases it is compared with.
+    """Describes a case: the bytes of rows that this rank receives, and the cases it is compared with.
 
-    Its bounds are paths of plain copies, whose times add up; its rival is what a user would call otherwise.
+    Its bounds are paths of plain copies, whose times add up; its rival is the alternative without AnyEP.
     """
 
     case: str
@@ -47,9 +47,9 @@ class Label:
 
 @dataclass(frozen=True)
 class GpuCase:
-    """What is timed, and how its result is told from a wrong one.
+    """What is timed, and how its result is checked.
 
-    A case that concerns one rank alone needs a call of all ranks to start together by: `meet`.
+    A case without communication needs a call of all ranks to start them together: `meet`.
     """
 
     label: Label
@@ -61,7 +61,7 @@ class GpuCase:
 
 @dataclass(frozen=True)
 class GpuTiming:
-    """One case on one rank: seconds of a call, run by run or call by call."""
+    """One case on one rank: seconds per call, for each run or each call."""
 
     label: Label
     seconds: list[float]
@@ -69,7 +69,7 @@ class GpuTiming:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found out."""
+    """The results of one rank."""
 
     gpu: str
     num_sms: int
@@ -78,12 +78,12 @@ class RankReport:
 
 
 def equals(right: torch.Tensor) -> Callable[[Any], bool]:
-    """Whether a call returned these rows, alone or first of all."""
+    """A check that a call returned these rows, alone or as its first result."""
     return lambda result: torch.equal(result[0] if isinstance(result, tuple) else result, right)
 
 
 def copy_of(source: torch.Tensor, label: Label, meet: Callable[[], Any], in_graph: bool = False) -> GpuCase:
-    """The bound: a copy of what is received, from one place on the GPU to another, all ranks at once."""
+    """The bound: a copy of the received data within the GPU, on all ranks at once."""
     target = torch.empty_like(source)
     return GpuCase(label, lambda: (target.copy_(source),), equals(source), in_graph, meet)
 
@@ -92,7 +92,7 @@ def copy_of(source: torch.Tensor, label: Label, meet: Callable[[], Any], in_grap
 
 
 def measure(setup: Setup, placement: Placement, show_progress: bool) -> Report:
-    """Run every case on so many GPUs."""
+    """Run every case on the GPUs of `placement`."""
     with ProgressLine(show_progress) as progress:
 
         def on_report(rank: int, doing: Any) -> None:
@@ -133,7 +133,7 @@ def _description(setup: Setup, placement: Placement, report: RankReport) -> str:
 
 
 def records_of(setup: Setup, by_rank: list[RankReport]) -> list[GpuRecord]:
-    """What all ranks together found out; those of the sweep come last."""
+    """The records of all ranks together; those of the sweep come last."""
     cases = list(zip(*(report.timings for report in by_rank), strict=True))
     slowest = [
         [max(times) for times in zip(*(timing.seconds for timing in timings), strict=True)]
@@ -148,7 +148,7 @@ def records_of(setup: Setup, by_rank: list[RankReport]) -> list[GpuRecord]:
     for timings, seconds in zip(cases, slowest, strict=True):
         label = timings[0].label
         if label.path == "nccl":
-            continue  # there to be compared with
+            continue  # only for comparison
         median = statistics.median(seconds)
         received = statistics.mean(timing.label.num_bytes for timing in timings)
         bound = sum(medians["copy", copy, label.tokens] for copy in label.bounds)
@@ -172,7 +172,7 @@ def records_of(setup: Setup, by_rank: list[RankReport]) -> list[GpuRecord]:
                 label.is_swept,
             )
         )
-    # Side by side, whatever the order they were taken in.
+    # Records of one case are adjacent, whatever the order of measurement.
     places = {record.case: place for place, record in reversed(list(enumerate(records)))}
     records.sort(key=lambda record: (record.swept, -record.tokens, places[record.case]))
     return _mark_enough(records)
@@ -213,7 +213,7 @@ def _measure_on_rank(rank: Rank, setup: Setup, num_gpus: int) -> RankReport:
 
 
 def _sms_of(setup: Setup, num_sms: int, ranks_on_a_gpu: int, room: int) -> int | None:
-    """SMs per rank: as wished, or the usual number if there is room; in low-latency mode calls choose."""
+    """SMs per rank: as requested, or the default if there is room; low-latency calls choose their own."""
     from anyep.buffer import Buffer
 
     if setup.mode != "normal":
@@ -228,7 +228,7 @@ def _sms_of(setup: Setup, num_sms: int, ranks_on_a_gpu: int, room: int) -> int |
 
 
 def _cases_of(rank: Rank, setup: Setup, sms: int | None, room: int, with_nccl: bool) -> Iterator[GpuCase]:
-    """Every case; each is done with when the next one is asked for."""
+    """Every case; each is finished when the next one is requested."""
     if sms is None:
         from anyep.cli import bench_cuda_low_latency
 
@@ -250,7 +250,7 @@ def _seconds_of(rank: Rank, setup: Setup, case: GpuCase) -> list[float]:
     if case.in_graph:
         work, result = _captured(case.work)
         _spoil(result)
-        # Nobody may write there before it is spoilt.
+        # No rank may write to the result before `_spoil` has finished.
         torch.cuda.synchronize()
         dist.barrier(rank.group)
         work()
@@ -277,7 +277,7 @@ def _seconds_of(rank: Rank, setup: Setup, case: GpuCase) -> list[float]:
 
 
 def _captured(work: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-    """A call as a CUDA graph: how to replay it, and where its result then is."""
+    """Capture a call as a CUDA graph: returns its replay function and its result."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = work()
@@ -285,7 +285,7 @@ def _captured(work: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
 
 
 def _check(rank: Rank, case: GpuCase, result: Any) -> None:
-    """A wrong result is an error. A right one is spoilt, so that the next cannot be right by what it left."""
+    """Raise if the result is wrong. Overwrite a right one, so that stale data cannot pass the next check."""
     if not case.is_right(result):
         raise AnyEPError(
             f"{case.label.case} ({case.label.path}, {case.label.tokens} tokens) gave a wrong result on rank"
@@ -295,7 +295,7 @@ def _check(rank: Rank, case: GpuCase, result: Any) -> None:
 
 
 def _spoil(result: Any) -> None:
-    """Overwrite the rows of a result: the first thing that a call returns, or a pair."""
+    """Overwrite the rows of a result: the first value that a call returns, or a pair."""
     rows = result[0] if isinstance(result, tuple) else None
     for part in rows if isinstance(rows, tuple) else (rows,):
         if isinstance(part, torch.Tensor):

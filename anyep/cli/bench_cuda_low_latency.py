@@ -19,9 +19,9 @@ FACTORS: Final = (1.0, 2.0, 4.0, 8.0)
 
 
 class Decoding:
-    """What all ranks send, and so what must come to the experts of each, and back from them.
+    """What all ranks send, and the results expected at the experts of each rank and after the combine.
 
-    Expert e multiplies by one of the FACTORS: that is exact, and tells experts apart.
+    Expert e multiplies by one of the FACTORS: that is exact, and distinguishes the experts.
     """
 
     def __init__(self, rank: Rank, setup: Setup, tokens: int) -> None:
@@ -35,7 +35,7 @@ class Decoding:
         self.rows = [
             torch.cat([rows[(idx == expert).any(1)] for rows, idx in sent]) for expert in self.experts
         ]
-        """What each local expert receives, as float32."""
+        """The rows that each local expert receives, as float32."""
 
     def _drawn(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(self._setup.seed + rank)
@@ -50,14 +50,14 @@ class Decoding:
         return sum(len(rows) for rows in self.rows)
 
     def outputs(self, shape: torch.Size) -> torch.Tensor:
-        """What the local experts make of their rows, laid out as these came."""
+        """The outputs of the local experts, laid out like the received rows."""
         outputs = torch.zeros(shape, dtype=torch.bfloat16, device=self.x.device)
         for local, (expert, rows) in enumerate(zip(self.experts, self.rows, strict=True)):
             outputs[local, : len(rows)] = rows.bfloat16() * FACTORS[expert % len(FACTORS)]
         return outputs
 
     def combined(self) -> torch.Tensor:
-        """What must come back of those: weighted, in the order of top-k, each product and sum rounded."""
+        """The expected result of combine: weighted, in top-k order, each product and sum rounded."""
         rows = through_fp8(self.x).bfloat16().float()
         factors = torch.tensor(FACTORS, dtype=torch.float32, device=self.x.device)
         total = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device)

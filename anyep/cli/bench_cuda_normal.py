@@ -17,12 +17,12 @@ from anyep.cli.ranks import Rank
 from anyep.sizes import CHANNELS_PER_SCALE, NUM_BUFFER_ALIGNMENT_BYTES, NUM_MAX_SCALES, align, size_hints
 
 NUM_WINDOWS: Final = 12
-"""What is received, what is being received, and what each graph keeps for good. Windows that grow by
-themselves do so in a dispatch without a handle only, and no case is to fall back on rings."""
+"""Results held at once: the last result, the one being received, and the one that each graph keeps. Windows
+only grow in a dispatch without a handle, and no case may fall back to rings."""
 
 
 class Traffic:
-    """What all ranks send, and so what must come to each."""
+    """What all ranks send, and the results expected at each rank."""
 
     def __init__(self, rank: Rank, setup: Setup, tokens: int) -> None:
         self._rank = rank.rank
@@ -66,7 +66,7 @@ class Traffic:
 
     @property
     def most_rows(self) -> int:
-        """The rows of the rank that receives most."""
+        """The number of rows of the rank that receives most."""
         by_rank = torch.cat([self._in_rank_of(source) for source in range(self._num_ranks)]).sum(0)
         return int(by_rank.max())
 
@@ -77,7 +77,7 @@ class Traffic:
         return align(NUM_WINDOWS * (self.most_rows * row_bytes + 4096), NUM_BUFFER_ALIGNMENT_BYTES)
 
     def combined(self) -> torch.Tensor:
-        """What comes back when every rank sends back the rows that came to it."""
+        """The expected result of combine when every rank returns its received rows unchanged."""
         total = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device)
         for to_rank in self.in_rank.unbind(1):
             total += torch.where(to_rank[:, None], self.x.float(), 0.0)
@@ -92,7 +92,7 @@ class Traffic:
 
 
 def _buffer_for(rank: Rank, setup: Setup, num_window_bytes: int) -> Buffer:
-    """A Buffer with these windows, and room for the rings of both calls, with as many SMs as are set."""
+    """A Buffer with these windows, and room for the rings of both calls with the configured number of SMs."""
     hint, _ = size_hints(setup.row_bytes, rank.num_ranks, rank.num_ranks, Buffer.num_sms)
     return Buffer(rank.group, hint, device=setup.device, num_window_bytes=num_window_bytes)
 
@@ -146,7 +146,7 @@ def cases_of(rank: Rank, setup: Setup, tokens: int, sms: int, with_nccl: bool) -
                 meet=send,
             )
         yield case("dispatch", "window", lambda: buffer.dispatch(x, **routing), is_dispatched)
-        # Only a dispatch that does not wait for counts on the host can be captured.
+        # Only a dispatch whose host does not wait for counts can be captured.
         yield case(
             "dispatch",
             "window, worst, graph",
@@ -196,7 +196,7 @@ def _fp8_cases(buffer: Buffer, traffic: Traffic, handle: Any, sms: int) -> Itera
 
 
 def _nccl_cases(traffic: Traffic, combined: torch.Tensor) -> Iterator[GpuCase]:
-    """What a user would call otherwise, where every rank has a GPU of its own."""
+    """The alternative with NCCL, where every rank has its own GPU."""
     nccl = AllToAll(dist.new_group(backend="nccl"), traffic.x, traffic.in_rank)
     cases: tuple[tuple[str, Callable[[], torch.Tensor], torch.Tensor], ...] = (
         ("dispatch", nccl.dispatch, traffic.rows),

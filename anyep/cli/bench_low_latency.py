@@ -42,7 +42,7 @@ def cases_of(rank: Rank, setup: Setup, tokens: int) -> list[Case]:
 
     def pair(use_fp8: bool) -> Any:
         received = dispatch(use_fp8)
-        # The experts' outputs are bf16 whatever they got; which values is all the same to the clock.
+        # The experts' outputs are bf16 whatever they received; the values do not affect the time.
         outputs = rows if use_fp8 else received[0]
         return buffer.low_latency_combine(outputs, topk_idx, topk_weights, received[2])
 
@@ -96,7 +96,7 @@ class _Gloo:
         self.dispatch(use_fp8=False)
 
     def dispatch(self, use_fp8: bool) -> Any:
-        """Exchange the counts, then the rows, and put them in order of their expert."""
+        """Exchange the counts, then the rows, and sort them by expert."""
         theirs = torch.empty_like(self._per_expert)
         dist.all_to_all_single(theirs, self._per_expert, group=self._group)
         to_send = self._per_expert.view(self._num_ranks, -1).sum(1).tolist()

@@ -1,8 +1,8 @@
-"""How the cases of `anyep bench` are timed, and what is recorded of them.
+"""Times the cases of `anyep bench`, and records the results.
 
 All ranks run a case at the same time. The clock starts when the last rank enters the barrier before the case
-and stops when the last rank is done, over all ranks: with more ranks than cores, one rank's own clock would
-show anything. The cases are interleaved, so that a slow moment of the machine hits them alike.
+and stops when the last rank is done: with more ranks than cores, the clock of a single rank is meaningless.
+The cases are interleaved, so that a slow moment of the machine affects them alike.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Setup:
 
 
 class Crossing(NamedTuple):
-    """Bytes that a rank sends to other nodes; and in a plain all-to-all, a row to each rank that wants it."""
+    """Bytes that a rank sends to other nodes; and in a plain all-to-all, with one row per receiving rank."""
 
     num_bytes: int
     all_to_all_bytes: int
@@ -63,9 +63,9 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed, the bytes of rows that it brings to this rank, and the cases that it is compared with.
+    """What is timed, the bytes of rows that this rank receives, and the cases that it is compared with.
 
-    Its bound is a plain copy, or several, and its rival what a user would call otherwise; both are paths.
+    Its bound is a plain copy, or several, and its rival is the alternative without AnyEP; both are paths.
     """
 
     name: str
@@ -122,9 +122,10 @@ class NodesRecord(Record):
 
 @dataclass(frozen=True)
 class GpuRecord(Record):
-    """The same on GPUs, where the median may be one of single calls; then there is a p99 too.
+    """The same on GPUs, where the median may be that of single calls; then there is a p99 too.
 
-    A record of the sweep over numbers of SMs is `swept`, and `enough` if none with fewer SMs is fast enough.
+    A record of the sweep over numbers of SMs is `swept`, and `enough` if it has the fewest SMs that are fast
+    enough.
     """
 
     device: str
@@ -137,7 +138,7 @@ class GpuRecord(Record):
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured where, in words; the records in the order of the table; what else is to be said."""
+    """A description of the measurement; the records in the order of the table; further notes."""
 
     description: str
     records: Sequence[Record]
@@ -153,7 +154,7 @@ class Report:
 
 
 class ProgressLine:
-    """What rank 0 is at, in one line of the terminal that is written again and again, and gone at the end."""
+    """Shows what rank 0 is doing, in one terminal line that is rewritten, and erased at the end."""
 
     def __init__(self, is_shown: bool) -> None:
         self._is_shown = is_shown
@@ -202,13 +203,13 @@ def medians_of(by_rank: list[list[Timing]]) -> dict[tuple[str, str, int], float]
 
 
 def records_of(setup: Setup, by_rank: list[list[Timing]]) -> list[Record]:
-    """What ranks have measured, in the order of the table."""
+    """The measurements of all ranks, in the order of the table."""
     medians = medians_of(by_rank)
     records: list[Record] = []
     for timings in zip(*by_rank, strict=True):
         case, path, tokens = timings[0].case, timings[0].path, timings[0].tokens
         if not timings[0].bound and not timings[0].rival and timings[0].num_bytes:
-            continue  # a copy, or what others do: there to be compared with
+            continue  # a copy or a rival: only for comparison
         seconds = medians[case, path, tokens]
         received = statistics.mean(timing.num_bytes for timing in timings)
         bound = sum(medians["copy", copy, tokens] for copy in timings[0].bound)
@@ -302,7 +303,7 @@ def measure_on_rank(rank: Rank, setup: Setup) -> list[Timing]:
     barrier = Barrier(rank)
     timings = []
     for tokens in dict.fromkeys((setup.tokens, 1)):
-        # One token is about the latency of a loop: each turn of a case is a run of calls.
+        # With one token, the latency in a loop is measured: each repeat of a case is a run of calls.
         timings += time_cases(rank, setup, barrier, cases_of(rank, setup, tokens), 1 if tokens > 1 else 10)
     return timings
 
@@ -310,10 +311,10 @@ def measure_on_rank(rank: Rank, setup: Setup) -> list[Timing]:
 def time_cases(
     rank: Rank, setup: Setup, barrier: Barrier, cases: list[Case], run_length: int
 ) -> list[Timing]:
-    """Repeat the cases, each time in another order; on every rank the same."""
+    """Repeat the cases, each time in another order, which is the same on every rank."""
     spans: list[list[tuple[int, int]]] = [[] for _ in cases]
     order = list(range(len(cases)))
-    # All ranks shuffle alike: no case always follows the same one.
+    # All ranks shuffle alike. Shuffling prevents a case from always following the same one.
     shuffle = random.Random(setup.seed).shuffle
     for repeat in range(setup.repeats + WARM_UP):
         rank.report((cases[0].tokens, max(0, repeat - WARM_UP + 1), setup.repeats))
@@ -329,7 +330,7 @@ def time_cases(
                 del result
                 if repeat >= WARM_UP:
                     spans[index].append((start, end))
-    # The Buffers go with the cases: not before everyone has left his last call.
+    # The Buffers are dropped with the cases, but not before every rank has left its last call.
     barrier.wait()
     return [
         Timing(

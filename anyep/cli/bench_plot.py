@@ -1,6 +1,6 @@
 """The picture of `anyep bench --plot`: how close each case is to a plain copy, and how far ahead of others.
 
-On GPUs also the rates themselves, and how they grow with the number of SMs.
+On GPUs it also shows the rates themselves, and how they grow with the number of SMs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a user would call otherwise in normal mode: torch's all-to-all, over Gloo or NCCL."""
+"""The alternative to normal mode that is measured for comparison: torch's all-to-all, over Gloo or NCCL."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH_OF_FILES: Final = 120
-"""A file or a pipe has no width of its own; tables should not be cut to 80 columns there."""
+"""Width for files and pipes, which have none; tables should not be cut to 80 columns there."""
 
 
 def console_for_results() -> Console:

@@ -1,4 +1,4 @@
-"""`anyep demo`: a Mixture-of-Experts layer over several ranks, checked against one process; what it moved.
+"""`anyep demo`: a Mixture-of-Experts layer over several ranks, checked against one process; its traffic.
 
 In normal mode the layer is trained, in low-latency mode it decodes.
 """
@@ -30,7 +30,7 @@ PATHS: Final = ("auto", "window", "ring")
 
 @dataclass(frozen=True)
 class Defaults:
-    """What the options of a mode are where they are not given."""
+    """Default values of the options of a mode."""
 
     tokens: int
     hidden: int
@@ -103,7 +103,7 @@ def demo(
 
 
 def _train(job: Job, as_json: bool) -> bool:
-    """Normal mode; whether the check went well."""
+    """Run normal mode; returns whether the check passed."""
     whole_number("--tokens", job.tokens, minimum=0)
     check_row_bytes(4 * job.hidden)
     if job.path not in PATHS:
@@ -123,7 +123,7 @@ def _train(job: Job, as_json: bool) -> bool:
 
 
 def _decode(job: DecodeJob, as_json: bool) -> bool:
-    """Low-latency mode; whether the check went well."""
+    """Run low-latency mode; returns whether the check passed."""
     whole_number("--tokens", job.tokens, minimum=1)
     check_fp8_hidden(job.hidden, name="--hidden")
 
@@ -141,7 +141,7 @@ def _decode(job: DecodeJob, as_json: bool) -> bool:
 
 
 def _progress(job: Job | DecodeJob, describe: Callable[[Any], str]) -> Any:
-    """A progress bar on the terminal, as the arguments with which `run_ranks` moves it; nothing elsewhere."""
+    """A progress bar, as the arguments with which `run_ranks` updates it; none without a terminal."""
     if not sys.stderr.isatty():
         return nullcontext({})
     from rich.console import Console

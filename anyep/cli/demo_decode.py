@@ -1,4 +1,4 @@
-"""The decode loop of `anyep demo --mode low-latency`: communication overlaps with the experts by hooks.
+"""The decode loop of `anyep demo --mode low-latency`: hooks overlap communication with the experts.
 
 A step is a Mixture-of-Experts layer over a few tokens per rank, in two micro-batches. Each call only sends;
 its hook receives, later: while the experts work on one micro-batch, the rows of the other are on their way.
@@ -6,7 +6,7 @@ its hook receives, later: while the experts work on one micro-batch, the rows of
     first:   dispatch . . . . . receive  EXPERTS  combine . . . . . . . . . . . . . . .  receive
     second:           dispatch . . . . . . . . . . . . . . receive  EXPERTS  combine . . . . . . receive
 
-On a GPU the host waits at the end of each phase, so that the clock shows what it took.
+On a GPU the host waits at the end of each phase to measure its time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from anyep.cli.ranks import Rank
 from anyep.sizes import CHANNELS_PER_SCALE
 
 ROUND_STEPS: Final = 20
-"""Steps without anything else between them; then they are checked, all of them, and nobody's clock runs."""
+"""Steps that run back to back; then all of them are checked, outside of the timed section of any rank."""
 WARM_UP_STEPS: Final = 3
-"""At the start of each round, neither timed nor checked: after a check caches are cold, and ranks apart."""
+"""Steps at the start of each round that are neither timed nor checked: a check leaves caches cold and ranks
+out of step."""
 
 
 class MicroBatch:
-    """Some of a rank's tokens on their way through the layer; its methods are called in the order written."""
+    """Some of a rank's tokens on their way through the layer; call its methods in the order of definition."""
 
     def __init__(self, job: DecodeJob, buffer: Buffer, x: torch.Tensor, report: DecodeReport) -> None:
         self._job = job
@@ -43,7 +44,7 @@ class MicroBatch:
         self._hook: Callable[[], None] | None = None
 
     def send_tokens(self, gate: torch.Tensor) -> None:
-        """Choose experts, and send each token to its own."""
+        """Choose experts, and send each token to its experts."""
         with self._report.timed("gate"):
             scores = self._x.float() @ gate
             self.choices = choose(scores, self._job.topk, self._job.nodes)
@@ -65,7 +66,7 @@ class MicroBatch:
             self._receive()
 
     def compute(self, experts: Experts) -> None:
-        """What this rank's experts make of the rows that came for them; what follows those is undefined."""
+        """Apply this rank's experts to their received rows; the contents after these rows are undefined."""
         with self._report.timed("experts"):
             self._outputs = torch.empty(self._rows.shape, dtype=torch.bfloat16, device=self._rows.device)
             for local, (index, count) in enumerate(zip(experts.indices, self._counts.tolist(), strict=True)):
@@ -99,7 +100,7 @@ def run_step(
     experts: Experts,
     report: DecodeReport,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer on a rank's tokens; also each token's choice of experts."""
+    """The layer's output for a rank's tokens; also each token's choice of experts."""
     started = now(job.device)
     halves = x[: job.num_max_tokens], x[job.num_max_tokens :]
     first, second = (MicroBatch(job, buffer, half, report) for half in halves)
@@ -123,7 +124,7 @@ def tokens_of(job: DecodeJob, rank: int, step: int) -> torch.Tensor:
 
 
 def decode(rank: Rank, job: DecodeJob) -> DecodeReport:
-    """What each rank does: rounds of steps. After each round rank 0 checks what all ranks got."""
+    """Run rounds of steps on a rank. After each round rank 0 checks the results of all ranks."""
     num_bytes = Buffer.get_low_latency_rdma_size_hint(job.num_max_tokens, job.hidden, job.ranks, job.experts)
     local = job.experts // job.ranks
     gate = gate_of(job)
@@ -153,7 +154,7 @@ def _check(
     gate: torch.Tensor,
     all_experts: Experts | None,
 ) -> Difference:
-    """On rank 0: how far all ranks' results of these steps are from the reference's, on the CPU."""
+    """On rank 0, the difference of all ranks' results of these steps from the reference, on the CPU."""
     by_rank: list[list[tuple[torch.Tensor, torch.Tensor]]] | None = (
         [[] for _ in range(job.ranks)] if rank.rank == 0 else None
     )

@@ -1,4 +1,4 @@
-"""What `anyep demo --mode low-latency` is checked against: its layer in one process, as plain as possible.
+"""The reference of `anyep demo --mode low-latency`: its layer in one process, as plain as possible.
 
 It rounds where the real layer rounds: tokens to FP8 on their way to the experts, the experts' outputs to bf16
 on their way back, and the sum to bf16.
@@ -30,7 +30,7 @@ def gate_of(job: DecodeJob) -> torch.Tensor:
 
 
 class Experts:
-    """Some of the experts' networks. Each has a seed of its own, so that a rank need not make them all."""
+    """The networks of some experts. Each has its own seed, so a rank need not make them all."""
 
     def __init__(self, job: DecodeJob, indices: range, device: str = "cpu") -> None:
         seeds = {index: (job.seed + 1) * 1_000_003 + 2 * index for index in indices}
@@ -44,7 +44,7 @@ class Experts:
 
 
 def through_fp8(x: torch.Tensor) -> torch.Tensor:
-    """What is left of rows that travel as FP8, with a scale per 128 channels."""
+    """Rows after a conversion to FP8 and back, with a scale per 128 channels."""
     blocks = x.float().view(len(x), -1, FP8_CHANNELS)
     amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4)
     data = (blocks * (torch.full_like(amax, FP8_MAX) / amax)).clamp(-FP8_MAX, FP8_MAX)
@@ -70,7 +70,7 @@ def layer_in_one_process(
 
 
 def compare(ours: torch.Tensor, right: torch.Tensor) -> Difference:
-    """How far bf16 results are from the right ones.
+    """The difference of bf16 results from the right ones.
 
     >>> right = torch.tensor([[4.0, 2.0], [1.0, 0.5]]).bfloat16()
     >>> compare(right, right)

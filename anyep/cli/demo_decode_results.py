@@ -19,11 +19,11 @@ TOLERANCE: Final = 2.0**-6
 """Largest difference from the reference, relative to the largest entry.
 
 Both round to bf16 twice, an expert's output and the sum of a token's outputs, after float32 sums that may
-differ in their last bits. So either rounding may go the other way: a step of bf16, at most 2**-7 of an entry.
+differ in their last bits. Each rounding may therefore differ by one bf16 step, at most 2**-7 of an entry.
 """
 MAX_DIFFERENT_SHARE: Final = 0.02
 """Largest share of entries that differ at all. Such roundings are rare, fewer than 1 in 100: many small
-differences are an error that the tolerance would hide."""
+differences indicate an error that the tolerance would hide."""
 BAR_WIDTH: Final = 40
 
 
@@ -37,7 +37,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class DecodeRecord:
-    """All that the demo found out; `--json` prints it."""
+    """All results of the demo; `--json` prints them."""
 
     mode: str
     device: str

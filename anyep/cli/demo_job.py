@@ -1,4 +1,4 @@
-"""What `anyep demo` runs and what its ranks report; apart from the layers themselves, which need torch."""
+"""What `anyep demo` runs and what its ranks report, without the layers themselves, which need torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyep.sizes import align
 
 
 def finish_work(device: str) -> None:
-    """Wait for all that was launched on a device; on the CPU nothing is left to wait for."""
+    """Wait for all work launched on a device; on the CPU there is nothing to wait for."""
     if device == "cuda":
         import torch
 
@@ -21,7 +21,7 @@ def finish_work(device: str) -> None:
 
 
 def now(device: str) -> float:
-    """The clock, in seconds, once all that was launched on the device is done."""
+    """The time in seconds, after all work launched on the device is done."""
     finish_work(device)
     return time.perf_counter()
 
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def num_window_bytes(self) -> int | None:
-        """For rings none; for windows enough for every result of a step, however uneven the routing."""
+        """No bytes for rings; for windows enough for every result of a step, however uneven the routing."""
         if self.path == "auto":
             return None
         rows = self.ranks * (self.tokens + 1)
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass
 class StepReport:
-    """What one rank saw in one step."""
+    """What one rank measured in one step."""
 
     device: str
     step: int
@@ -70,7 +70,7 @@ class StepReport:
     loss: float = 0.0
     bytes_within_node: int = 0
     bytes_between_nodes: int = 0
-    """What it has sent in this and all earlier steps; counted where there are several nodes."""
+    """The traffic sent in this and all earlier steps; counted if there are several nodes."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -90,7 +90,7 @@ def train_on_rank(rank: Any, job: Job) -> list[StepReport]:
 
 COMMUNICATION: Final = ("dispatch send", "dispatch receive", "combine send", "combine receive")
 PHASES: Final = ("gate", *COMMUNICATION[:2], "experts", *COMMUNICATION[2:])
-"""What a micro-batch goes through, in this order."""
+"""The phases of a micro-batch, in order."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class DecodeJob:
 
     @property
     def num_max_tokens(self) -> int:
-        """Tokens of the larger micro-batch of a rank."""
+        """The number of tokens in the larger micro-batch of a rank."""
         return (self.tokens + 1) // 2
 
 
@@ -131,7 +131,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class DecodeProgress:
-    """How far a rank is."""
+    """The progress of a rank."""
 
     step: int
     difference: Difference
@@ -139,7 +139,7 @@ class DecodeProgress:
 
 @dataclass
 class DecodeReport:
-    """What one rank saw: seconds of every step, and of every phase of every micro-batch."""
+    """What one rank measured: seconds of every step, and of every phase of every micro-batch."""
 
     device: str
     step_seconds: list[float] = field(default_factory=list)

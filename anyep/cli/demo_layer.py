@@ -39,7 +39,7 @@ class Weights:
         self.down = [normal(inner, hidden) for _ in range(job.experts)]
 
     def expert(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        # Smooth: at a kink, sums that differ in their last bits would have different gradients.
+        # A smooth function: at a kink, sums that differ in their last bits would have different gradients.
         return functional.silu(rows @ self.up[index]) @ self.down[index]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -52,13 +52,13 @@ def weights_of(scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
 
 
 def _start_together(buffer: Buffer, report: StepReport) -> None:
-    """For the clock only: without it, that would show who waits for whose experts."""
+    """For the timing only: without it, a phase would include the wait for other ranks' experts."""
     finish_work(report.device)
     dist.barrier(buffer.group)
 
 
 class Dispatch(torch.autograd.Function):
-    """Dispatch forward; its gradient goes back by combine."""
+    """Dispatch forward; its gradient is a combine."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """Combine forward; its gradient goes back by a dispatch along the same routing."""
+    """Combine forward; its gradient is a dispatch along the same routing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Any, buffer: Any, report: Any, *handle: Any) -> Any:
@@ -153,7 +153,7 @@ def tokens_of(job: Job, rank: int, step: int) -> torch.Tensor:
 
 
 def train(rank: Rank, job: Job) -> list[StepReport]:
-    """What each rank does: some steps of training. Rank 0 trains the reference too, and compares."""
+    """Run some steps of training on a rank. Rank 0 also trains the reference, and compares."""
     settings = job.nodes.of_buffer(job.row_bytes)
     weights = Weights(job, job.device)
     reference = Weights(job) if rank.rank == 0 else None
@@ -198,7 +198,7 @@ def _compare(
 ) -> float:
     """The largest difference of an output or a gradient from the reference's, relative to its largest entry.
 
-    Rank 0 gathers what all ranks have: outputs, gradients of their tokens and of their experts.
+    Rank 0 gathers the outputs and the gradients of tokens and experts of all ranks.
     """
     local = job.experts // job.ranks
     mine = range(rank.rank * local, (rank.rank + 1) * local)

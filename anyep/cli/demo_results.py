@@ -1,4 +1,4 @@
-"""What `anyep demo` shows of a training run: who sent how much to whom, times, losses and the verdict."""
+"""What `anyep demo` shows of a training run: traffic between ranks, times, losses and the verdict."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def record_of(job: Job, num_gpus: int, by_rank: list[list[Any]]) -> dict[str, An
 
 
 def _traffic_of(job: Job, by_rank: list[list[Any]]) -> dict[str, dict[str, int]]:
-    """The bytes of all steps, beside those of a plain all-to-all: each row to each rank that wants it."""
+    """The bytes of all steps, beside those of a plain all-to-all, which sends each row to each receiver."""
     topology = job.nodes.topology
     within, between = 0, 0
     for rank, reports in enumerate(by_rank):
@@ -63,7 +63,7 @@ def _traffic_of(job: Job, by_rank: list[list[Any]]) -> dict[str, dict[str, int]]
                     within += rows
                 else:
                     between += rows
-    # Rows go there and back, and so do their gradients.
+    # Rows are sent in both directions, and so are their gradients.
     there_and_back = 4 * job.row_bytes
     last = [reports[-1] for reports in by_rank]
     return {

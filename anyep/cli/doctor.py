@@ -1,7 +1,7 @@
 """`anyep doctor`: what this machine can do, and what to do about what it can't.
 
-A check is a function that returns findings. It may use whatever it likes: if it raises, that becomes a
-finding too, so a bare or broken machine gets a full report.
+A check is a function that returns findings. An exception in a check becomes a finding too, so a bare or
+broken machine gets a full report.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ START_MPS: Final = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `next_step` is empty where there is nothing to do."""
+    """One line of the report. `next_step` is empty if there is nothing to do."""
 
     name: str
     state: State
@@ -65,7 +65,7 @@ class SettingFinding(Finding):
     """A line about a setting; the rest is for programs that read the report."""
 
     value: str | None = None
-    """As it stands in the environment."""
+    """The value in the environment."""
     source: str = ""
     default: str = ""
 
@@ -136,7 +136,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_shared_memory() -> Iterator[Finding]:
-    """Whether a file can be written to /dev/shm. AnyEP's own memory is memfd, which has a line of its own."""
+    """Whether a file can be written to /dev/shm. AnyEP's own memory is memfd, which has its own line."""
     advice = (
         "on one host AnyEP does not need it, but between hosts NIXL does (unless UCX_TLS=^posix), and other"
         " libraries may: start the container with --shm-size=8g, or mount -t tmpfs tmpfs /dev/shm"
@@ -241,11 +241,11 @@ def check_triton() -> Iterator[Finding]:
 
 
 def _what_triton_lacks() -> str:
-    """Of what it builds its own module with."""
+    """What Triton lacks to build its own module; empty if nothing."""
     has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if not has_compiler:
         return "C compiler"
-    # As Triton looks for it: Debian's own place for what users install has no headers.
+    # As Triton looks for it: Debian's own directory for user-installed packages has no headers.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
     return "" if header.exists() else str(header)
@@ -290,7 +290,7 @@ def check_gpus() -> Iterator[Finding]:
 
 @functools.cache
 def _list_gpus() -> tuple[str, ...]:
-    """A line about each GPU, as the driver tells it; or as torch does where nobody else can be asked."""
+    """A line about each GPU, as reported by the driver, or by torch if nothing else is available."""
     listing = _output_of(
         "nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"
     )
@@ -380,12 +380,12 @@ def check_nixl() -> Iterator[Finding]:
 
         cuda = torch.version.cuda
     except Exception:
-        # What is wrong with it has a line of its own.
+        # The check of torch reports the problem in its own line.
         cuda = None
     if find_nixl(cuda) is None:
         yield Finding("nixl", "note", "not installed; needed between hosts only", HOW_TO_INSTALL)
         return
-    # Some of what it says of a machine is for those who transfer something.
+    # Some of its messages about a machine only matter for transfers.
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     try:
         used, _ = load_nixl(cuda)
@@ -443,7 +443,7 @@ def _installed(package: str) -> str | None:
 
 
 def _output_of(*command: str) -> str | None:
-    """What a command printed, or None where it is not there, fails or hangs."""
+    """The output of a command, or None if it is missing, fails or hangs."""
     try:
         finished = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True

@@ -8,7 +8,7 @@ from anyep.cli.nodes import Nodes
 
 
 def choose(scores: torch.Tensor, topk: int, nodes: Nodes) -> torch.Tensor:
-    """Each token's top-k experts, of those on the nodes that have its best ones.
+    """Each token's top-k experts, limited to the nodes with its best experts.
 
     With 2 nodes of 2 experts, and experts from one of them: 0.9 is the best, so its node is chosen.
 
@@ -24,7 +24,7 @@ def choose(scores: torch.Tensor, topk: int, nodes: Nodes) -> torch.Tensor:
 
 
 def misrouting(scores: torch.Tensor, experts: torch.Tensor, nodes: Nodes) -> float:
-    """By how much what should have been chosen beats the worst expert or node that was; 0 for a right choice.
+    """The score gap between the right choice and the worst expert or node chosen; 0 for a right choice.
 
     Two sums of the same numbers may differ in their last bits, so a tie may be decided either way.
 
@@ -41,7 +41,7 @@ def misrouting(scores: torch.Tensor, experts: torch.Tensor, nodes: Nodes) -> flo
     worst_chosen = scores.gather(1, experts).amin(dim=1, keepdim=True)
     best_of_node = _by_node(scores, nodes).amax(dim=2)
     worst_node = best_of_node.masked_fill(~is_used, float("inf")).amin(dim=1, keepdim=True)
-    # Where no more nodes were allowed, a node must beat one of them; elsewhere one of its experts another.
+    # If no more nodes were allowed, a node must beat a chosen node; else one of its experts a chosen expert.
     to_beat = torch.where(is_used | (num_used < nodes.topk_nodes), worst_chosen, worst_node)
     best_other = _by_node(scores.scatter(1, experts, float("-inf")), nodes).amax(dim=2)
     return max(0.0, float((best_other - to_beat).max()))

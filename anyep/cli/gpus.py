@@ -1,8 +1,8 @@
-"""GPUs for the commands that start ranks: how many there are, and what it takes to share one.
+"""GPUs for the commands that start ranks: how many there are, and how to share one.
 
-Neither the command nor the server that its ranks are forked from touches a GPU: what they had open there, a
-rank could not use. Each rank takes its own GPU, after it has got the environment that leads to the service
-by which several of them work side by side.
+Neither the command nor the server that its ranks are forked from opens a GPU: a forked rank could not use a
+GPU context of its parent. Each rank takes its own GPU, after it has received the environment of the service
+by which several ranks share a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEVICES: Final = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks run: on so many GPUs in turn, or on the CPU where that is 0; and their environment.
+    """Where ranks run: on `num_gpus` GPUs in turn, or on the CPU if that is 0; and their environment.
 
     >>> Placement(num_gpus=2).ranks_on_a_gpu(5), [Placement(num_gpus=2).gpu_of(rank) for rank in range(5)]
     (3, [0, 1, 0, 1, 0])
@@ -34,7 +34,7 @@ class Placement:
         return rank % self.num_gpus
 
     def ranks_on_a_gpu(self, num_ranks: int) -> int:
-        """On the fullest one."""
+        """The number of ranks on the GPU with the most ranks."""
         return -(-num_ranks // self.num_gpus)
 
 
@@ -56,7 +56,7 @@ def count_gpus() -> int:
         import torch
     except ImportError as error:
         raise NotSupported(f"{error}: `anyep doctor` tells what to install") from None
-    # Asks the driver's management library, which opens nothing on a GPU.
+    # Uses the driver's management library, which does not open a GPU.
     num_gpus = torch.cuda.device_count()
     if not num_gpus:
         why = "torch sees none" if torch.version.cuda else "this torch is a build for CPUs only"
@@ -72,7 +72,7 @@ def count_gpus() -> int:
 
 @contextmanager
 def placed(device: str, num_ranks: int) -> Iterator[Placement]:
-    """Where so many ranks run on this device; while this is open, those on one GPU work side by side."""
+    """Where `num_ranks` ranks run on this device; in this context, ranks on one GPU run concurrently."""
     if device == "cpu":
         yield ON_THE_CPU
         return
@@ -83,7 +83,7 @@ def placed(device: str, num_ranks: int) -> Iterator[Placement]:
         if num_ranks > num_gpus:
             from anyep.backends.cuda.mps import MultiProcessService
 
-            # One that the user has started already serves as well.
+            # A service that the user has already started works as well.
             if not MultiProcessService.is_running():
                 try:
                     environment = stack.enter_context(MultiProcessService())
@@ -103,7 +103,7 @@ def _warn_of_turns(num_ranks: int, num_gpus: int, reason: str) -> None:
 
 
 def take_gpu(gpu: int, rank: int) -> None:
-    """Make a GPU this rank's own. Its environment must be complete: the driver reads it here."""
+    """Select this rank's GPU. The environment must be complete: the driver reads it here."""
     import torch
 
     try:
@@ -115,5 +115,5 @@ def take_gpu(gpu: int, rank: int) -> None:
             " (nvidia-smi); a multi-process service that an earlier job has broken must be ended:"
             " echo quit | nvidia-cuda-mps-control"
         ) from error
-    # The single-process reference adds up full float32, and some containers set this otherwise.
+    # The single-process reference sums in full float32, and some containers change this setting.
     torch.set_float32_matmul_precision("highest")

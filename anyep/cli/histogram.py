@@ -13,7 +13,7 @@ EIGHTHS: Final = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 @dataclass(frozen=True)
 class Bucket:
-    """How many took at least `from_s` and less than `to_s`; in the last bucket, `to_s` too."""
+    """The number of times from `from_s` to `to_s`, exclusive; the last bucket includes `to_s`."""
 
     from_s: float
     to_s: float
@@ -22,7 +22,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Latency:
-    """Many times of the same thing."""
+    """The distribution of many times of one operation."""
 
     p50_s: float
     p99_s: float
@@ -35,7 +35,7 @@ def latency_of(seconds: Sequence[float]) -> Latency:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so many of all are not above.
+    """The value that a share `share` of all values does not exceed.
 
     >>> percentile([3.0, 1.0, 2.0], 0.99), percentile([3.0, 1.0, 2.0], 0.5)
     (3.0, 2.0)
@@ -44,9 +44,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def buckets_of(seconds: Sequence[float], num_buckets: int = NUM_BUCKETS) -> list[Bucket]:
-    """Buckets from the smallest value to the largest, each as many times as wide as the one before.
+    """Buckets from the smallest value to the largest, with widths that grow by a constant factor.
 
-    Latencies have a long tail: so both the bulk and the tail can be seen.
+    Latencies have a long tail: this shows both the bulk and the tail.
 
     >>> [(bucket.from_s, bucket.to_s, bucket.count) for bucket in buckets_of([1.0, 1.5, 2.0, 3.0, 16.0], 4)]
     [(1.0, 2.0, 2), (2.0, 4.0, 2), (4.0, 8.0, 0), (8.0, 16.0, 1)]
@@ -63,7 +63,7 @@ def buckets_of(seconds: Sequence[float], num_buckets: int = NUM_BUCKETS) -> list
 
 
 def bar(count: int, most: int, width: int) -> str:
-    """A bar as long as its share of the longest one, in eighths of a character; never invisible if not 0.
+    """A bar for `count` out of `most`, in eighths of a character; always visible if `count` is not 0.
 
     >>> bar(4, 8, 5), bar(1, 1000, 5), bar(0, 8, 5)
     ('██▌', '▏', '')

@@ -1,9 +1,9 @@
-"""What Ctrl-C does to a command: until it has started something that must be ended, it leaves at once.
+"""The effect of Ctrl-C on a command: it exits at once until it has started something that must be ended.
 
-Python raises KeyboardInterrupt wherever it happens to be. In the middle of an import that can be inside a
-library which turns it into another error, or prints it and goes on; and as nothing has begun then, there is
-nothing to clean up. A command that starts processes calls `raise_from_here_on` before, and cleans up after
-them when KeyboardInterrupt comes.
+Python raises KeyboardInterrupt wherever it happens to be. During an import that can be inside a library that
+turns it into another error, or prints it and continues; at that time nothing has started, so there is nothing
+to clean up. A command that starts processes first calls `raise_from_here_on`, and cleans up after them on
+KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ INTERRUPTED = 130
 
 
 def leave_at_once() -> None:
-    """Let Ctrl-C end this process with one line; where it is ignored, as in the background, it stays so."""
+    """Let Ctrl-C end this process with one line; if it is ignored, as in the background, it stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def raise_from_here_on() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, as Python does by itself."""
+    """Let Ctrl-C raise KeyboardInterrupt, as Python does by default."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -16,7 +16,7 @@ def main() -> None:
         from anyep.cli.app import run_command
 
         exit_code = run_command(sys.argv[1:])
-        # What the interpreter does at its end is no longer worth a traceback.
+        # Ctrl-C during the interpreter's shutdown should not print a traceback.
         interrupts.leave_at_once()
     except KeyboardInterrupt:
         print("anyep: interrupted", file=sys.stderr)

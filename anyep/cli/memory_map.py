@@ -55,7 +55,7 @@ LIGHT_FIELDS: Final = ("padding", "source_meta")
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a strip: so many bytes, in a colour, with the first of its labels that has room."""
+    """A part of a strip: its bytes, its colour and its labels, of which the first that fits is drawn."""
 
     num_bytes: float
     colour: str
@@ -74,7 +74,7 @@ class Span:
 
 
 def draw_memory_map(plan: MemoryPlan, path: Path) -> None:
-    """Draw `plan` to `path`; its ending chooses the format."""
+    """Draw `plan` to `path`; the file extension determines the format."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -290,7 +290,7 @@ def _draw_rings(canvas: _Canvas, area: RingArea, colours: Sequence[str], peer_wo
 
 
 def _draw_one_ring(canvas: _Canvas, ring: RingArea, send_chunk: int) -> None:
-    """A ring in the middle of its work; the positions of head and tail are an example."""
+    """A ring in use; the positions of head and tail are an example."""
     head, tail = ring.num_rows * 2 // 5, ring.num_rows * 3 // 5
     chunk = max(1, min(send_chunk, ring.num_rows - tail))
     canvas.title(

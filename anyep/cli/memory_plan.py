@@ -1,4 +1,4 @@
-"""What a workload needs of a rank's memory: the arithmetic behind `anyep plan`."""
+"""The memory that a workload needs on each rank: the arithmetic behind `anyep plan`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOW_LATENCY_DTYPES: Final = ("bf16", "fp8")
 
 @dataclass(frozen=True)
 class Workload:
-    """What the ranks are going to do; the number of ranks aside."""
+    """What the ranks are going to do, except for the number of ranks."""
 
     hidden: int
     dtype: str
@@ -80,7 +80,7 @@ class MemoryPlan:
     def __post_init__(self) -> None:
         """Refuse what a Buffer would refuse, by the same checks."""
         whole_number("--ranks", self.num_ranks, minimum=1)
-        # Where there are fewer ranks than a node could have, they are one node.
+        # If there are fewer ranks than a node could have, they are one node.
         ranks_per_node = min(self.num_ranks, self.workload.ranks_per_node)
         check_nodes(self.num_ranks, ranks_per_node, "--ranks-per-node")
         check_experts(self.workload.num_experts, self.num_ranks, self.workload.num_topk)
@@ -137,7 +137,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """What a rank uses of its heap: low-latency slots lie beside the rings between nodes."""
+        """The bytes that a rank uses of its heap: low-latency slots lie beside the rings between nodes."""
         slots = self.low_latency_bytes or 0
         return sum(self.control_parts.values()) + self.nvl_bytes + self.rdma_bytes + slots
 

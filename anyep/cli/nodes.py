@@ -1,8 +1,7 @@
 """Nodes for the commands that start ranks: virtual ones, on this machine.
 
-A node is some ranks that share memory; in normal mode a token crosses once from one to another. On one
-machine all ranks could share memory: those of different virtual nodes do not, so that what several hosts do
-can be tried here.
+A node is a set of ranks that share memory; in normal mode a token crosses once from one node to another. On
+one machine all ranks could share memory; ranks of different virtual nodes do not, to emulate several hosts.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Nodes:
         return self.num_nodes > 1
 
     def of_buffer(self, row_bytes: int) -> dict[str, Any]:
-        """The arguments of a Buffer for dispatch and combine with rows of so many bytes."""
+        """The arguments of a Buffer for dispatch and combine with rows of `row_bytes` bytes."""
         num_nvl_bytes, num_rdma_bytes = size_hints(row_bytes, self.num_ranks, self.ranks_per_node)
         return {"num_nvl_bytes": num_nvl_bytes, "num_rdma_bytes": num_rdma_bytes, **self.place}
 
@@ -60,7 +59,7 @@ ONE_NODE: Final = Nodes()
 
 
 def nodes_in_words(num_nodes: int, ranks_per_node: int, more: str = "") -> str:
-    """What to add to a number of ranks, where they are on several nodes; and if more follows, how it begins.
+    """The text after a number of ranks if they are on several nodes; it ends with `more`, if more follows.
 
     >>> nodes_in_words(2, 4), nodes_in_words(2, 4, ","), nodes_in_words(1, 8, ",")
     (' on 2 nodes of 4', ' on 2 nodes of 4,', '')
@@ -69,7 +68,7 @@ def nodes_in_words(num_nodes: int, ranks_per_node: int, more: str = "") -> str:
 
 
 def limit_in_words(num_nodes: int, topk_nodes: int) -> str:
-    """What to add to a number of experts.
+    """The text after a number of experts.
 
     >>> limit_in_words(2, 1), limit_in_words(1, 1)
     (' on 1 of the nodes', '')
@@ -80,7 +79,7 @@ def limit_in_words(num_nodes: int, topk_nodes: int) -> str:
 def count_ranks(
     ranks: int | None, nodes: int | None, ranks_per_node: int | None, usual_ranks: int
 ) -> tuple[int, int]:
-    """Nodes and ranks per node from the options; where one is missing, the number of ranks tells it.
+    """Nodes and ranks per node from the options; a missing one follows from the number of ranks.
 
     >>> count_ranks(None, 2, 4, 8), count_ranks(None, 4, None, 8), count_ranks(6, None, 3, 8)
     ((2, 4), (4, 2), (2, 3))
@@ -116,7 +115,7 @@ def nodes_of(
     topk_nodes: int | None,
     network: str | None,
 ) -> Nodes:
-    """The nodes that the options ask for. Unless given, a token's experts come from half of them."""
+    """The nodes that the options request. By default, a token's experts come from half of them."""
     num_nodes, ranks_per_node = counts
     if network is not None and network not in NETWORKS:
         raise InvalidCall(f"--network is {network!r}: choose one of {', '.join(NETWORKS)}")

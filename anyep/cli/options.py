@@ -1,4 +1,4 @@
-"""Options that several commands have, in the same words: `topk: options.Topk = 8`."""
+"""Options that several commands share: `topk: options.Topk = 8`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Starts ranks for the commands that need some: processes that run one function together and report back.
 
-They are forked from a server that has torch, Numba and AnyEP loaded, which takes a fraction of the time that
-fresh interpreters would. If one rank fails, or the command is interrupted, all are ended.
+They are forked from a server that has torch, Numba and AnyEP loaded, which takes a fraction of the time of
+fresh interpreters. If one rank fails, or the command is interrupted, all are ended.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def run_ranks(
     on_compile: Callable[[str], None] | None = None,
     placement: Placement = ON_THE_CPU,
 ) -> list[Any]:
-    """Call `function(rank, *arguments)` on every rank at the same time; the results in rank order.
+    """Call `function(rank, *arguments)` on every rank at the same time; returns the results in rank order.
 
     The error of the rank that failed first is raised here. `on_compile` shows a sentence about kernels that
-    are being compiled; without it, that is a line on stderr.
+    are being compiled; by default that is a line on stderr.
     """
     num_ranks = whole_number("ranks", num_ranks, minimum=1)
     raise_from_here_on()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_FOR_GPUS if placement.num_gpus else PRELOADED)
     _start_server()
-    # The ranks meet through a file without a name: nothing can collide with it, and nothing remains of it.
+    # The ranks meet through an unnamed file: it cannot collide with another, and nothing of it remains.
     store = os.memfd_create("anyep-store")
     meeting_place = f"/proc/{os.getpid()}/fd/{store}"
     processes = []
@@ -101,9 +101,9 @@ def run_ranks(
 
 
 def _start_server() -> None:
-    """Start the server that ranks are forked from, so that it does not hear Ctrl-C: while it imports what it
-    preloads, it would print a traceback. Ranks inherit that; the command ends them all."""
-    # Or else the server would start it, which lets everyone hear signals again.
+    """Start the server that ranks are forked from with Ctrl-C blocked: during its preloading imports it would
+    print a traceback. Ranks inherit that; the command ends them all."""
+    # Otherwise the server would start the tracker, which unblocks signals again.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -146,13 +146,13 @@ def _serve(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """What a rank's process does."""
+    """The main function of a rank's process."""
     _die_with_the_command()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command that started the ranks ends them
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # The server that this rank was forked from has the environment of when it started.
     os.environ.update(placement.environment)
-    # Where ranks work is for the options of the command to say.
+    # The options of the command determine where ranks run.
     settings.unset(settings.DEVICE, settings.RANKS_PER_NODE, settings.NETWORK)
     try:
         import torch
@@ -176,15 +176,15 @@ def _serve(
         pipe.send(("result", result))
     except BaseException as error:
         pipe.send(("error", _sendable(error)))
-    # Leave at once: destructors of libraries have nothing to add.
+    # Exit at once: destructors of libraries are not needed.
     os._exit(0)
 
 
 def _die_with_the_command() -> None:
-    """Let the kernel kill this rank when the command is gone, killed or not.
+    """Let the kernel kill this rank when the command has ended, killed or not.
 
-    A rank's parent is the fork server, which ends when nobody holds a certain pipe open any more: the command
-    does, and so would every rank.
+    A rank's parent is the fork server, which ends when no process holds a certain pipe open any more: the
+    command does, and every rank would, too.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Bytes, times and rates as people write and read them."""
+"""Bytes, times and rates in human-readable form."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from anyep.errors import InvalidCall
 from anyep.settings import number_of_bytes
 
 PAGE_BYTES: Final = 4096
-"""Less than this is no amount of memory that anybody means: a unit was left out."""
+"""A smaller number cannot be an intended amount of memory: its unit is missing."""
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """Bytes from what an option says: "80GiB", "24 GB", "1.5TiB", or a plain number of at least a page.
+    """The bytes that an option gives: "80GiB", "24 GB", "1.5TiB", or a plain number of at least a page.
 
     >>> parse_bytes("--memory", "80GiB"), parse_bytes("--memory", "1.5 MB"), parse_bytes("--memory", "4096")
     (85899345920, 1500000, 4096)
@@ -33,7 +33,7 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Bytes in the largest unit that leaves a number of at least 1.
+    """Bytes in the largest unit in which the number is at least 1.
 
     >>> format_bytes(335709824), format_bytes(1024), format_bytes(1023)
     ('320.2 MiB', '1.0 KiB', '1023 B')

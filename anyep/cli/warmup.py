@@ -19,7 +19,7 @@ def warmup(
 ) -> None:
     """Compile all kernels for the CPU now, so that no program has to wait for it."""
     started = time.perf_counter()
-    # Here, as the other commands need not load Numba; whatever a Buffer uses is imported with it.
+    # Imported here, since other commands do not need Numba; this imports everything that a Buffer uses.
     importlib.import_module("anyep.buffer")
     from anyep.backends.cpu.compilation import check_cache, compile_kernels
 

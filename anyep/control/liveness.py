@@ -1,4 +1,4 @@
-"""Notices when the process of a peer ends: `Processes` when asked, `Watch` by itself.
+"""Detects when the process of a peer ends: `Processes` when asked, `Watch` by itself.
 
 Hosts that wait in a call ask between two steps. Kernels of a GPU cannot ask, so a thread watches for them.
 """
@@ -59,7 +59,7 @@ class Watch(ending.Part):
                 poller.unregister(descriptor)
                 self._on_death(self._descriptors[descriptor])
                 if self._stop < 0:
-                    # The callback closed this watch: the descriptors may belong to others by now.
+                    # The callback closed this watch: the descriptors may have been reused by now.
                     return
 
     def join_at_end(self, until: float) -> None:

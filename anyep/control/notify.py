@@ -1,4 +1,4 @@
-"""How messages to people show the header of a notify message."""
+"""How error messages show the header of a notify message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from anyep.calls import Kind
 from anyep.headers import DTYPES, NETWORK_ROWS_SHIFT, WIDE_DTYPES, Field
 
-# In the order in which they explain a disagreement: what comes later may follow from what comes first.
+# In the order in which they explain a disagreement: later differences may follow from earlier ones.
 SIGNATURE_WORDS: Final = {
     Field.KIND: "the function called",
     Field.DTYPE: "the dtype",
@@ -23,7 +23,7 @@ SIGNATURE_WORDS: Final = {
 
 
 def word_for_people(field: int, header: Sequence[int]) -> str:
-    """A word of a header's signature as a message says it.
+    """A word of a header's signature, as error messages show it.
 
     >>> import torch
     >>> from anyep.headers import dtype_word, signature
@@ -39,7 +39,7 @@ def word_for_people(field: int, header: Sequence[int]) -> str:
     if field == Field.DTYPE:
         return DTYPES[word]
     if field == Field.ROW_BYTES:
-        # Rows of the same hidden size differ in bytes where their dtypes do, which is said then.
+        # Rows of the same hidden size differ in bytes only if their dtypes do; the dtype is reported then.
         return str(word // WIDE_DTYPES.get(DTYPES[int(header[Field.DTYPE])], 1))
     if field == Field.RING_ROWS and word >> NETWORK_ROWS_SHIFT:
         return f"{word % (1 << NETWORK_ROWS_SHIFT)} and {word >> NETWORK_ROWS_SHIFT} between nodes"

@@ -5,7 +5,7 @@ and only then touches a peer's memory. Two mailboxes alternate: before message n
 every peer has been read, so every peer has read message n-2.
 
 A wait ends when its counters arrive, when a peer that it waits for fails or dies, at its deadline,
-or by Ctrl-C. All but the first break the control plane for good. This rank then reports a failure, which
+or by Ctrl-C. All but the first break the control plane permanently. This rank then reports a failure, which
 ends the waits of its peers.
 """
 
@@ -44,9 +44,9 @@ NOT_TIMED: Final = np.zeros(0, np.int64)
 POLL_S: Final = 0.003
 PAUSE_S: Final = 0.00005
 Counts = tuple[Array, Array, Array]
-"""Of this rank: rows per receiver, the same by (receiver, channel), tokens per expert."""
+"""This rank's rows per receiver, the same by (receiver, channel), and its tokens per expert."""
 Pieces = Mapping[int, Sequence[tuple[int, int]]]
-"""For ranks on other hosts: offsets and bytes of what has to arrive before their message does."""
+"""For ranks on other hosts: offsets and bytes of data that has to arrive before their message."""
 
 
 def _nothing() -> None:
@@ -83,11 +83,11 @@ class ControlPlane(ending.Part):
         self.regions: list[int] = [heap.address for heap in heaps]
         """The address of every rank's control region in this process, valid as long as this object lives."""
         self.headers = np.zeros((self.num_ranks, NUM_WORDS), np.int64)
-        """Of the last notify messages, by rank."""
+        """The headers of the last notify messages, by rank."""
         self._last_call = 0
         self._last_seen = 0
         self._stopped_by = ""
-        """Why waits that are under way have to end."""
+        """Why the current waits have to end."""
         self._broken: AnyEPError | None = None
         self._addresses = np.array(self.regions, np.int64)
         self._own_heap = heaps[self.rank]
@@ -143,11 +143,11 @@ class ControlPlane(ending.Part):
 
     @property
     def first_error(self) -> AnyEPError | None:
-        """What broke the Buffer, if something did."""
+        """The error that broke the Buffer, or None."""
         return self._broken
 
     def stop(self, why: str = "the Buffer was destroyed") -> None:
-        """End the waits of calls that are under way; these calls fail."""
+        """End the waits of running calls; these calls fail."""
         self._stopped_by = self._stopped_by or why
 
     def begin(self, kind: int) -> Call:
@@ -157,7 +157,7 @@ class ControlPlane(ending.Part):
         return Call(self._last_call, kind)
 
     def enter(self, call: Call, phase: Phase) -> None:
-        """Publish what this rank does now."""
+        """Publish what this rank is doing now."""
         self._own.enter(call.number, call.kind, phase)
         if self.between_steps is not None and phase is not Phase.IDLE:
             self.between_steps(call, phase)
@@ -171,7 +171,7 @@ class ControlPlane(ending.Part):
         try:
             return work()
         except (Disagreement, InvalidCall, Masked):
-            # All ranks raise these before any data moves, or this rank can rejoin: later calls can go on.
+            # Later calls still work: all ranks raise these before any data moves, or this rank can rejoin.
             self.end(call)
             raise
         except BaseException as error:
@@ -244,7 +244,7 @@ class ControlPlane(ending.Part):
         self.enter(call, Phase.NOTIFY)
         previous = call.number - 1
         if previous > self._last_seen:
-            # This rank refused that call, and did not wait for the messages of the others then.
+            # This rank refused that call, so it did not wait for the messages of the others.
             box = previous % NUM_MAILBOXES
             mailboxes = self._own_mailboxes[box]
             self._wait_for_counters(call, mailboxes, previous, Topic.NOTIFY + box, "notify message")
@@ -274,7 +274,7 @@ class ControlPlane(ending.Part):
     def _send_messages(
         self, transport: Transport, call: Call, pieces: Pieces, num_count_bytes: int, refusal: str
     ) -> None:
-        """Put the messages for ranks on other hosts there; the call number comes last.
+        """Put the messages for ranks on other hosts into their memory; the call number comes last.
 
         A refusal has no counts: its reason takes their place.
         """
@@ -322,7 +322,7 @@ class ControlPlane(ending.Part):
     # Waits
 
     def signal(self, counters: Array, topic: int, value: int, wake_ups: Array | None = None) -> None:
-        """Release a value in these counters, one at each rank, or at each of those with these wake-ups."""
+        """Release a value in these counters, one at each rank, or at each rank of these wake-up counts."""
         cpu.signal(counters, self.wake_ups if wake_ups is None else wake_ups, topic, value)
 
     def wait_for_counters(
@@ -368,7 +368,7 @@ class ControlPlane(ending.Part):
         waited: Array = NOT_TIMED,
         started: int = 0,
     ) -> int:
-        """Wait a few milliseconds for the missing counters; how many are still missing."""
+        """Wait a few milliseconds for the missing counters. Returns how many are still missing."""
 
         def look(num_spins: int, max_polls: int) -> int:
             num_missing: int = cpu.await_counters(
@@ -381,9 +381,9 @@ class ControlPlane(ending.Part):
         return self.poll_until_done(lambda: (look(0, 1), False))
 
     def poll_until_done(self, look: Callable[[], tuple[int, bool]]) -> int:
-        """Look, and poll the transport, for a few milliseconds at most; how many are still missing.
+        """Call `look` and poll the transport for a few milliseconds at most. Returns how many are missing.
 
-        A look returns how many are missing, and whether there is more to do at once.
+        `look` returns how many are missing, and whether there is more to do at once.
         """
         assert self.transport is not None
         until = time.monotonic() + POLL_S
@@ -393,13 +393,13 @@ class ControlPlane(ending.Part):
             if num_missing == 0 or time.monotonic() > until:
                 return num_missing
             if not moved and not is_busy and self.num_spins == 0:
-                # Ranks share cores: the awaited rank may need this one.
+                # Ranks share cores: the awaited rank may need this core.
                 time.sleep(PAUSE_S)
 
     def stall(
         self, counters: Array, missing: Array, what: str, expected: int, ranks: Sequence[int] | None = None
     ) -> Stall:
-        """What a wait for counters still waits for; `missing` marks the peers, or positions in `ranks`."""
+        """What a wait for counters is still missing; `missing` marks the peers, or positions in `ranks`."""
         peers = [int(peer) for peer in np.flatnonzero(missing)]
         seen = np.zeros((1, 1), np.int64)
         cpu.read_counters(counters[peers[:1]].reshape(1, 1), seen)
@@ -447,15 +447,15 @@ class ControlPlane(ending.Part):
                 deadline = time.monotonic() + self.timeout_s
                 is_due = False
             elif time.monotonic() > deadline and not gone:
-                # If this process did not run for a while, the step may have looked long before the deadline:
-                # a peer is blamed only after a step that began after it.
+                # If this process was not scheduled for a while, the step may have looked long before the
+                # deadline: a peer is blamed only after a step that began after the deadline.
                 if not is_due:
                     is_due = True
                     continue
                 is_due = False
                 if give_up is None:
                     raise self.blame.too_late(call, stall, self._phase())
-                # A peer that waits for a third rank itself may be freed when this wait ends: once more.
+                # A peer that waits for a third rank may be released when its own wait ends: try once more.
                 periods += 1
                 to_blame = [peer for peer in stall.peers if periods > 1 or not self._waits_for_other(peer)]
                 if to_blame:

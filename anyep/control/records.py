@@ -1,9 +1,8 @@
-"""What stands in the header of a completion record: the words that close the sending of a low-latency call at
-each peer.
+"""The header of a completion record: the words that close the sending of a low-latency call at each peer.
 
 A completion record has a fixed place for each sender in each of the two sets. After the header comes a range
-of rows for each of the receiver's experts (a dispatch) or of the sender's (a combine): begin in the high 32
-bits, count in the low ones. The call number is stored last, with release.
+of rows for each of the receiver's experts (in a dispatch) or of the sender's (in a combine): the begin in the
+high 32 bits, the count in the low ones. The call number is stored last, with release semantics.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ AGREEING_WORDS: Final = (int(Field.REFUSED), int(SIGNATURE[-1]) + 1)
 
 
 def record(kind: int, sizes: LowLatencySizes | None = None, travel: int = Format.BF16) -> Any:
-    """A header with a signature; without sizes, that of a refused call."""
+    """A header with a signature; without sizes, the header of a refused call."""
     return _record(kind, sizes, travel).copy()
 
 
@@ -79,7 +78,7 @@ def _record(kind: int, sizes: LowLatencySizes | None, travel: int) -> Any:
 
 
 def word_for_people(field: int, header: Sequence[int]) -> str:
-    """A word of a header's signature as a message says it.
+    """A word of a header's signature, as error messages show it.
 
     >>> word_for_people(Field.FORMAT, [0, 0, 4, 128, 512, 256, Format.FP8_ROUNDED])
     'fp8 rounded'

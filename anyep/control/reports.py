@@ -1,8 +1,8 @@
-"""Errors of kernels: what a GPU reports that its host did not wait for, as the error that the CPU would
-raise.
+"""Errors of kernels: turns the report of a GPU, which its host did not wait for, into the error that the CPU
+would raise.
 
-A kernel that finds something wrong writes a report into memory of the host. The next call of the host reads
-it. `Reports` explains it, watches the processes of the peers for the kernels, and tells them who is gone.
+A kernel that finds an error writes a report into memory of the host. The next call of the host reads it.
+`Reports` explains it, watches the processes of the peers, and tells the kernels which ranks are gone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ErrorOf = Callable[[Call, int, int], AnyEPError]
 
 
 class Reports:
-    """Reads what the kernels of one rank report."""
+    """Reads the reports of the kernels of one rank."""
 
     def __init__(self, device_control: DeviceControl, control: ControlPlane) -> None:
         self.device_control = device_control
@@ -49,7 +49,7 @@ class Reports:
         self._watch = Watch(control.pids_of_peers, device_control.forget)
 
     def add(self, report: Array, error_of: ErrorOf) -> None:
-        """Kernels write this report, too: it may tell why this rank has given up."""
+        """Add another report that kernels write: it may say why this rank has given up."""
         # Weakly: the object that explains a report holds this one.
         self._reports.append((report, weakref.WeakMethod(error_of)))
 
@@ -62,8 +62,8 @@ class Reports:
         self.device_control.refuse(call.kind, text)
 
     def barrier_of_hosts(self, call: Call, number: int) -> None:
-        """Return when all hosts have come to a number, which grows from barrier to barrier; raise if one of
-        them has failed, also if it did so after it had come."""
+        """Return when all hosts have reached a number, which grows from barrier to barrier; raise if one of
+        them has failed, even if it failed after it had arrived."""
         control, block = self.control, self.device_control.region.blocks.arrival
         what = "word that it adds windows"
         control.enter(call, Phase.NOTIFY)
@@ -78,22 +78,22 @@ class Reports:
     # Reading
 
     def raise_reported(self) -> None:
-        """Raise what a kernel has reported since the last look."""
+        """Raise the error that a kernel has reported since the last check."""
         error = self.reported()
         try:
             if error is not None:
                 raise error
         finally:
-            # Its traceback holds this frame, and with it those of all callers.
+            # Its traceback holds this frame, and thereby the frames of all callers.
             del error
 
     def reported(self) -> AnyEPError | None:
-        """What a kernel has reported since the last look; a failure is raised."""
+        """The error that a kernel has reported since the last check; a failure is raised instead."""
         return self.read(self._report, self._error_of)
 
     def read(self, report: Array, error_of: ErrorOf) -> AnyEPError | None:
-        """What a report says, if it is new, as an error of (call, code, rank); a failure is raised."""
-        # While a graph is captured, what explains it cannot be read out of the GPU's memory.
+        """The error that a new report describes, by `error_of` (call, code, rank); a failure is raised."""
+        # While a graph is captured, the data that explains a report cannot be read from the GPU's memory.
         is_read = report[constants.NUM_REPORTS] == report[constants.NUM_READ]
         if is_read or self.device_control.gpu.stream.is_capturing():
             return None
@@ -116,7 +116,7 @@ class Reports:
             del error
 
     def _raise_what_came_before(self) -> None:
-        """Raise why this rank has given up, if a report tells it that has not been read yet."""
+        """Raise the reason why this rank has given up, if an unread report has it."""
         for report, weakly in self._reports:
             error_of = weakly()
             code = outcomes.code_of(int(report[constants.REPORTED_OUTCOME]))
@@ -138,7 +138,7 @@ class Reports:
         flags = int(self._report[constants.REPORTED_WAIT])
         what, phase = WAITS[flags]
         seen = [self.device_control.flag_of(peer, flags, call.number) for peer in range(self.num_ranks)]
-        # A ring's counter counts rows, of all calls: one more at least was waited for.
+        # A ring's counter counts the rows of all calls: the wait was for at least one more.
         if flags == constants.TAIL_AT:
             stall = Stall([rank], what, seen[rank], seen[rank] + 1)
         else:
@@ -147,13 +147,13 @@ class Reports:
         return self.end_of_wait(call, code, stall, phase.name.lower())
 
     def end_of_wait(self, call: Call, code: int, stall: Stall, phase: str) -> AnyEPError:
-        """The error for a wait without success: it took too long, or a rank is gone or has given up."""
+        """The error for a failed wait: it took too long, or a rank is gone or has given up."""
         blame = self.control.blame
         if code == outcomes.LATE:
             return blame.too_late(call, stall, phase)
         gone = blame.gone()
         if gone:
-            # If all have come since, another rank was the reason.
+            # If all have arrived since, another rank was the reason.
             waited_for = stall.peers if stall.seen != stall.expected else []
             others = gone - set(stall.peers)
             who = next((peer for peer in waited_for if peer in gone), min(others or gone))
@@ -191,18 +191,18 @@ class Reports:
     # The end
 
     def stop_watching(self) -> None:
-        """Kernels hear no more of peers that die."""
+        """Stop telling kernels about peers that die."""
         self._watch.close()
 
     def close(self) -> None:
-        """Stop watching the peers, and let no kernel read the host's memory: none may run any more."""
+        """Stop watching the peers, and end the kernels' access to the host's memory; none may be running."""
         self.stop_watching()
         self.device_control.close()
 
 
 def still_missing(seen: Sequence[int], expected: int, reported: int) -> list[int]:
-    """Whom to name for a wait that was in vain. A kernel reports the first rank that was not there; but that
-    may have come since, as others that were only late, and have failed for the same reason as this one.
+    """The ranks to name for a failed wait. A kernel reports the first missing rank, but that rank may have
+    arrived since, like others that were only late and have failed for the same reason as this rank.
 
     >>> still_missing([7, 6, 5, 7], expected=7, reported=0)
     [1, 2]
@@ -213,7 +213,7 @@ def still_missing(seen: Sequence[int], expected: int, reported: int) -> list[int
 
 
 def contradiction(wrong: int, num_ranks: int) -> str:
-    """What is wrong with a caller's counts, as `place_tokens` found it.
+    """What is wrong with a caller's counts, as found by `place_tokens`.
 
     >>> contradiction(constants.wrong_word(constants.WRONG_EXPERT_COUNT, 7), 2)
     'num_tokens_per_expert and topk_idx disagree about expert 7: pass both from one get_dispatch_layout'

@@ -1,4 +1,4 @@
-"""The line that each rank keeps about itself in its control region, for all others to read."""
+"""The status that each rank publishes about itself in its control region, for all others to read."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from anyep.layout import STATUS_BYTES, StatusWord
 TEXT_BYTES: Final = 1080
 FAILURE_TEXT_AT: Final = 512
 REFUSAL_TEXTS_AT: Final = (1600, 2800, 4000, 5200)
-"""Two texts for normal-mode calls, two for low-latency ones; they alternate, as mailboxes and slots do."""
+"""Two texts for normal-mode calls, two for low-latency ones; they alternate like mailboxes and slots."""
 assert REFUSAL_TEXTS_AT[0] >= FAILURE_TEXT_AT + TEXT_BYTES
 assert all(start + TEXT_BYTES <= end for start, end in pairwise((*REFUSAL_TEXTS_AT, STATUS_BYTES)))
 
 
 OUT_OF_REACH: Final = "out of reach"
-"""The state of a rank on another host that was lost without a word."""
+"""The state of a rank on another host that was lost without reporting a failure."""
 
 
 class State(IntEnum):
-    """Whether a rank goes on."""
+    """Whether a rank is still working, and if not, how it ended."""
 
     ALIVE = 0
     FAILED = 1
     DESTROYED = 2
     LEFT = 3
-    """An exception took it out of its `with Buffer(...)` block."""
+    """An exception ended its `with Buffer(...)` block."""
     ENDED = 4
     """Its process ended without `destroy()`."""
 
@@ -47,7 +47,7 @@ _DOING: Final = struct.Struct("=qqqqq")
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank said of itself last."""
+    """The last status that a rank published."""
 
     rank: int
     pid: int
@@ -112,7 +112,7 @@ class StatusBlock:
         self._words[StatusWord.WAITS_FOR] = peer
 
     def go(self, how: State, reason: str = "") -> None:
-        """Say that the rank goes on no more, how that came, and why. What was said first stays."""
+        """Publish that the rank has ended, how, and why. Only the first such report is kept."""
         with self._goes_once:
             if self.state is not State.ALIVE:
                 return
@@ -120,7 +120,7 @@ class StatusBlock:
             cpu.signal(self._state_address, self._no_wake_up, 0, int(how))
 
     def refuse(self, text: int, reason: str) -> None:
-        """Say why in one of the texts; a notify message or a completion record tells peers when to look."""
+        """Write the reason into one of the texts; a notify message or completion record refers to it."""
         self._write_text(REFUSAL_TEXTS_AT[text], StatusWord.REFUSAL_BYTES + text, reason)
 
     @property
@@ -132,7 +132,7 @@ class StatusBlock:
         return self._read_text(FAILURE_TEXT_AT, StatusWord.FAILURE_BYTES)
 
     def refusal(self, text: int) -> str:
-        """Why the rank refused the call of this text, which its notify message or completion record says it
+        """Why the rank refused the call of this text; its notify message or completion record says that it
         did."""
         return self._read_text(REFUSAL_TEXTS_AT[text], StatusWord.REFUSAL_BYTES + text)
 

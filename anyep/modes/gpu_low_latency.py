@@ -1,12 +1,12 @@
 """Low-latency mode on GPUs that share memory: the calls of `low_latency`, with every wait in a kernel.
 
-Each half of a call is two kernels: `open_call` and one that sends, `receive_records` and one that takes rows.
-The host waits for nothing, and knows neither when a call is over nor, as graphs may be replayed, what its
-number is: the numbers are in the GPU's memory, and which of the two sets of slots a call has is found there.
+Each half of a call is two kernels: `open_call` and one that sends; `receive_records` and one that takes rows.
+The host never waits. It does not know when a call is over, nor its number, since graphs may be replayed: call
+numbers are in the GPU's memory, and kernels derive from them which of the two sets of slots a call uses.
 Calls with hooks run on the caller's stream, the others on the communication stream. All halves run in the
-order in which the host made them, whatever their streams.
+order in which the host launched them, whatever their streams.
 
-Where ranks may be masked, kernels mask those that do not come; hosts meet only to take them back.
+Where ranks may be masked, kernels mask ranks that do not arrive; the hosts only meet to unmask them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
 CHANNELS: Final = 128
 CAST_BLOCKS: Final = 16
-"""Blocks of 128 values that a program casts or copies at a time: 16 values per thread."""
+"""Blocks of 128 values that a program casts or copies at once: 16 values per thread."""
 SUM_BLOCKS: Final = 8
 LIST_CHOICES: Final = 1024
 PACK_TILE: Final = (2, 1024, 64)
-"""Rows, words and scale words that a program takes at a time."""
+"""Rows, words and scale words that a program handles at once."""
 LIST_TILE: Final = 128
 RECORD_TILE: Final = 32
 SEARCH_TILE: Final = 32
@@ -58,7 +58,7 @@ Launch = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class _Job:
-    """A call that was sent: its state, how to receive it, and the tensors that this needs."""
+    """A sent call: its state, how to receive it, and the tensors that receiving needs."""
 
     call: Call
     state: torch.Tensor
@@ -93,7 +93,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         self._stream = _InLine()
         self._order = _Order(self._gpu)
         self._unheard: AnyEPError | None = None
-        """What went wrong in an earlier call, for the next one to raise."""
+        """The error of an earlier call, to be raised by the next call."""
         self._report = self._gpu.words(constants.REPORTED_HEADERS + records.NUM_WORDS * self._num_ranks)
         self._reports.add(self._report, self._error_of)
         self._words = self._constants()
@@ -102,7 +102,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         self._blocks = {"NUM_RANKS": self._num_ranks, "RANK_BLOCK": device_control.rank_block}
         self._shrink = {"CAN_SHRINK": can_shrink, **self._blocks}
         self._programs = max(1, PROGRAMS_PER_SM * int(self._gpu.num_sms) // ranks_on_gpu)
-        # It tells everyone's kernels the generation of a rank. One that waits reads it at its host, too.
+        # Tells the kernels of every rank the generation of a rank. A waiting kernel reads its host's, too.
         tell_kernels = partial(
             device_control.launcher(kernels.mask_rank, 1, **self._blocks),
             self._gpu.side_stream,
@@ -110,11 +110,11 @@ class GpuLowLatency(LowLatency, ending.Part):
             self._device_constants,
             device_control.heaps,
         )
-        # When it is needed it may be too late to load it.
+        # Load the kernel now: when it is needed, it may be too late to load it.
         tell_kernels(-1, 0)
         self.masks: GpuMasks = GpuMasks(self._control, self._region, self._heap, self._gpu, tell_kernels)
 
-        # What `LowLatency` keeps, too; its methods that only look at these are used as they are.
+        # The same attributes as in `LowLatency`, whose methods that only read them are inherited.
         self._last_call = 0
         self._all_over_until = 0
         self._in_flight = [None] * NUM_SLOT_SETS
@@ -136,7 +136,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         words: list[int] = self._device_control.constants.tolist()
         words[constants.REPORT] = int(self._report.ctypes.data)
         words += [0] * (constants.NUM_LOW_LATENCY_CONSTANTS - len(words))
-        # The second word of a block that only the host's heap has a use for.
+        # The second word of a block that is otherwise used only in the host's heap.
         words[constants.CALLS_AT] = region.blocks.status.start + 8
         words[constants.RECORD_AT] = record.start
         words[constants.RECORD_STRIDE] = record.stride
@@ -151,7 +151,7 @@ class GpuLowLatency(LowLatency, ending.Part):
     # Calls
 
     def begin(self, kind: Kind) -> Call:
-        """Take the next call number of the host's own, if a set of slots is free for it."""
+        """Take the host's next call number, if a set of slots is free for it."""
         self._control.check_works()
         if not self._gpu.stream.is_capturing():
             self._forget_dropped_hooks()
@@ -197,7 +197,7 @@ class GpuLowLatency(LowLatency, ending.Part):
     # Dispatch
 
     def dispatch(self, call: Call, tokens: Tokens, run_async: bool, by_hook: bool) -> tuple[Received, Sent]:
-        """Send tokens to the experts that they chose, and get those that chose this rank's experts."""
+        """Send tokens to their chosen experts, and receive the tokens that chose this rank's experts."""
 
         def whole_call() -> tuple[Received, Sent]:
             places = self._places_for(tokens.sizes)
@@ -277,7 +277,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         tile_rows, tile_words, tile_scales = PACK_TILE
         has_scales, has_stats = received.scales is not None, tokens.expert_stats is not None
         most_shares = -(-tokens.sizes.num_max_tokens // tile_rows)
-        # Their work is uneven.
+        # Twice as many, because the work is uneven.
         num_shares = min(2 * self._shares(num_experts * self._num_ranks, most_shares), most_shares)
         pack = self._device_control.launcher(
             kernels.pack_tokens,
@@ -314,7 +314,7 @@ class GpuLowLatency(LowLatency, ending.Part):
     def combine(
         self, call: Call, outputs: Outputs, run_async: bool, by_hook: bool
     ) -> tuple[torch.Tensor, Sent]:
-        """Add up what the experts made of each of this rank's tokens, weighted, in top-k order."""
+        """Add up the weighted expert outputs of each of this rank's tokens, in top-k order."""
 
         def whole_call() -> tuple[torch.Tensor, Sent]:
             places = self._places_for(outputs.sizes)
@@ -342,10 +342,10 @@ class GpuLowLatency(LowLatency, ending.Part):
         return self._guarded(call, whole_call)
 
     def check_ids(self, topk_idx: torch.Tensor, num_experts: int) -> None:
-        """Ids are judged where kernels read them."""
+        """Does nothing: the kernels check the ids when they read them."""
 
     def count_rows(self, layout_range: torch.Tensor, src_info: torch.Tensor, max_tokens: int) -> int:
-        """What a handle holds is judged where kernels read it; the host does not know its rows."""
+        """The kernels check a handle's contents when they read it; the host does not know its rows."""
         return 0
 
     def _launch_rows(self, stream: Any, state: torch.Tensor, places: Any, outputs: Outputs) -> None:
@@ -399,7 +399,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         )
         add_up(
             stream,
-            # Somebody has to close a call that has no tokens, too.
+            # A call without tokens has to be closed by a program, too.
             (max(1, num_tokens), num_shares),
             *self._common(state),
             outputs.topk_idx,
@@ -416,13 +416,13 @@ class GpuLowLatency(LowLatency, ending.Part):
         )
 
     def _shares(self, num_pieces: int, most: int) -> int:
-        """Programs for each of so many pieces of work, so that those of all ranks fill the GPU."""
+        """Programs per piece of work, such that the programs of all ranks fill the GPU."""
         return max(1, min(self._programs // max(1, num_pieces), most, MOST_SHARES))
 
     def next_combine_buffer(self, sizes: LowLatencySizes) -> torch.Tensor:
         """Where the next call, a combine with `zero_copy`, looks for its rows: [experts, rows, hidden].
 
-        It waits for the calls before, since only they know which slots come next.
+        Waits for the earlier calls, since only they know which slots come next.
         """
         if self._gpu.stream.is_capturing():
             raise _not_captured("get_next_low_latency_combine_buffer")
@@ -453,7 +453,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         return rows
 
     def check_was_lent(self, call: Call, sizes: LowLatencySizes) -> None:
-        """Refuse `zero_copy` where the rows cannot be where this call looks for them."""
+        """Refuse `zero_copy` if the rows cannot be where this call looks for them."""
         if self._gpu.stream.is_capturing():
             raise InvalidCall(
                 "zero_copy cannot be captured in a CUDA graph: a replay may find its slots in the other set;"
@@ -464,7 +464,7 @@ class GpuLowLatency(LowLatency, ending.Part):
     # Cleaning
 
     def clean(self, call: Call, sizes: LowLatencySizes) -> None:
-        """Let all ranks change to other sizes, when nobody needs the slots of earlier calls any more."""
+        """Let all ranks change to other sizes, once no rank needs the slots of earlier calls any more."""
         if self._gpu.stream.is_capturing():
             raise _not_captured("clean_low_latency_buffer")
 
@@ -488,12 +488,12 @@ class GpuLowLatency(LowLatency, ending.Part):
     # Masks
 
     def unmask(self, ranks: Sequence[int]) -> None:
-        """Take ranks back, together with all ranks that are not masked and with those themselves."""
+        """Unmask ranks; all unmasked ranks and the ranks to unmask take part."""
         with contextlib.suppress(Masked):
             self._settle()
         before = self._last_call
         super().unmask(ranks)
-        # What this rank was told while it was masked is over.
+        # Skip the reports from the time when this rank was masked.
         self._report[constants.NUM_READ] = self._report[constants.NUM_REPORTS]
         with self.masks.beside_kernels():
             self._generations.copy_(torch.from_numpy(self.masks.generations))
@@ -510,7 +510,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         self._jobs.clear()
 
     def close(self) -> None:
-        """Forget what will never be received: it knows us, and neither would be freed."""
+        """Drop calls that will never be received: they refer to this object, so neither would be freed."""
         self._jobs.clear()
 
     def is_working(self) -> bool:
@@ -518,16 +518,16 @@ class GpuLowLatency(LowLatency, ending.Part):
         return running
 
     def last_use(self) -> Any:
-        """An event after all that was launched outside of graphs."""
+        """An event after everything that was launched outside of graphs."""
         return self._order.done
 
     # Steps of a call
 
     def _guarded(self, call: Call, work: Callable[[], T]) -> T:
-        """Launch a call's kernels; a failure of the host's own is told to the peers.
+        """Launch a call's kernels; if the host itself fails, tell the peers.
 
-        Then raise what went wrong in an earlier call: this one is sent all the same, so that the ranks stay
-        in step, whenever each of them hears of it.
+        Then raise the error of an earlier call, if there is one. This call is sent nevertheless, which keeps
+        the ranks in step whenever each of them learns of the error.
         """
         self._control.enter(call, Phase.SEND)
         result = self._control.guarded(call, work)
@@ -541,11 +541,11 @@ class GpuLowLatency(LowLatency, ending.Part):
         return state
 
     def _common(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The arguments that every kernel begins with."""
+        """The first arguments of every kernel."""
         return self._device_constants, self._device_control.heaps, self._generations, state
 
     def _in_line(self, launch: Launch) -> None:
-        """Run kernels on the communication stream, after what the caller's has and before what it gets."""
+        """Run kernels on the communication stream, after earlier and before later work of the caller's."""
         self._gpu.stream.begin(None)
         self._order.run(self._gpu.stream.stream, launch)
         self._gpu.stream.end(False)
@@ -585,7 +585,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         return Sent(event, None)
 
     def _keep(self, tensors: tuple[torch.Tensor | None, ...], state: torch.Tensor) -> None:
-        """Keep the memory of what two streams use until both have come so far."""
+        """Keep memory that two streams use until both have reached this point."""
         for tensor in (*tensors, state):
             if tensor is not None:
                 self._gpu.used_by_both(tensor)
@@ -612,7 +612,7 @@ class GpuLowLatency(LowLatency, ending.Part):
         self._control.end(call)
 
     def _tell_packed(self, call: Call) -> None:
-        """Let the senders go on whose rows of this call nobody will take."""
+        """Release the senders of a call whose rows this rank will not take."""
         job = self._jobs.pop(call, None)
         if job is not None:
             self._in_line(lambda stream: self._finish_call(stream, job.state))
@@ -651,13 +651,13 @@ class GpuLowLatency(LowLatency, ending.Part):
     # What went wrong
 
     def _settle(self) -> None:
-        """Wait until all calls are over, and raise what went wrong in them."""
+        """Wait until all calls are over, and raise their error if there is one."""
         self._gpu.synchronize_device()
         self.listen()
         self._raise_unheard()
 
     def listen(self) -> None:
-        """Find out what went wrong in earlier calls; what ends this rank's part in them is raised at once."""
+        """Check for errors of earlier calls; one that ends this rank's part in them is raised at once."""
         self._unheard = self._unheard or self._reported()
 
     def _raise_unheard(self) -> None:
@@ -666,11 +666,11 @@ class GpuLowLatency(LowLatency, ending.Part):
             if error is not None:
                 raise error
         finally:
-            # Its traceback holds this frame, and with it those of all callers.
+            # Its traceback holds this frame, and thereby the frames of all callers.
             del error
 
     def _reported(self) -> AnyEPError | None:
-        """What a kernel found wrong since the last time that somebody looked."""
+        """The error that a kernel has reported since the last check."""
         error = self._reports.read(self._report, self._error_of)
         if not isinstance(error, Masked):
             return error
@@ -714,7 +714,7 @@ class GpuLowLatency(LowLatency, ending.Part):
             phase = Phase.ACKNOWLEDGE
             block = self._region.blocks.packed
         seen = [self._word_at(block.offset(peer, slot_set)) for peer in range(self._num_ranks)]
-        # Where ranks can be masked, those that were late have been.
+        # Where ranks can be masked, late ranks have been masked already.
         missing = [rank] if self._can_shrink else still_missing(seen, expected, rank)
         return Stall(missing, what, seen[missing[0]], expected), phase.name.lower()
 
@@ -724,7 +724,7 @@ class GpuLowLatency(LowLatency, ending.Part):
     def _disagreement(self, call: Call) -> AnyEPError:
         headers = self._report[constants.REPORTED_HEADERS :].reshape(self._num_ranks, records.NUM_WORDS)
         if self._calls_with_places <= 1:
-            # The sizes may have been what they disagreed about, and nothing was sent with them before.
+            # The ranks may have disagreed about the sizes, and nothing was sent with these sizes before.
             self._agreed = False
         refused = headers[:, records.Field.REFUSED]
         by_handle = np.flatnonzero(refused == kernels.BY_HANDLE)
@@ -746,7 +746,7 @@ class GpuLowLatency(LowLatency, ending.Part):
 
 
 class GpuMasks(Masks):
-    """One rank's view of who is masked: hosts tell it each other, and the kernels of their GPUs."""
+    """One rank's view of which ranks are masked; hosts tell it to each other and to their GPUs' kernels."""
 
     def __init__(
         self,
@@ -763,7 +763,7 @@ class GpuMasks(Masks):
         self._rows = heap.tensor(block.start, (self.num_ranks * block.stride // 8,), torch.int64)
 
     def adopt(self) -> None:
-        """Take over what peers have said, and what kernels have found."""
+        """Adopt the masks that peers have published and those that kernels have found."""
         with self.beside_kernels():
             told = self._rows.cpu().numpy().reshape(self.num_ranks, -1)[:, : self.num_ranks].max(axis=0)
         for rank in np.flatnonzero(told > self.generations).tolist():
@@ -771,12 +771,12 @@ class GpuMasks(Masks):
             if told[rank] % 2 and not self.masked[rank]:
                 log.warning("rank %d goes on without rank %d", self.rank, rank)
             self.masked[rank] = told[rank] % 2 == 1
-            # Kernels told kernels: hosts are to hear of it before they hear anything else of this rank.
+            # Kernels told kernels: hosts must learn of it before anything else from this rank.
             super()._tell(rank)
         super().adopt()
 
     def beside_kernels(self) -> contextlib.AbstractContextManager[Any]:
-        """What torch does inside need not wait for kernels that wait (but see `side_stream`)."""
+        """Work of torch inside this context does not wait for waiting kernels (but see `side_stream`)."""
         side = self._gpu.side_stream
         return contextlib.nullcontext() if side is None else torch.cuda.stream(side)
 
@@ -786,7 +786,7 @@ class GpuMasks(Masks):
 
 
 class _GpuHook:
-    """Receives a call that was sent; a second time it does nothing."""
+    """Receives a sent call; calling it a second time does nothing."""
 
     def __init__(self, mode: GpuLowLatency, job: _Job) -> None:
         self._left: tuple[GpuLowLatency, _Job] | None = (mode, job)
@@ -805,26 +805,26 @@ class _GpuHook:
 
 
 class _Order:
-    """Lets what is launched run in the order of the host, whatever the streams."""
+    """Makes kernels run in the order in which the host launches them, whatever their streams."""
 
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
         self.done = gpu.now()
-        """After what was launched last outside of graphs."""
+        """An event after the last launch outside of graphs."""
         self._done_in_graph = gpu.now()
         self._last: tuple[int, Any] = (0, gpu.stream.stream)
-        """The graph that was captured, 0 for none, and the stream of what was launched last."""
+        """The graph that the last launch was captured in, 0 for none, and its stream."""
         self._lock = threading.Lock()
 
     def run(self, stream: Any, launch: Launch) -> None:
-        """Launch kernels on a stream, after all that was launched before."""
+        """Launch kernels on a stream, after everything that was launched before."""
         with self._lock:
             graph = 0
             if self._gpu.stream.is_capturing():
                 graph = self._gpu.stream.graph() or UNKNOWN_GRAPH
             last_graph, last_stream = self._last
             done = self._done_in_graph if graph else self.done
-            # A graph can wait only for what is in it; the caller orders its replays.
+            # A graph can only wait for its own work; the caller orders its replays.
             if graph == last_graph != UNKNOWN_GRAPH and stream != last_stream:
                 stream.wait_event(done)
             launch(stream)
@@ -833,7 +833,7 @@ class _Order:
 
 
 class _InLine:
-    """Does at once what the CPU's mode does in its stream."""
+    """Runs at once the work that the CPU's mode runs in its stream."""
 
     def run(self, work: Callable[[], T]) -> T:
         return work()
@@ -847,7 +847,7 @@ class _GpuPlaces:
         self.message_bytes = slots.message_bytes
         self.rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
         self.list_stride = self.rows_per_expert * slots.message_bytes
-        """From one expert's list to the next one's."""
+        """Bytes from one expert's list to the next."""
         sets, ranks = range(NUM_SLOT_SETS), range(slots.num_ranks)
 
         def table(address: Callable[[int, int], int]) -> Any:
@@ -857,11 +857,11 @@ class _GpuPlaces:
             return slots.slot_offset(slot_set, 0, reader, 0)
 
         self.messages = table(lambda slot_set, other: heap_addresses[other] + slots.row_offset(slot_set, 0))
-        """Of each rank's first message."""
+        """The address of each rank's first message."""
         self.lists_for_peers = table(lambda slot_set, other: heap_addresses[rank] + list_at(slot_set, other))
-        """Of the list that this rank keeps for each peer's first expert, in its own memory."""
+        """The address of the list for each peer's first expert, in this rank's own memory."""
         self.lists_of_peers = table(lambda slot_set, other: heap_addresses[other] + list_at(slot_set, rank))
-        """Of the list that each peer keeps for this rank's first expert."""
+        """The address of the list that each peer keeps for this rank's first expert."""
 
 
 def _not_captured(function: str) -> InvalidCall:

@@ -1,12 +1,12 @@
-"""Low-latency mode of the ranks that share memory: fixed places, no exchange before the rows.
+"""Low-latency mode of ranks that share memory: rows lie at fixed places, so no exchange precedes them.
 
-A call is sent and received. To send is to put rows and lists of tokens into this rank's own memory, and to
-close with a completion record to every reader. To receive is to wait for everyone's completion record, to
-take the rows from where they lie, and to tell their senders (`packed`). Calls alternate between two sets:
-before a set is written again, every reader has told that it is done with the call before the last one. So two
-calls may be sent and not yet received. Low-latency calls have numbers of their own, and no notify messages.
+A call is first sent, then received. To send, a rank writes rows and lists of tokens into its own memory, then
+a completion record to every reader. To receive, it waits for the completion record of every rank, reads the
+rows from where they lie, and tells their senders that it is done (`packed`). Calls alternate between two
+sets: before a set is written again, every reader is done with the call before the last one. So two calls may
+be sent and not yet received. Low-latency calls have their own numbers, and no notify messages.
 
-Where ranks may be masked, a wait that would end in an error goes on without the ranks that it is about.
+Where ranks may be masked, a wait that would end in an error goes on without the ranks that caused it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORTH_SPLITTING_BYTES = 1 << 20
 WORTH_STREAMING_BYTES = 1 << 22
 NO_STATS = np.zeros(0, np.int32)
 REFUSAL_TEXTS = 2
-"""The texts before them are those of normal-mode calls."""
+"""The first refusal text of low-latency calls; the texts before it are those of normal-mode calls."""
 Hook = Callable[[], None]
 _Pieces = dict[int, list[Piece]]
 
@@ -64,7 +64,7 @@ class Tokens:
 
 
 class Received(NamedTuple):
-    """What a dispatch brings: rows by expert, and where they came from."""
+    """What a dispatch receives: rows by expert, and where they came from."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -91,7 +91,7 @@ class Outputs:
 
 
 class Sent(NamedTuple):
-    """How a call goes on: by itself (`event`), when its hook is called, or not at all: it is over."""
+    """How a sent call continues: by itself (`event`), when its hook is called, or not at all (it is over)."""
 
     event: EventHandle | None
     hook: Hook | None
@@ -113,7 +113,7 @@ class LowLatency:
         memory: WarmMemory,
         can_shrink: bool,
     ) -> None:
-        """`start` and `num_bytes` are those of the slots; lists over a network lie behind them."""
+        """`start` and `num_bytes` are those of the slots; lists received over a network lie after them."""
         self.masks = Masks(backend, control, region)
         self._can_shrink = can_shrink
         self._backend = backend
@@ -140,19 +140,19 @@ class LowLatency:
 
         self._last_call = 0
         self._all_over_until = 0
-        """Nobody is behind this call: it needs no telling."""
+        """No rank still reads the slots of calls up to this number: there is no need to wait for `packed`."""
         self._in_flight: list[Call | None] = [None] * NUM_SLOT_SETS
-        """The calls that were sent and whose hooks have not been called."""
+        """The calls that were sent but whose hooks have not been called yet."""
         self._dropped: deque[Call] = deque()
         self._num_open = 0
         self._places: _Places | None = None
         self._agreed = False
-        """Whether a call with these places has gone well on all ranks."""
+        """Whether a call with these places has succeeded on all ranks."""
         self._num_cleanings = 0
         self._unfilled: list[int | None] = [None] * NUM_SLOT_SETS
         """The addresses of the layout ranges that those calls will fill."""
         self._lent_for: tuple[int, LowLatencySizes] | None = None
-        """The call that may find its rows where `next_combine_buffer` said."""
+        """The call whose rows may be in the buffer that `next_combine_buffer` returned."""
 
     # Calls
 
@@ -167,10 +167,10 @@ class LowLatency:
         return Call(self._last_call, kind)
 
     def listen(self) -> None:
-        """Find out what went wrong in earlier calls; here, calls raise it themselves."""
+        """Check for errors of earlier calls; nothing to do here, since calls raise their own errors."""
 
     def _forget_dropped_hooks(self) -> None:
-        """What nobody can receive any more needs no slots; whoever waits for that is told."""
+        """Free the slots of calls that can no longer be received, and tell the ranks that wait for them."""
         while self._dropped:
             call = self._dropped.popleft()
             slot_set = call.number % NUM_SLOT_SETS
@@ -181,7 +181,7 @@ class LowLatency:
                 self._tell_packed(call)
 
     def hook_was_dropped(self, call: Call) -> None:
-        """Called by the garbage collector, at any time and in any thread: appending is all that is safe."""
+        """Called by the garbage collector at any time and in any thread, so only appending is safe."""
         self._dropped.append(call)
 
     def _check_set_is_free(self, number: int) -> None:
@@ -202,7 +202,7 @@ class LowLatency:
             )
 
     def check_sizes(self, sizes: LowLatencySizes) -> None:
-        """Refuse sizes that are not those of the slots."""
+        """Refuse sizes that differ from those of the slots."""
         self.check_room(sizes)
         if self._places is not None and sizes != self._places.slots.sizes and not self._may_change():
             current = self._places.slots.sizes
@@ -245,7 +245,7 @@ class LowLatency:
     # Dispatch
 
     def dispatch(self, call: Call, tokens: Tokens, run_async: bool, by_hook: bool) -> tuple[Received, Sent]:
-        """Send tokens to the experts that they chose, and get those that chose this rank's experts."""
+        """Send tokens to their chosen experts, and receive the tokens that chose this rank's experts."""
         places = self._places_for(tokens.sizes)
         received = self._new_results(places, tokens)
         header = records.record(call.kind, tokens.sizes, tokens.travel)
@@ -286,7 +286,7 @@ class LowLatency:
         )
 
     def _send_tokens(self, call: Call, places: _Places, tokens: Tokens) -> _Pieces:
-        """Put tokens into their messages, and lists beside them; what of it has to go over the network."""
+        """Write tokens into their messages, and the lists; return the parts that must go over the network."""
         slot_set = call.number % NUM_SLOT_SETS
         sizes = tokens.sizes
         topk_idx = tokens.topk_idx.numpy()
@@ -357,7 +357,7 @@ class LowLatency:
     def combine(
         self, call: Call, outputs: Outputs, run_async: bool, by_hook: bool
     ) -> tuple[torch.Tensor, Sent]:
-        """Add up what the experts made of each of this rank's tokens, weighted, in top-k order."""
+        """Add up the weighted expert outputs of each of this rank's tokens, in top-k order."""
         places = self._places_for(outputs.sizes)
         num_tokens, hidden = outputs.topk_idx.shape[0], outputs.sizes.hidden
         out = outputs.out
@@ -390,11 +390,11 @@ class LowLatency:
             raise InvalidCall("the handle's dispatch is not yet received: call its hook first")
 
     def count_rows(self, layout_range: torch.Tensor, src_info: torch.Tensor, max_tokens: int) -> int:
-        """The rows of a handle; below 0 it says what is wrong with its contents."""
+        """The number of rows of a handle; a negative value says what is wrong with its contents."""
         return int(self._backend.count_rows(layout_range.numpy(), src_info.numpy(), max_tokens))
 
     def _send_rows(self, call: Call, places: _Places, outputs: Outputs) -> _Pieces:
-        """Put the experts' rows into their messages, and lists beside them; what has to go over the
+        """Write the experts' rows into their messages, and the lists; return the parts that must go over the
         network."""
         slot_set = call.number % NUM_SLOT_SETS
         layout_range = outputs.layout_range.numpy()
@@ -428,7 +428,7 @@ class LowLatency:
         return self._transport.rows(places, slot_set, layout_range) if self._transport is not None else {}
 
     def _sum(self, call: Call, places: _Places, outputs: Outputs, ranges: Array, out: torch.Tensor) -> int:
-        """Add up; -1, or the first (token * top-k + slot) for which there is no row."""
+        """Add up. Returns -1, or the first (token * top-k + choice) that has no row."""
         slot_set = call.number % NUM_SLOT_SETS
         topk_idx = outputs.topk_idx.numpy()
         arguments = (
@@ -477,7 +477,7 @@ class LowLatency:
         return rows.view(slots.num_local_experts, places.rows_per_expert, sizes.hidden)
 
     def check_was_lent(self, call: Call, sizes: LowLatencySizes) -> None:
-        """Refuse `zero_copy` where the rows cannot be where this call looks for them."""
+        """Refuse `zero_copy` if the rows cannot be where this call looks for them."""
         if self._lent_for != (call.number, sizes):
             raise InvalidCall(
                 "zero_copy needs get_next_low_latency_combine_buffer before this call: the buffer it gave"
@@ -487,7 +487,7 @@ class LowLatency:
     # Cleaning
 
     def clean(self, call: Call, sizes: LowLatencySizes) -> None:
-        """Let all ranks change to other sizes, when nobody needs the slots of earlier calls any more."""
+        """Let all ranks change to other sizes, once no rank needs the slots of earlier calls any more."""
         header = records.record(call.kind, sizes)
 
         def whole_call() -> None:
@@ -509,7 +509,7 @@ class LowLatency:
     # Masks
 
     def unmask(self, ranks: Sequence[int]) -> None:
-        """Take ranks back, together with all ranks that are not masked and with those themselves."""
+        """Unmask ranks; all unmasked ranks and the ranks to unmask take part."""
         self.masks.adopt()
         self._forget_dropped_hooks()
         if self.masks.is_masked_out:
@@ -529,7 +529,7 @@ class LowLatency:
             self._last_call, layout = self.masks.take_back(call, ranks, layout)
             self._all_over_until = self._last_call
             if layout.version > self._num_cleanings:
-                # This rank was away while the others laid out their slots anew.
+                # The other ranks changed the layout of their slots while this rank was masked.
                 self._num_cleanings = layout.version
                 self._places_for(low_latency_sizes(*layout.sizes))
                 self._agreed = True
@@ -537,7 +537,7 @@ class LowLatency:
         self._stream.run(lambda: self._control.guarded(call, whole_round))
 
     def _forget_what_is_in_flight(self) -> None:
-        """A masked rank does not receive any more: the others have gone on."""
+        """Drop sent calls: a masked rank does not receive them, since the other ranks have gone on."""
         self._num_open -= sum(call is not None for call in self._in_flight)
         self._in_flight = [None] * NUM_SLOT_SETS
         self._unfilled = [None] * NUM_SLOT_SETS
@@ -584,12 +584,12 @@ class LowLatency:
         try:
             self._stream.run(receive)
         finally:
-            # Not before: a call in another thread that needs these slots has to wait for its turn.
+            # Not earlier: a call in another thread that needs these slots has to wait until now.
             self._in_flight[slot_set] = None
             self._unfilled[slot_set] = None
 
     def _wait_until_writable(self, call: Call) -> None:
-        """Wait until nobody needs what this rank's call before the last one wrote."""
+        """Wait until no rank needs what this rank's call before the last one wrote."""
         if self._can_shrink:
             self.masks.look()
         previous = call.number - NUM_SLOT_SETS
@@ -600,7 +600,7 @@ class LowLatency:
             self._wait(call, self._own_packed[slot_set], previous, Topic.PACKED + slot_set, what)
 
     def _post(self, call: Call, header: Array, pieces: _Pieces | None = None, refusal: str = "") -> None:
-        """Close this rank's sending: a completion record to everyone, after what goes over the network."""
+        """Finish sending: write a completion record to every rank, after the parts that use the network."""
         header[records.Field.CALL] = call.number
         slot_set = call.number % NUM_SLOT_SETS
         self._backend.post_records(
@@ -617,10 +617,10 @@ class LowLatency:
     def _wait_for_records(
         self, call: Call, places: _Places | None, header: Array, wait_stats: torch.Tensor | None
     ) -> tuple[Array, int]:
-        """Wait for everyone's completion record; the ranges in them, by (rank, local expert), and the rows in
-        all of them.
+        """Wait for the completion record of every rank. Returns their ranges, by (rank, local expert), and
+        the total number of rows.
 
-        If the ranks do not agree, it raises what they disagree about.
+        Raises `Disagreement` if the ranks do not agree.
         """
         control = self._control
         slot_set = call.number % NUM_SLOT_SETS
@@ -657,7 +657,7 @@ class LowLatency:
         return ranges, num_rows
 
     def _tell_packed(self, call: Call) -> None:
-        """Tell everyone that this rank needs nothing more of what he wrote for this call."""
+        """Tell every rank that this rank no longer needs what it wrote for this call."""
         slot_set = call.number % NUM_SLOT_SETS
         self._control.signal(self._packed_at_peers[slot_set], Topic.PACKED + slot_set, call.number)
         if self._transport is not None:
@@ -665,7 +665,7 @@ class LowLatency:
 
     def _finish(self, call: Call) -> None:
         if self._can_shrink:
-            # Who masked this rank may have written over the rows while they were read.
+            # A rank that masked this one may have overwritten the rows while this rank read them.
             self.masks.look()
         self._tell_packed(call)
         self._agreed = True
@@ -705,7 +705,7 @@ class LowLatency:
 
 
 class _Hook:
-    """Receives a call that was sent; a second time it does nothing."""
+    """Receives a sent call; calling it a second time does nothing."""
 
     def __init__(self, mode: LowLatency, call: Call, receive: Callable[[], None]) -> None:
         self._mode = mode
@@ -725,7 +725,7 @@ class _Hook:
 class _Places:
     """The addresses of a layout of slots, by set and then by rank.
 
-    What ranks `remote` the transport send lies in this rank's own memory, and so does what goes to them.
+    Data from the ranks `remote` lies in this rank's own memory, and so does data for them.
     """
 
     def __init__(
@@ -741,14 +741,14 @@ class _Places:
         self.rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
         self.remote_lists = RemoteLists(lists_start, slots)
         self.list_strides = np.full(slots.num_ranks, self.rows_per_expert * slots.message_bytes, np.int64)
-        """From one expert's list to the next one's."""
+        """Bytes from one expert's list to the next."""
         self.list_strides[list(remote)] = self.remote_lists.stride
         self.messages: list[Array] = []
-        """Of each rank's first message."""
+        """The address of each rank's first message."""
         self.lists_for_peers: list[Array] = []
-        """Of the list that this rank keeps for each peer's first expert, in its own memory."""
+        """The address of the list for each peer's first expert, in this rank's own memory."""
         self.lists_of_peers: list[Array] = []
-        """Of the list that each peer keeps for this rank's first expert."""
+        """The address of the list that each peer keeps for this rank's first expert."""
         for slot_set in range(NUM_SLOT_SETS):
             by_reader = [slots.slot_offset(slot_set, 0, reader, 0) for reader in range(slots.num_ranks)]
             self.messages.append(heap_addresses + slots.row_offset(slot_set, 0))

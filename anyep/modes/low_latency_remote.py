@@ -1,12 +1,12 @@
-"""Low latency over the network: rows are put to the ranks that want them, into slots that they keep for it.
+"""Low-latency mode over the network: rows are put into slots of the ranks that need them.
 
-Ranks that share memory take rows from where their sender keeps them. A rank on another host cannot: it gets
-them, and the lists that say which rows are whose, put into its own memory, each row once, right before the
-completion record. There its kernels find both, by addresses that are like those of a sender next door.
+Ranks that share memory read rows where the sender keeps them. A rank on another host cannot: the sender puts
+rows, and the lists that say which expert each row is for, into its memory, each row once, right before the
+completion record. Its kernels find both there, at addresses laid out like those of a sender on the same host.
 
-Of a dispatch, the message of token t of rank s lies in slot (expert 0, source s, token t) of the reader; of a
-combine, the i-th row that expert e of rank s returns lies in slot (e, s, i). Lists have an area of their own:
-for each set, rank and expert as many words as there can be tokens; first those that come, then those that go.
+In a dispatch, the message of token t of rank s lies in slot (expert 0, source s, token t) of the reader; in a
+combine, the i-th row that expert e of rank s returns lies in slot (e, s, i). Lists have their own area: for
+each set, rank and expert as many words as there can be tokens; first incoming lists, then outgoing ones.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Piece = tuple[int, int, int]
 
 
 class RemoteLists:
-    """Where lists lie that came over the network, and where those are put together that go.
+    """Where lists received over the network lie, and where outgoing lists are assembled.
 
     With 2 ranks, 3 local experts and 4 tokens at most, starting at 0: a rank's lists take 48 bytes, a set 96;
-    those that come from rank 1 in set 1 are at 144, those that go to it at 336.
+    the lists from rank 1 in set 1 are at 144, the lists for it at 336.
     """
 
     def __init__(self, start: int, slots: LowLatencySlots) -> None:
@@ -46,7 +46,7 @@ class RemoteLists:
 
 
 class LowLatencyTransport:
-    """Puts what a call sends to the remote ranks."""
+    """Puts the data of a call into the memory of the remote ranks."""
 
     def __init__(self, transport: Transport, region: ControlRegion, own_rank: int, heap_address: int) -> None:
         self.ranks = transport.ranks
@@ -63,7 +63,7 @@ class LowLatencyTransport:
     ) -> dict[int, list[Piece]]:
         """The rows of a dispatch for each rank, each token once, and its lists."""
         slots = places.slots
-        # No expert (-1) is on rank -1.
+        # The id -1 (no expert) gives rank -1.
         chosen = topk_idx // slots.num_local_experts
         num_bytes = LOW_LATENCY_HEADER_BYTES + num_payload_bytes
         own = int(places.messages[slot_set][self._rank])
@@ -76,7 +76,7 @@ class LowLatencyTransport:
         return pieces
 
     def rows(self, places: Any, slot_set: int, layout_range: Array) -> dict[int, list[Piece]]:
-        """The rows that a combine returns to each rank, and its lists; they begin where the slots do."""
+        """The rows that a combine returns to each rank, and its lists; rows begin where the slots begin."""
         slots, message_bytes = places.slots, places.message_bytes
         own = int(places.messages[slot_set][self._rank])
         pieces: dict[int, list[Piece]] = {}
@@ -91,10 +91,10 @@ class LowLatencyTransport:
         return pieces
 
     def post(self, call: Call, pieces: dict[int, list[Piece]], num_experts: int, refusal: str = "") -> None:
-        """Put rows and lists, and then the completion record that kernels left in each outbox; its number
+        """Put rows and lists, then the completion record that kernels wrote into each outbox; its call number
         comes last.
 
-        Of a refused call there are no ranges: its reason stands in their place.
+        A refused call has no ranges: the reason is written in their place.
         """
         slot_set = call.number % NUM_SLOT_SETS
         start = self._record.offset(self._rank, slot_set)
@@ -111,7 +111,7 @@ class LowLatencyTransport:
             self._transport.put(rank, [*pieces.get(rank, ()), record], [(start, call.number)])
 
     def tell_packed(self, call: Call) -> None:
-        """Tell every rank that nothing of what it put for this call is needed any more."""
+        """Tell every rank that this rank no longer needs what was put for this call."""
         offset = self._packed.offset(self._rank, call.number % NUM_SLOT_SETS)
         for rank in self.ranks:
             self._transport.send(rank, [], [(offset, call.number)])
@@ -122,7 +122,7 @@ class LowLatencyTransport:
         return here, lists.incoming(slot_set, self._rank), lists.num_bytes
 
     def _ranges(self, rank: int, slot_set: int, num_experts: int) -> Array:
-        """The ranges of the completion record that is put together for a rank."""
+        """The ranges of the completion record that is assembled for a rank."""
         start = self._record.offset(self._rank, slot_set) + RECORD_HEADER_BYTES
         ranges: Array = self._transport.outbox(rank, start, COUNTER_BYTES * num_experts).view(np.int64)
         return ranges

@@ -1,16 +1,17 @@
-"""Which ranks low-latency calls go on without: masks, and how all ranks come to the same ones.
+"""Which ranks low-latency calls go on without: masks, and how all ranks agree on them.
 
 Every rank has a generation, which only grows: 2n + 1 says that it was masked after n rounds, 2n that round n
-took it back. Who masks a rank writes its generation into every rank's memory, and so does everyone who finds
-it there, before he does anything else: nobody can write over what a masked rank still reads before that rank
-can know.
+unmasked it. A rank that masks another one writes the new generation into every rank's memory. A rank that
+finds a new generation there does the same before anything else. So a masked rank can know that it is masked
+before any rank overwrites what it still reads.
 
-Taking ranks back is a round of these ranks and all that are not masked. Each makes an request to everyone:
-the number of the round, whom to take back, the generations that it knows, and the layout of its slots. When
-all have, they go on, with call numbers of the new round. A masked rank does not know how many rounds it has
-missed, nor who was masked and what was cleaned without it: it takes all this from the requests that name it,
-and so it does whom to take back. Its own request counts once it says the same: an earlier one may lie there
-from a time when nobody else wanted a round, and it has long since given up.
+Ranks are unmasked in a round, in which they and all unmasked ranks take part. Each sends a rejoin request to
+every rank: the number of the round, which ranks to unmask, the generations that it knows, and the layout of
+its slots. When all requests have arrived, the ranks go on with the call numbers of the new round. A masked
+rank does not know how many rounds it has missed, which ranks were masked, or what was cleaned without it. It
+takes all this, and the ranks to unmask, from the requests that name it. Its own request counts once it agrees
+with those: an older request may be left from a time when no other rank wanted a round, and from a rank that
+has given up since.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from anyep.layout import NUM_SLOT_SETS, REJOIN_HEADER_BYTES, ControlRegion
 
 NUM_HEADER_WORDS: Final = REJOIN_HEADER_BYTES // 8
 SEQUENCE, VERSION, SIZES = 0, 1, slice(2, 5)
-"""Of an request's header: twice the round's number, and the layout of the slots."""
+"""Words of a rejoin request's header: twice the round's number, and the layout of the slots."""
 PAUSE_S: Final = 0.001
 log = logging.getLogger("anyep")
 
@@ -43,7 +44,7 @@ class Layout(NamedTuple):
 
 
 class Masks:
-    """One rank's view of who is masked."""
+    """One rank's view of which ranks are masked."""
 
     def __init__(self, backend: Any, control: ControlPlane, region: ControlRegion) -> None:
         self.backend = backend
@@ -60,21 +61,21 @@ class Masks:
         self.generations = np.zeros(self.num_ranks, np.int64)
         self._changed = np.zeros(self.num_ranks, np.bool_)
         self.round = 0
-        # The caller looks before a call, while the stream may be in the middle of another one.
+        # The caller calls `look` before a call, while the stream may still be running another one.
         self._lock = threading.Lock()
         self.masked = np.zeros(self.num_ranks, np.bool_)
 
     @property
     def is_masked_out(self) -> bool:
-        """Whether the others go on without this rank."""
+        """Whether this rank is masked: the others go on without it."""
         return bool(self.masked[self.rank])
 
     def adopt(self) -> None:
-        """Take over what peers have said, and pass it on."""
+        """Adopt the masks that peers have published, and pass them on."""
         self.adopt_from_hosts()
 
     def adopt_from_hosts(self) -> None:
-        """The same, but for what only kernels have said."""
+        """The same, without masks that only kernels have published."""
         with self._lock:
             if self.backend.adopt_masks(
                 self._own, self._stride, self.generations, self.masked, self._changed
@@ -83,7 +84,7 @@ class Masks:
                     self._tell(int(rank))
 
     def look(self) -> None:
-        """Take over what peers have said, and raise if they go on without this rank."""
+        """Adopt the masks that peers have published, and raise if this rank is masked."""
         self.adopt()
         self._raise_if_masked_out()
 
@@ -92,7 +93,7 @@ class Masks:
             raise self.masked_out()
 
     def mask(self, ranks: Sequence[int], reason: str) -> None:
-        """Go on without these ranks, and tell everyone; kernels are not asked, as they may wait for them."""
+        """Mask ranks, and tell every rank; kernels are not asked, as they may be waiting for these ranks."""
         self.adopt_from_hosts()
         self._raise_if_masked_out()
         for rank in ranks:
@@ -100,7 +101,7 @@ class Masks:
                 self.mask_in(rank, 2 * self.round + 1, reason)
 
     def mask_in(self, rank: int, generation: int, reason: str) -> None:
-        """Mask a rank in a generation of its own, and tell everyone."""
+        """Mask a rank with the given generation, and tell every rank."""
         self.generations[rank] = generation
         self.masked[rank] = True
         self._tell(rank)
@@ -110,7 +111,7 @@ class Masks:
         self.control.signal(self._at_peers + 8 * rank, Topic.MASK, int(self.generations[rank]))
 
     def masked_out(self) -> Masked:
-        """What a rank raises that the others go on without."""
+        """The error that a masked rank raises."""
         return Masked(
             f"the other ranks go on without rank {self.rank}: it did not answer in time, or was masked by a"
             f" call; all of them together can take it back by"
@@ -118,10 +119,10 @@ class Masks:
         )
 
     def take_back(self, call: Call, ranks: Sequence[int], layout: Layout) -> tuple[int, Layout]:
-        """Take ranks back, in a round of these and all that are not masked; some may not be masked at all.
+        """Unmask ranks, in a round of these ranks and all unmasked ones; some may not be masked at all.
 
-        Returns the call number to go on from, and the layout that all go on with. Whoever does not come in
-        time is masked (again).
+        Returns the call number and the layout with which all ranks go on. A rank that does not arrive in time
+        is masked (again).
         """
         self.adopt()
         self.control.enter(call, Phase.NOTIFY)
@@ -132,14 +133,14 @@ class Masks:
         return result
 
     def refuse_round(self) -> None:
-        """Let the others' round end at once, with nobody taken back: this rank's call was wrong."""
+        """End the others' round at once, with no rank unmasked, because this rank's call was wrong."""
         if not self.is_masked_out:
             _Round(self, [], Layout(0, (0, 0, 0)))
             self.round += 1
 
 
 class _Round:
-    """A round that takes ranks back, from one rank's side."""
+    """A round that unmasks ranks, from one rank's side."""
 
     def __init__(self, masks: Masks, ranks: list[int], layout: Layout) -> None:
         self._masks = masks
@@ -169,10 +170,10 @@ class _Round:
         )
 
     def step(self, num_spins: int) -> int:
-        """Look for requests, wait a little for those that are missing; 0 when all are there."""
+        """Look for requests, and wait briefly for missing ones. Returns 0 when all have arrived."""
         masks = self._masks
         masks.adopt()
-        # This rank may have been masked before the round, or in it, by those who want none.
+        # This rank may have been masked before the round, or during it by ranks that want no round.
         is_masked = masks.is_masked_out
         is_named = self._returning[self._rank] and masks.generations[self._rank] <= 2 * self._number
         if is_masked and not is_named:
@@ -180,7 +181,7 @@ class _Round:
         self._read(self._number)
         if is_masked and self._follow_others():
             return 1
-        # Waited for is who takes part and was not masked since the round began.
+        # Wait for the ranks that take part and were not masked since the round began.
         view = self._view()
         taking_part = ((view % 2 == 0) | self._returning) & (view <= 2 * self._number) & ~self._ignored
         self._missing[:] = taking_part & ~self._has_request()
@@ -192,7 +193,7 @@ class _Round:
             if self._follow_newer_requests():
                 return 1
             if is_alone:
-                # Nobody knows yet that this rank wants to come back.
+                # No rank knows yet that this rank wants to rejoin.
                 self._missing[:] = ~self._ignored
                 self._missing[self._rank] = False
                 if not self._missing.any():
@@ -203,12 +204,12 @@ class _Round:
         if not self._control.await_counters(
             counters, 2 * self._number, waiting, num_spins, Topic.REJOIN + turn
         ):
-            # They are there and do not count, or not for this rank: those that do are still to come.
+            # Requests have arrived that do not count, or not for this rank; those that do are still missing.
             time.sleep(PAUSE_S)
         return 1
 
     def _follow_others(self) -> bool:
-        """A rank that is masked takes back whom those take back who are not."""
+        """A masked rank adopts the rejoin set of the unmasked ranks."""
         is_request = self._has_request() & ~self._is_maker_masked()
         if not is_request.any():
             return False
@@ -220,10 +221,10 @@ class _Round:
         return True
 
     def _follow_newer_requests(self) -> bool:
-        """A rank that is masked, and has missed rounds, joins the newest one that names it.
+        """A masked rank that has missed rounds joins the newest one that names it.
 
-        An request by which this rank is not masked any more says that this rank's round took it back: the
-        requests that were missing a moment ago have come since, and this rank must not skip that round.
+        A request in which this rank is no longer masked says that this rank's round has unmasked it: the
+        requests that were missing a moment ago have arrived since, and this rank must not skip that round.
         """
         newest = self._number
         for turn in range(NUM_SLOT_SETS):
@@ -238,27 +239,27 @@ class _Round:
         return True
 
     def _read(self, number: int) -> None:
-        """The requests that lie where those of this round do; of older or newer ones, if so."""
+        """Read the requests at the place of this round's; they may belong to an older or newer round."""
         self._backend.read_requests(self._masks.own_requests[number % NUM_SLOT_SETS], self._words)
 
     def _sets(self) -> Array:
-        """[maker, rank]: whether the maker of an request wants to take a rank back."""
+        """[sender, rank]: whether the sender of a request wants to unmask a rank."""
         sets: Array = self._words[:, NUM_HEADER_WORDS:] & 1 == 1
         return sets
 
     def _names(self, rank: int) -> Array:
-        """Whose requests want to take a rank back."""
+        """Which ranks have requested to unmask a rank."""
         named: Array = self._sets()[:, rank]
         return named
 
     def _is_maker_masked(self) -> Array:
-        """Whose requests are those of masked ranks: by their own account, or to one who is not masked."""
+        """Which requests are those of masked ranks: by their own account, or as an unmasked rank knows."""
         masks = self._masks
         is_masked: Array = np.diagonal(self._words[:, NUM_HEADER_WORDS:] >> 1) % 2 == 1
         return is_masked if masks.is_masked_out else is_masked | masks.masked
 
     def _has_request(self) -> Array:
-        """Who has made an request for this round that counts; to a rank that is masked, one that names it."""
+        """Which ranks sent a request that counts for this round; if this rank is masked, it must be named."""
         made: Array = self._words[:, SEQUENCE] == 2 * self._number
         made &= ~self._is_maker_masked() | (self._sets() == self._returning).all(axis=1)
         if self._masks.is_masked_out:
@@ -266,7 +267,7 @@ class _Round:
         return made
 
     def _view(self) -> Array:
-        """The generations that count; to a rank that is masked, those who are not say them."""
+        """The generations that count; a masked rank takes them from the requests of unmasked ranks."""
         masks = self._masks
         view = masks.generations.copy()
         if masks.is_masked_out:
@@ -284,9 +285,9 @@ class _Round:
     def give_up(self, peers: Sequence[int], error: AnyEPError) -> None:
         masks, control = self._masks, self._control
         gone = control.blame.gone()
-        # A peer that waits for this rank in a call is not late: this rank is, and will be told. It is told
-        # before a peer stops waiting for it. So the masks are read after the peers were asked: in the other
-        # order a peer could go on in between, and this rank would mask it without knowing the reason.
+        # A peer that waits for this rank in a call is not late: this rank is, and will be masked. It is told
+        # so before the peer stops waiting for it. So masks are read after the peers' status: in the other
+        # order, a peer could go on in between, and this rank would mask it without knowing the reason.
         late = [peer for peer in peers if peer in gone or control.blame.waits_for(peer) != self._rank]
         masks.adopt()
         if not masks.is_masked_out:
@@ -295,7 +296,7 @@ class _Round:
         elif set(peers) <= gone:
             self._ignored[list(peers)] = True
         else:
-            # Who is masked himself masks nobody: the others are not late, they just do not want him yet.
+            # A masked rank must not mask others: they are not late, they just do not want it back yet.
             raise masks.masked_out()
 
     def finish(self) -> tuple[int, Layout]:

@@ -1,12 +1,12 @@
 """Normal mode, on every device: dispatch, cached dispatch, worst-case dispatch and combine.
 
 A dispatch exchanges notify messages with counts. Every rank then knows the whole count matrix and the free
-windows of all ranks, and decides for each receiver alike: rows that fit its window go straight to their final
-place, others through its rings. A combine sums each token's rows at its source, in rank order; the call of a
-rank that owns rows ends when all readers have read them.
+windows of all ranks, and all ranks decide the same for each receiver: rows that fit its window go directly to
+their final place, others through its rings. A combine sums each token's rows at its source, in rank order;
+the call of a rank that owns rows ends when all readers have read them.
 
-What happens is decided here, how it is done in a backend (`NormalOps`). This module does not check what the
-user passed.
+This module decides what happens; a backend (`NormalOps`) implements it. Arguments of the user are not checked
+here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_EXPERTS: Final = 0
 
 
 class Dispatch(NamedTuple):
-    """A checked dispatch that is not along a handle."""
+    """The checked arguments of a dispatch without a handle."""
 
     payload: Payload
     counts: TokenCounts
@@ -88,7 +88,7 @@ class NormalMode:
     def dispatch(
         self, call: Call, request: Dispatch, previous: EventOverlap | None, run_async: bool
     ) -> Dispatched:
-        """A dispatch that finds out its routing."""
+        """A dispatch that determines its routing."""
         payload = self.ops.aligned_payload(request.payload)
         if payload is not request.payload:
             request = request._replace(payload=payload)
@@ -99,7 +99,7 @@ class NormalMode:
         )
 
     def _dispatch_counted(self, ops: NormalCall, request: Dispatch) -> Dispatched:
-        """The notify messages tell how many rows come; then there is a place for each of them."""
+        """Learn the number of rows from the notify messages, then allocate exactly as many."""
         payload, counts, config, _, alignment = request
         ops.prepare_to_wait()
         header = self._dispatch_header(payload, config, counts.num_experts)
@@ -118,7 +118,7 @@ class NormalMode:
         return _dispatched(results, by_expert, routing, event)
 
     def _dispatch_worst_case(self, ops: NormalCall, request: Dispatch) -> Dispatched:
-        """The number of rows is given, so that the host waits for nothing."""
+        """The number of rows is given, so the host does not wait."""
         payload, counts, config, num_rows, _ = request
         header = self._dispatch_header(payload, config, counts.num_experts)
         window = offer_exactly(header, self.windows, payload, num_rows)
@@ -168,7 +168,7 @@ class NormalMode:
     def combine(
         self, call: Call, combined: CombineInput, previous: EventOverlap | None, run_async: bool
     ) -> Combined:
-        """The way back: every token's rows, summed at its source."""
+        """The reverse direction: sum every token's rows at its source."""
         combined = self.ops.aligned_input(combined)
         ops = self.ops.start(call, previous, run_async)
 
@@ -183,7 +183,7 @@ class NormalMode:
             ops.stage(combined, header)
             ops.notify_by_handle(header, None, combined.routing)
             ops.reduce(combined, out, out_weights)
-            # Until every reader is done, x must stay as it is.
+            # x must not change until every reader is done.
             ops.barrier(Phase.ACKNOWLEDGE)
             return Combined(out, out_weights, ops.end(x, weights, out, out_weights, *combined.biases))
 
@@ -220,7 +220,7 @@ class NormalMode:
 
 
 def offer_what_is_free(header: Array, windows: Windows) -> None:
-    """Offer all free windows; the number of rows will tell how much is needed."""
+    """Offer all free windows; the size that is needed depends on the number of rows, not known yet."""
     offers = windows.offers(MAX_OFFERS)
     header[NUM_OFFERS] = len(offers)
     for index, (offset, num_bytes) in enumerate(offers):
@@ -229,7 +229,7 @@ def offer_what_is_free(header: Array, windows: Windows) -> None:
 
 
 def offer_exactly(header: Array, windows: Windows, payload: Payload, num_rows: int) -> int:
-    """Take a window now, where the number of rows is known, and offer just that; -1 if there is none."""
+    """Allocate a window for a known number of rows, and offer only that one; -1 if there is none."""
     num_bytes = payload.window_bytes(num_rows)
     offset = windows.allocate(num_bytes)
     header[RESULT_ROWS] = num_rows

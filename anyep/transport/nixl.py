@@ -1,4 +1,4 @@
-"""Bytes and signals into another host's memory, by NIXL (UCX underneath: InfiniBand, RoCE or TCP).
+"""Puts bytes and signals into another host's memory by NIXL (UCX underneath: InfiniBand, RoCE or TCP).
 
     engine = NixlEngine(rank, heap)
     engine.register(x.data_ptr(), x.nbytes)                   # further memory that is sent from
@@ -7,12 +7,12 @@
     while engine.num_done(peer) < ticket:                     # from then on x may be overwritten
         engine.poll()
 
-When the peer polls, the word at 64 in its heap becomes 7, and x is at 4096. Whoever waits must poll: nothing
-arrives, and nothing leaves, while nobody does.
+When the peer polls, the word at 64 in its heap becomes 7, and x is at 4096. A process that waits must poll:
+nothing arrives, and nothing leaves, unless it does.
 
-A put is one WRITE whose notification carries the signals; a small one is a notification that carries its
-pieces, too, which arrives in half the time. Notifications may overtake each other (a small put is done before
-a large one), so they are numbered and the receiver applies them in order.
+A put is one WRITE whose notification carries the signals. A small put is only a notification, which carries
+the pieces, too, and arrives in half the time. Notifications may overtake each other (a small put is done
+before a large one), so they are numbered and the receiver applies them in order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOOK: Final = (
 _DESCRIPTION: Final = struct.Struct("<QQQ")
 """Before the agent's metadata: rank, address and size of the heap."""
 _HEADER: Final = struct.Struct("<cQ")
-"""Before a notification's content: what it is, and the ticket of the put."""
+"""Before a notification's content: its kind, and the ticket of the put."""
 _SIGNALS: Final = struct.Struct("<I")
 """Then the number of signals, and the signals: offset and value."""
 _PIECE: Final = struct.Struct("<QI")
@@ -56,7 +56,7 @@ _WORDS: Final = b"w"
 
 @dataclass
 class _Peer:
-    """What this rank knows of another one, both as a receiver and as a sender of puts."""
+    """What this rank knows about another one, both as a receiver and as a sender of puts."""
 
     rank: int
     agent: str
@@ -66,19 +66,19 @@ class _Peer:
     num_tickets: int = 0
     num_done: int = 0
     running: deque[tuple[int, Any]] = field(default_factory=deque)
-    """Ticket and transfer, oldest first. Those after the first may be done already."""
+    """Ticket and transfer, oldest first. Transfers after the first may be done already."""
     num_applied: int = 0
     early: dict[int, bytes] = field(default_factory=dict)
-    """Signals of puts that came before those of an earlier one."""
+    """Signals of puts that arrived before those of an earlier put."""
 
 
 class NixlEngine:
-    """Puts into the heaps of ranks on other hosts, and takes what they put into this one's."""
+    """Puts data into the heaps of ranks on other hosts, and receives what they put into this rank's."""
 
     def __init__(self, rank: int, heap: Block) -> None:
-        """`heap` is this rank's own memory, which peers put into; puts may come from it, too."""
+        """`heap` is this rank's own memory, which peers put into; it may also be the source of puts."""
         self.lost: dict[int, str] = {}
-        """Ranks that a transfer to has failed, and what was said about it."""
+        """Ranks to which a transfer has failed, with the error message."""
         self.bytes_put: dict[int, int] = {}
         self.num_puts: dict[int, int] = {}
         self._rank = rank
@@ -93,7 +93,7 @@ class NixlEngine:
         self.register(heap.address, heap.num_bytes)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Let puts come from this memory. To be called before `describe`."""
+        """Allow puts from this memory. Must be called before `describe`."""
         if num_bytes == 0:
             return
         with self._lock:
@@ -102,13 +102,13 @@ class NixlEngine:
             self._own_ranges.append((address, address + num_bytes))
 
     def describe(self) -> bytes:
-        """What peers need to know of this rank; they pass it to `connect`."""
+        """What peers need to know about this rank; they pass it to `connect`."""
         with self._lock:
             head = _DESCRIPTION.pack(self._rank, self._heap.address, self._heap.num_bytes)
             return head + bytes(self._agent.get_agent_metadata())
 
     def connect(self, descriptions: Mapping[int, bytes]) -> None:
-        """Make the ranks of other hosts known, each with its description."""
+        """Register the ranks on other hosts, each with its description."""
         with self._lock:
             for rank, description in descriptions.items():
                 told_rank, address, num_bytes = _DESCRIPTION.unpack_from(description)
@@ -127,10 +127,10 @@ class NixlEngine:
         """Start to copy pieces: own address, offset in the peer's heap, bytes. Signals are stored after them.
 
         A signal is an offset in the peer's heap and the value that the 64-bit word there is raised to. It
-        is not seen there before all pieces and signals of this and of every earlier put to this peer.
+        does not become visible before all pieces and signals of this and of every earlier put to this peer.
 
-        Returns at once, with a ticket: 1, 2, 3 and so on for each peer. The pieces must stay as they are
-        until `num_done(peer)` has reached it.
+        Returns at once, with a ticket: 1, 2, 3 and so on for each peer. The pieces must not change until
+        `num_done(peer)` has reached the ticket.
         """
         with self._lock:
             if self._is_closed:
@@ -164,7 +164,7 @@ class NixlEngine:
     def num_done(self, peer: int) -> int:
         """Puts up to this ticket are done here: their memory may be overwritten.
 
-        It stands still when the peer is lost.
+        It no longer changes when the peer is lost.
         """
         return self._peers[peer].num_done
 
@@ -174,14 +174,14 @@ class NixlEngine:
         return other.num_done == other.num_tickets
 
     def say(self, peer: int, words: bytes) -> None:
-        """Send words that the peer's `heard` returns. If they cannot be sent, nothing happens."""
+        """Send bytes that the peer's `heard` returns. If they cannot be sent, nothing happens."""
         with self._lock:
             if peer not in self.lost and not self._is_closed:
                 with self._losing(peer):
                     self._agent.send_notif(self._peers[peer].agent, _HEADER.pack(_WORDS, 0) + words)
 
     def poll(self) -> bool:
-        """Make progress: finish transfers, store the signals that came. Whether anything came or was done."""
+        """Make progress: finish transfers, store received signals. Returns whether there were any."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -198,17 +198,17 @@ class NixlEngine:
             return moved
 
     def heard(self) -> list[tuple[int, bytes]]:
-        """Who has said what, since the last call, as far as `poll` took it."""
+        """The (rank, bytes) that peers sent by `say` and `poll` received since the last call."""
         with self._lock:
             heard, self._heard = self._heard, []
             return heard
 
     def last_heard(self, peer: int) -> float:
-        """When something came from this peer, on the clock of `time.monotonic`; at first, when it was met."""
+        """When this peer was last heard from, by `time.monotonic`; initially, when it was connected."""
         return self._peers[peer].last_heard
 
     def close(self) -> None:
-        """Give everything back. What is still on its way may or may not arrive."""
+        """Release all resources. Data that is still in flight may or may not arrive."""
         with self._lock:
             if self._is_closed:
                 return
@@ -241,7 +241,7 @@ class NixlEngine:
             raise RuntimeError("the transfer could not be started")
 
     def _finish(self, peer: _Peer) -> bool:
-        """Let go of the transfers that are done. Whether there were any."""
+        """Release finished transfers. Returns whether there were any."""
         num_before = peer.num_done
         while peer.running:
             state = self._agent.check_xfer_state(peer.running[0][1])
@@ -292,7 +292,7 @@ class NixlEngine:
 
     @contextlib.contextmanager
     def _losing(self, peer: int) -> Iterator[None]:
-        """What NIXL raises in here means that the peer is lost, for now and for ever."""
+        """An exception of NIXL inside this context means that the peer is lost permanently."""
         try:
             yield
         except Exception as error:
@@ -305,7 +305,7 @@ class NixlEngine:
 
 
 def join_pieces(pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Make one piece of those that follow each other both here and there; leave out empty ones.
+    """Merge pieces that are adjacent both here and at the peer; leave out empty ones.
 
     >>> list(join_pieces([(1000, 0, 10), (1010, 10, 20), (1030, 64, 5), (0, 0, 0)]))
     [(1000, 0, 30), (1030, 64, 5)]
@@ -323,11 +323,11 @@ def join_pieces(pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, i
 
 
 def _make_agent(name: str) -> Any:
-    # Read once, when the library is loaded. What fails is said by AnyEP, once and not for every transfer.
+    # Read once, when the library is loaded. AnyEP reports a failure itself, once and not per transfer.
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     _, api = load_nixl(torch.version.cuda)
     try:
-        # Its own thread for progress competes with the ranks for the cores: a tenth of the speed on two.
+        # NIXL's progress thread competes with the ranks for the cores: a tenth of the speed on two cores.
         return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False))
     except Exception as error:
         raise NotSupported(f"NIXL cannot be used here ({error}): {_LOOK}") from error

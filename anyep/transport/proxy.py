@@ -1,8 +1,8 @@
 """Moves the contents of rings over the network: rows that were sent become puts, counters become signals.
 
 A device writes rows for a node on another host into the sending half of its rings, and advances its counts.
-The proxy puts what is new there, and then raises the tail at the receiver; where this rank has taken rows, it
-raises the head at their sender. It needs to know nothing else about the device.
+The proxy puts new rows to the receiver, and then raises the tail there; where this rank has taken rows, it
+raises the head at their sender. It needs no other knowledge of the device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from anyep.transport.remote import Transport
 
 
 class NetworkRingState(Protocol):
-    """The rings between nodes in one call, and how far it has come, by [channel, node]."""
+    """The rings between nodes in one call, and the call's progress, by [channel, node]."""
 
     @property
     def net_area(self) -> RingArea: ...
     @property
     def net(self) -> Array:
-        """[layer, channel, node]: addresses, and counters at the begin of the call."""
+        """[layer, channel, node]: addresses, and counters at the start of the call."""
 
     @property
     def net_sent(self) -> Array: ...
@@ -52,7 +52,7 @@ class RingProxy:
         self._acknowledged = np.zeros_like(rings.net_taken)
 
     def forward(self) -> None:
-        """Send what is new, in one put per node."""
+        """Send new rows and counters, in one put per node."""
         for node, relay in self._remote.items():
             pieces, signals = self._new_rows(node)
             signals += self._new_heads(node)
@@ -60,7 +60,7 @@ class RingProxy:
                 self._transport.put(relay, pieces, signals)
 
     def _new_rows(self, node: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
-        """The rows that a node has not got yet, and the tails that announce them."""
+        """The rows that were not yet put to a node, and the tails that announce them."""
         rings, area = self._rings, self._rings.net_area
         pieces: list[tuple[int, int, int]] = []
         signals: list[tuple[int, int]] = []
@@ -77,7 +77,7 @@ class RingProxy:
         return pieces, signals
 
     def _new_heads(self, node: int) -> list[tuple[int, int]]:
-        """What this rank has taken since, so that a node may send more."""
+        """The heads that tell a node how many rows this rank has taken, and so that it may send more."""
         rings = self._rings
         signals: list[tuple[int, int]] = []
         for channel in np.flatnonzero(rings.net_taken[:, node] > self._acknowledged[:, node]).tolist():
@@ -89,7 +89,7 @@ class RingProxy:
 
 
 def rows_between(first: int, end: int, num_rows: int) -> list[tuple[int, int]]:
-    """Where rows number `first` to `end` - 1 lie in a ring of so many rows: (first place, how many), in
+    """Where rows number `first` to `end` - 1 lie in a ring of `num_rows` rows: (first place, count), in
     order.
 
     >>> rows_between(3, 5, 8), rows_between(6, 10, 8), rows_between(8, 16, 8)

@@ -1,14 +1,13 @@
-"""The ranks that are reached over a network: what is written for them lies here, and an engine takes it.
+"""The transport to ranks that are reached over a network: kernels write to outboxes, an engine sends them.
 
-Of each such rank there is an outbox here, laid out like its control region. Kernels write notify messages,
-completion records and counters into it as if it were the rank's own memory; then `send` brings pieces of it
-there, to the same offsets, and after them the words that close them. What ranks say about themselves comes
-the other way: it is kept in the outbox of who said it, where the status of a rank of this host would be found
-in its heap.
+This rank has an outbox for each such rank, laid out like that rank's control region. Kernels write notify
+messages, completion records and counters into it as if it were that rank's memory. Then `send` copies pieces
+of it to the same offsets at that rank, followed by the words that close them. The status of a remote rank
+travels the other way: it is kept in the outbox for that rank, at the place where the heap of a rank of this
+host has its status.
 
-Nothing arrives and nothing leaves while nobody polls. Whoever waits polls; between calls a thread does, at
-its leisure, which also says now and then that this rank lives. So a rank that is silent is not slow: it is
-gone, or out of reach.
+Nothing arrives and nothing leaves unless a thread polls. A rank that waits polls; between calls a background
+thread polls at a low rate, and sends heartbeats. So a silent rank is not slow: it is gone, or out of reach.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from anyep.layout import STATUS_BYTES, StatusWord
 HEARTBEAT_S: Final = 0.5
 DRAIN_S: Final = 1.0
 SILENT_AFTER_S: Final = 2.0
-"""Everyone says twice a second that he lives: of whom nothing is heard for so long, something is wrong."""
+"""Every rank sends two heartbeats per second; a peer silent for longer than this is presumed unreachable."""
 PUMP_S: Final = 0.002
 IDLE_PUMP_S: Final = 0.005
 IDLE_AFTER_S: Final = 0.1
 _CLOCK: Final = struct.Struct("<q")
-"""Before what a rank says of itself: its clock."""
+"""Precedes the status that a rank sends: its clock."""
 
 
 class Transport(ending.Part):
-    """One rank's way to ranks on other hosts; `outboxes` are memory of this rank, one for each of them."""
+    """One rank's transport to ranks on other hosts; `outboxes` are memory of this rank, one per such rank."""
 
     def __init__(self, engine: Any, own_heap: Any, outboxes: Mapping[int, Any]) -> None:
         self.engine = engine
@@ -55,7 +54,7 @@ class Transport(ending.Part):
     def send(
         self, rank: int, pieces: Sequence[tuple[int, int]], signals: Sequence[tuple[int, int]] = ()
     ) -> None:
-        """Bring pieces of a rank's outbox there: (offset, bytes); then raise words there: (offset, value)."""
+        """Send pieces of a rank's outbox to it: (offset, bytes); then raise words there: (offset, value)."""
         start = self._outboxes[rank].address
         self.put(rank, [(start + offset, offset, num_bytes) for offset, num_bytes in pieces], signals)
 
@@ -64,7 +63,7 @@ class Transport(ending.Part):
     ) -> None:
         """The same, with pieces of any memory: (address, offset there, bytes).
 
-        A rank that is lost gets nothing. Whoever waits for it finds out, and what it said last.
+        Nothing is sent to a lost rank. A wait for it reports the loss, and its last status.
         """
         with contextlib.suppress(PeerLost):
             self.engine.put(rank, pieces, list(signals))
@@ -80,19 +79,19 @@ class Transport(ending.Part):
         return part
 
     def poll(self) -> bool:
-        """Take what has come, and push on what is to leave; whether anything moved."""
+        """Receive what has arrived, and make progress with sends. Returns whether anything moved."""
         moved: bool = self.engine.poll()
         self._polled_at = time.monotonic()
         if moved:
             self._moved_at = self._polled_at
-            # The pump and a waiting caller may both be here: what was said later is to be kept.
+            # The polling thread and a waiting caller may both be here: the later status must be kept.
             with self._lock:
                 for rank, words in self.engine.heard():
                     self._keep_status(rank, words)
         return moved
 
     def _keep_polling(self) -> None:
-        """Poll where nobody else does, and say now and then that this rank lives, and what it does."""
+        """Poll when no other thread does, and send heartbeats with this rank's status."""
         while not self._stop.wait(
             PUMP_S if time.monotonic() - self._moved_at < IDLE_AFTER_S else IDLE_PUMP_S
         ):
@@ -102,7 +101,7 @@ class Transport(ending.Part):
                 self.poll()
 
     def say_status(self) -> None:
-        """Tell everyone what this rank says about itself; it may not arrive."""
+        """Send this rank's status to every remote rank; it may not arrive."""
         self._said_at = time.monotonic()
         words = _CLOCK.pack(time.monotonic_ns()) + self._own_status.tobytes()
         for rank in self.ranks:
@@ -116,7 +115,7 @@ class Transport(ending.Part):
         return time.monotonic() - float(self.engine.last_heard(rank))
 
     def drain(self, timeout_s: float) -> None:
-        """Poll until all that was sent has left, but no longer than this."""
+        """Poll until everything that was sent has left, but no longer than `timeout_s`."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until and not all(map(self._is_done, self.ranks)):
             self.poll()
@@ -125,7 +124,7 @@ class Transport(ending.Part):
         return rank in self.engine.lost or bool(self.engine.is_idle(rank))
 
     def close(self) -> None:
-        """Tell everyone what this rank said last, and let go."""
+        """Send this rank's last status, and release the engine."""
         self._stop.set()
         if threading.current_thread() is not self._pump:
             self._pump.join()
@@ -141,11 +140,11 @@ class Transport(ending.Part):
         self._stop.set()
         ending.join(self._pump, until)
         if not self._pump.is_alive():
-            # What this rank said last is to leave.
+            # This rank's last status still has to be sent.
             self.poll()
 
     def _keep_status(self, rank: int, words: bytes) -> None:
-        """Keep what a rank said; times are on its own clock, and are moved to this one's."""
+        """Keep the status of a rank; its times are converted from its clock to this rank's."""
         (clock,) = _CLOCK.unpack_from(words)
         status = self._outboxes[rank].array(0, STATUS_BYTES, np.uint8)
         status[:] = np.frombuffer(words, np.uint8, offset=_CLOCK.size)

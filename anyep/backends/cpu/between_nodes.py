@@ -1,8 +1,8 @@
 """Rows between nodes: through rings to a relay on each node, and from there by window or ring to its ranks.
 
-The plan (`anyep.relay`) says who relays what. Between virtual nodes on one machine, rows and counters are
-written right into the memory of the relay; between hosts, where an engine takes them from: a proxy forwards
-them.
+The plan (`anyep.relay`) says which rank relays which rows. Between virtual nodes on one machine, rows and
+counters are written directly to the memory of the relay. Between hosts they are written to local memory, from
+which a proxy forwards them through an engine.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Traffic:
 
 
 class BetweenNodes:
-    """The way of rows where some ranks are on other nodes; `remote` are the ranks on other hosts."""
+    """How rows travel where some ranks are on other nodes; `remote` are the ranks on other hosts."""
 
     source_bytes = SOURCE_META_BYTES
 
@@ -97,7 +97,7 @@ class BetweenNodes:
     # Counts and handles
 
     def new_node_counts(self) -> torch.Tensor | None:
-        """Where to count the tokens that go to each node."""
+        """A tensor for the number of tokens that go to each node."""
         return torch.empty(self._topology.num_nodes, dtype=torch.int32, device="cpu")
 
     def count_nodes(self, in_rank: torch.Tensor, counts: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class BetweenNodes:
         counts.numpy()[:] = by_channel[:, 0]
 
     def with_nodes(self, counts: CpuCounts, per_node: Any) -> CpuCounts:
-        """The counts with those by node; a user's counts per node that contradict the mask are refused."""
+        """Add the counts by node; a user's counts per node that contradict the mask are refused."""
         places = counts.places
         by_channel, numbers = self._place_in_nodes(places.in_rank, places.by_channel.shape[1])
         _check_node_counts(per_node, by_channel.sum(axis=1))
@@ -123,7 +123,7 @@ class BetweenNodes:
         return by_channel, numbers
 
     def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> RelayRouting:
-        """The routing of a handle; the very tuple that the last dispatch returned needs no unpacking."""
+        """The routing of a handle; the tuple object that the last dispatch returned needs no unpacking."""
         is_last = last is not None and handle is last[0]
         routing = last[1] if last is not None and is_last else relay_routing_of(handle, self._topology)
         return checked(routing, self._topology, self._rank)
@@ -148,7 +148,7 @@ class BetweenNodes:
         )
 
     def with_rows(self, routing: RelayRouting, num_rows: int, is_counted: bool) -> RelayRouting:
-        """Room for received rows and for relayed ones: as many as came, or as are received at most."""
+        """Add room for received and relayed rows: as many as were counted, or the most that are received."""
         num_relayed = routing.num_relayed if is_counted else num_rows
         return routing._replace(
             recv_src_meta=np.zeros((num_rows, SOURCE_META_BYTES), np.uint8),
@@ -161,7 +161,7 @@ class BetweenNodes:
     # Notify
 
     def notify(self, call: Call, header: Array, counts: CpuCounts, routing: RelayRouting) -> NotifyCounts:
-        """Exchange notify messages, and fill the routing with what they say."""
+        """Exchange notify messages, and fill the routing from them."""
         places, control = counts.places, self._mover.control
         assert places.by_node_channel is not None
         ranks, nodes = self._num_ranks, self._topology.num_nodes
@@ -259,7 +259,7 @@ class BetweenNodes:
         streaming = int(decision.num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
         sent, to_relay = routing.rdma_channel_prefix_matrix[:, -1], lanes.relayed.sum(axis=1)
         to_take = lanes.num_rows.sum(axis=(0, 2)) if not mine else np.zeros(len(here), np.int64)
-        # In a new handle the kernel is about to write which rows go where; the messages say how many.
+        # In a new handle the kernel will write which rows go where; the messages say how many.
         relayed_to = decision.counts.relayed[:, : len(here)].sum(axis=(0, 2)) if is_new else lanes.relayed_to
         self._run(
             call,
@@ -342,7 +342,7 @@ class BetweenNodes:
     # Rings
 
     def _rings(self, config: Config, token: TokenLayout, send_to: Array, receive_from: Array) -> CallRings:
-        """The rings of a call that begins: between nodes, and to and from some ranks of this node."""
+        """The rings of a new call: between nodes, and to and from some ranks of this node."""
         plan, blocks = self._plan, self._mover.region.blocks
         area = self._network.area_for(config, token)
         nvl_area = self._mover.rings.node.area_for(config, token)
@@ -355,18 +355,18 @@ class BetweenNodes:
     def _layers(
         self, area: RingArea, ranks: Sequence[int], own: int, tail: ControlBlock, head: ControlBlock
     ) -> Array:
-        """[layer, channel, peer]: addresses of rows, tails and heads, and where the counters are now."""
+        """[layer, channel, peer]: addresses of rows, tails and heads, and current values of the counters."""
         known = self._known_layers.get(area)
         if known is None:
             if len(self._known_layers) >= MAX_KNOWN_AREAS:
                 self._known_layers.clear()
             known = self._new_layers(area, ranks, own, tail, head)
             for index in np.flatnonzero(np.isin(ranks, self._remote)).tolist():
-                # Rows for other hosts are put together here, in the other half of the RDMA bytes.
+                # Rows for other hosts are assembled here, in the other half of the RDMA bytes.
                 known[SEND_ROWS, :, index] = known[RECV_ROWS, :, index] + self._network.half_bytes
             self._known_layers[area] = known
         layers = known.copy()
-        # This rank alone advances the tail where it sends and the head where it receives.
+        # Only this rank advances the tail where it sends and the head where it receives.
         cpu.read_counters(layers[SEND_TAIL], layers[SEND_BASE])
         cpu.read_counters(layers[RECV_HEAD], layers[RECV_BASE])
         return layers
@@ -398,7 +398,7 @@ class BetweenNodes:
         streaming: int,
         work: RelayWork,
     ) -> None:
-        """Send, relay and receive until all is done, the channels shared among the team's threads."""
+        """Send, relay and receive until all is done; the team's threads share the channels."""
         control, plan, team = self._mover.control, self._plan, self._mover.team
         control.enter(call, Phase.RINGS)
         limits = np.array(
@@ -429,7 +429,7 @@ class BetweenNodes:
             proxy = self._new_proxy(self._remote_relays, rings)
 
             def do_some() -> tuple[int, bool]:
-                """A little at a time, so that the network has something to do meanwhile."""
+                """Do a part of the work, so that the network can already send its results."""
                 done = rings.progress()
                 num_left = all_channels(0, -ROUNDS_AT_ONCE)
                 proxy.forward()
@@ -448,7 +448,7 @@ class BetweenNodes:
         )
 
     def _count_traffic(self, rings: CallRings, token: TokenLayout, rows_within_node: int) -> None:
-        """What went over the network is what was put into its rings."""
+        """Count the traffic; the rows sent over the network are those put into its rings."""
         between = int(rings.net_sent.sum())
         self.traffic.rows_between_nodes += between
         self.traffic.bytes_between_nodes += between * token.token_bytes
@@ -457,7 +457,7 @@ class BetweenNodes:
 
 
 class CallRings:
-    """The rings of one call, and how far it has come."""
+    """The rings of one call, and its progress."""
 
     def __init__(self, net_area: RingArea, nvl_area: RingArea, net: Array, nvl: Array) -> None:
         self.net_area, self.nvl_area = net_area, nvl_area
@@ -476,9 +476,9 @@ class CallRings:
     def stall(
         self, work: RelayWork, relays: Sequence[int], node_ranks: Sequence[int], own_node: int
     ) -> Stall:
-        """Whose rows are still to come, and whose rings are full; first what the call really waits for.
+        """The peers whose rows are still to come, and those whose rings are full; the real cause comes first.
 
-        A peer with rows in a ring here that cannot be taken yet is not to blame: something else is full.
+        A peer whose rows are in a ring here but cannot be taken yet is not the cause: something else is full.
         """
         to_nodes, from_nodes = work.to_nodes.copy(), work.from_nodes.copy()
         to_nodes[own_node] = from_nodes[own_node] = 0
@@ -512,7 +512,7 @@ class CallRings:
 
 
 def _check_node_counts(per_node: Any, right: Array) -> None:
-    """Refuse a user's counts per node that the mask contradicts; they may be left out."""
+    """Refuse a user's counts per node that contradict the mask; they may be omitted."""
     if per_node is None:
         return
     is_tensor = isinstance(per_node, torch.Tensor) and per_node.is_cpu

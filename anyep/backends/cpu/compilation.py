@@ -2,9 +2,9 @@
 
     compile_kernels(Group.CONTROL, Group.NORMAL)
 
-What the cache has is loaded, which takes milliseconds per kernel. One process at a time compiles the rest,
-which takes seconds, and says so; the others wait, and load what it has compiled. Where nothing can be kept,
-every process compiles for itself.
+Kernels in the cache are loaded, which takes milliseconds per kernel. One process at a time compiles the rest,
+which takes seconds, and prints its progress; the others wait, and load what it has compiled. If the cache
+cannot be used, every process compiles for itself.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from anyep.progress import CompileProgress
 
 log = logging.getLogger("anyep")
 ShowProgress = Callable[[int, int], None]
-"""Called with the number of kernels that are compiled, and of all that have to be."""
+"""Called with the number of kernels compiled so far, and the number of all kernels to compile."""
 _lock = threading.Lock()
 _numba_config: Any = numba.config
 
 
 def _private_part(module: str, name: str) -> Any:
-    """Of Numba, outside its interface; where a release has it no longer, nothing is kept."""
+    """A private part of Numba; None if this release does not have it, and then nothing is cached."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:
@@ -53,19 +53,19 @@ class Compilation:
     """What one call of `compile_kernels` did."""
 
     num_kernels: int
-    """So many were asked for."""
+    """How many were requested."""
     num_compiled: int
-    """So many this process compiled; the others it had already, or has loaded."""
+    """How many this process compiled; the others were compiled already, or loaded."""
     folder: Path | None
-    """Where they are kept."""
+    """The cache folder, or None."""
     reason: str
-    """Why they are kept nowhere, where `folder` is None."""
+    """Why nothing is cached, if `folder` is None."""
 
 
 def compile_kernels(*groups: Group, show_progress: ShowProgress | None = None) -> Compilation:
-    """Make the kernels of these groups callable; of all groups where none is named.
+    """Make the kernels of these groups callable; without groups, all kernels.
 
-    `show_progress` replaces the line on stderr that tells how far the compilation is.
+    `show_progress` replaces the progress line on stderr.
     """
     if _numba_config.DISABLE_JIT:
         raise NotSupported("NUMBA_DISABLE_JIT is set: AnyEP's kernels must be compiled; unset it")
@@ -80,9 +80,9 @@ def compile_kernels(*groups: Group, show_progress: ShowProgress | None = None) -
 
 
 def load_kernels() -> None:
-    """Load what the cache has, for processes that will be forked from this one.
+    """Load all kernels in the cache, for processes that will be forked from this one.
 
-    Where nothing can be kept, compile what every Buffer of normal mode needs: once, not in each of them.
+    If the cache cannot be used, compile what every Buffer of normal mode needs: once, not in each process.
     """
     if _numba_config.DISABLE_JIT:
         return
@@ -96,7 +96,7 @@ def load_kernels() -> None:
 
 
 def check_cache() -> None:
-    """Raise NotSupported where compiled kernels cannot be kept."""
+    """Raise NotSupported if compiled kernels cannot be cached."""
     if reason := _keeper().reason:
         raise NotSupported(
             f"compiled kernels cannot be kept: {reason}. Set {VARIABLE} to a folder that belongs to this user"
@@ -105,12 +105,12 @@ def check_cache() -> None:
 
 
 def show_progress_with(show: ShowProgress | None) -> None:
-    """Let all compilations of this process be shown by a function, instead of lines on stderr."""
+    """Report all compilations of this process to a function, instead of lines on stderr."""
     _progress.show_instead = show
 
 
 class _Progress:
-    """Shows a compilation on stderr, or how somebody else wants it."""
+    """Shows a compilation on stderr, or with the function set by `show_progress_with`."""
 
     def __init__(self) -> None:
         self.show_instead: ShowProgress | None = None
@@ -132,7 +132,7 @@ _progress = _Progress()
 
 
 class _Keeper:
-    """Loads kernels from the cache, and compiles those that are not there."""
+    """Loads kernels from the cache, and compiles those that are not in it."""
 
     def __init__(self) -> None:
         self.folder: Folder | None = None
@@ -156,7 +156,7 @@ class _Keeper:
         return True
 
     def compile(self, kernels: Sequence[Kernel], show: ShowProgress) -> int:
-        """Load or compile these; how many were compiled."""
+        """Load or compile these kernels; returns how many were compiled."""
         missing = [kernel for kernel in kernels if not self.load(kernel)]
         if self.folder is None or not missing:
             return self._compile_here(missing, show if _speaks() else _silent)
@@ -166,12 +166,12 @@ class _Keeper:
             num_compiled = self._compile_here(absent, show, for_others=True)
             if absent and self.folder is not None:
                 self.folder.prune()
-        # Those that are damaged, and all if nothing can be kept after all (a full disk).
+        # Kernels whose files are damaged, or all if nothing could be written after all (a full disk).
         others = [kernel for kernel in missing if not kernel.is_compiled and not self.load(kernel)]
         return num_compiled + self._compile_here(others, show)
 
     def _compile_here(self, kernels: Sequence[Kernel], show: ShowProgress, for_others: bool = False) -> int:
-        """Compile these; how many. For others who wait, only as long as what is compiled can be kept."""
+        """Compile these kernels; returns how many. With `for_others`, stop once they cannot be cached."""
         if self.folder is None and kernels:
             self.warn()
         for num_done, kernel in enumerate(kernels):
@@ -190,12 +190,12 @@ class _Keeper:
         return self.folder.has(_CachedKernel(self, kernel, self.folder).file_name)
 
     def give_up(self, reason: str) -> None:
-        """Keep nothing from now on."""
+        """Cache nothing from now on."""
         self.folder, self.reason = None, reason
         self.warn()
 
     def warn(self) -> None:
-        """Say once that nothing is kept."""
+        """Warn once that nothing is cached."""
         if not self._has_warned and _speaks():
             log.warning(
                 "AnyEP: compiled kernels are not kept: %s. Every process compiles them anew, which takes"
@@ -217,7 +217,7 @@ class _NotKeptError(Exception):
 
 
 class _CachedKernel:
-    """What Numba asks for a function that is compiled already: the methods of its own cache."""
+    """The cache of one kernel: Numba asks it for the compiled function, as it asks its own cache."""
 
     cache_path = None
 
@@ -232,7 +232,7 @@ class _CachedKernel:
 
     def load_overload(self, _signature: Any, target_context: Any) -> Any:
         """Called by Numba before it compiles."""
-        # As Numba's own cache does: what is loaded may need what this prepares.
+        # Numba's own cache does this too: a loaded kernel may need what it prepares.
         target_context.refresh()
         content = self._folder.read(self.file_name, self._identity)
         if content is not None:
@@ -255,17 +255,17 @@ class _CachedKernel:
             self._keeper.give_up(str(error))
 
     def enable(self) -> None:
-        """Part of what Numba may call."""
+        """Part of the interface that Numba may call."""
 
     def disable(self) -> None:
-        """Part of what Numba may call."""
+        """Part of the interface that Numba may call."""
 
     def flush(self) -> None:
-        """Part of what Numba may call."""
+        """Part of the interface that Numba may call."""
 
 
 def _compile(kernel: Kernel, cache: _CachedKernel | None) -> None:
-    """Compile a kernel for its types, and for no others ever."""
+    """Compile a kernel for its types, and prevent compilation for any others."""
     dispatcher = kernel.dispatcher
     if cache is not None:
         dispatcher._cache = cache
@@ -277,7 +277,7 @@ def _compile(kernel: Kernel, cache: _CachedKernel | None) -> None:
 
 
 def _knows_this_numba() -> bool:
-    """Whether Numba has what its own cache uses, and this one, too."""
+    """Whether Numba has the private parts that its own cache and this one use."""
     try:
         KERNELS[0].dispatcher.targetctx.codegen().magic_tuple()
     except AttributeError:
@@ -287,12 +287,12 @@ def _knows_this_numba() -> bool:
 
 
 def _can_be_kept(kernel: Kernel) -> bool:
-    """The hash of the sources knows nothing of kernels that others define, such as tests."""
+    """Whether the source hash covers a kernel; it does not cover those defined elsewhere, as in tests."""
     return kernel.module.startswith(PACKAGE + ".")
 
 
 def _speaks() -> bool:
-    """Whether this process says what holds for every process of its machine."""
+    """Whether this process prints messages that hold for every process of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

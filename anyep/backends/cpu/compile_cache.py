@@ -1,15 +1,15 @@
 """The folder where compiled kernels are kept between processes, one file per kernel.
 
     folder = open_folder(source_key())       # ~/.cache/anyep/KEY, or raises Unusable
-    folder.write("notify messages.announce", identity, machine_code)
-    folder.read("notify messages.announce", identity)
+    folder.write("notify.post_notify", identity, machine_code)
+    folder.read("notify.post_notify", identity)
 
-The files hold code that will be run. So the folder must belong to this user, and nobody else may be able to
-write it. There is no other place to fall back to: where it cannot be used, nothing is kept.
+The files hold code that will be run, so the folder must belong to this user, and no other user may be able to
+write to it. There is no fallback: if the folder cannot be used, nothing is kept.
 
-The key is a hash of everything that kernels are made of, never a version or a date: sources change in a
-checkout while its version stays. `identity` says the rest, such as the CPU. A file whose checksum does not
-fit its identity and content counts as missing.
+The key is a hash of everything that kernels are made of, not a version or a date: sources in a checkout
+change while its version stays the same. `identity` holds the rest, such as the CPU. A file whose checksum
+does not match its identity and content counts as missing.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ VARIABLE: Final = CACHE_DIR.name
 HASHED_MODULES: Final = ("digests", "errors", "formats", "layout", "sizes")
 """The modules of anyep, besides those of the kernels, whose constants kernels contain."""
 NUM_KEPT: Final = 4
-"""So many keys stay in the folder; older ones are removed unless a process uses them."""
+"""The number of keys that stay in the folder; older ones are removed unless a process uses them."""
 POLL_S: Final = 0.05
 LONG_WAIT_S: Final = 10.0
-"""After this a process says what it waits for."""
+"""After this long a process reports what it waits for."""
 OLD_S: Final = 3600.0
-"""A file that is being written for longer was left by a process that was killed."""
+"""A temporary file older than this was left by a process that was killed."""
 GIVE_UP_S: Final = 300.0
-"""After this it no longer waits: the process that holds the lock may be suspended."""
+"""After this long a process stops waiting: the process that holds the lock may be suspended."""
 _OTHERS_CAN_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _CHECKSUM_BYTES: Final = hashlib.sha256().digest_size
 _PACKAGE: Final = Path(__file__).parents[2]
 
 
 class Unusable(Exception):
-    """No folder can be used, and why."""
+    """The folder cannot be used; the message says why."""
 
 
 def source_files() -> list[Path]:
@@ -73,20 +73,20 @@ def _hash_sources() -> str:
 
 
 try:
-    # Now, as the kernels are being imported: a source that is edited later is not what they are made of.
+    # At import, like the kernels themselves: they do not contain later edits of the sources.
     _SOURCES = _hash_sources()
 except OSError:
     _SOURCES = ""
 
 
 def source_key() -> str:
-    """A hash of the sources of all kernels, of the constants that they contain, and of what compiles them."""
+    """A hash of the sources of all kernels, the constants in them, and the versions of what compiles them."""
     if not _SOURCES:
         raise Unusable(f"the sources in {_PACKAGE} cannot be read, so nobody knows what was compiled")
     parts = [_SOURCES, sys.implementation.name, sys.version]
     parts += [f"{package.__name__} {package.__version__}" for package in (numba, llvmlite, numpy)]
     for name in HASHED_MODULES:
-        # These may have been imported long before, from sources that have been edited since.
+        # These may have been imported long before, and their sources edited since.
         constants = vars(importlib.import_module(f"anyep.{name}"))
         parts += [
             f"{name}.{constant} {value!r}"
@@ -97,11 +97,11 @@ def source_key() -> str:
 
 
 def base_folder() -> Path:
-    """Where this user's compiled kernels are: ANYEP_CACHE_DIR, else anyep in the user's cache folder."""
+    """The folder of this user's compiled kernels: ANYEP_CACHE_DIR, else anyep in the user's cache folder."""
     if named := CACHE_DIR.choose().value:
         return Path(named).expanduser().absolute()
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if cache.is_absolute():  # others are to be ignored, its specification says
+    if cache.is_absolute():  # the XDG specification says to ignore relative paths
         return cache / "anyep"
     try:
         return Path.home() / ".cache" / "anyep"
@@ -110,7 +110,7 @@ def base_folder() -> Path:
 
 
 def open_folder(key: str) -> Folder:
-    """The folder for what is compiled from these sources; it is made where it does not exist."""
+    """The folder for kernels compiled from these sources; it is created if it does not exist."""
     base = base_folder()
     path = base / key
     try:
@@ -126,7 +126,7 @@ def open_folder(key: str) -> Folder:
 
 
 def _check_private(folder: Path) -> None:
-    """Refuse a folder that another user could have put something into."""
+    """Refuse a folder that another user could have written to."""
     status = folder.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise Unusable(f"{folder} is not a folder")
@@ -139,11 +139,11 @@ def _check_private(folder: Path) -> None:
 
 
 class Folder:
-    """The kernels compiled from one version of the sources, and who may compile them now."""
+    """The kernels compiled from one version of the sources, and the lock for compiling them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # The newest keys stay; a shared lock for as long as this process lives keeps the others, too.
+        # `prune` keeps the newest keys, and any older key while a process holds this shared lock on it.
         with contextlib.suppress(OSError):
             os.utime(path)
         with contextlib.suppress(OSError):
@@ -151,11 +151,11 @@ class Folder:
             fcntl.flock(self._in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file, whatever it contains."""
+        """Whether the file exists; its contents are not checked."""
         return (self.path / name).exists()
 
     def read(self, name: str, identity: str) -> bytes | None:
-        """What was written under this name and identity, or None where that is not there, or damaged."""
+        """What was written under this name and identity, or None if it is missing or damaged."""
         try:
             descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             with os.fdopen(descriptor, "rb") as file:
@@ -168,7 +168,7 @@ class Folder:
         return payload if private and checksum == _checksum(identity, payload) else None
 
     def write(self, name: str, identity: str, payload: bytes) -> None:
-        """Keep this; readers see all of it or nothing. Raises Unusable where that cannot be done."""
+        """Write a file atomically: readers find all of it or nothing. Raises Unusable if it cannot."""
         temporary = self.path / f"{name}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
@@ -183,17 +183,17 @@ class Folder:
             raise Unusable(f"{self.path} cannot be written: {error.strerror}") from error
 
     def remove(self, name: str) -> None:
-        """Forget a file, if that can be done."""
+        """Remove a file if possible."""
         with contextlib.suppress(OSError):
             (self.path / name).unlink()
 
     @contextlib.contextmanager
     def locked(self, on_long_wait: Callable[[int], None]) -> Iterator[None]:
-        """While this lasts, no other process is in here: of this machine, or of all that share the folder.
+        """Exclude other processes: those of this machine, or of all machines that share the folder.
 
-        The kernel releases the lock of a process that dies. Where there are no locks, or the folder cannot be
-        written, nobody waits. `on_long_wait` is called with the id of the process that is waited for, unless
-        it is a sibling of this one: a rank of the same job, which says itself what it does.
+        The kernel releases the lock of a process that dies. If locks are not supported, or the folder cannot
+        be written, no process waits. `on_long_wait` is called with the id of the process that holds the lock,
+        unless it is a sibling of this one: a rank of the same job, which reports its own progress.
         """
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -208,16 +208,16 @@ class Folder:
                 os.pwrite(descriptor, f"{os.getpid()} {os.getppid()}".encode(), 0)
             yield
         finally:
-            # Said, not left to close(): a process forked meanwhile has this descriptor, too.
+            # Unlock explicitly: close() does not if a process forked meanwhile has this descriptor, too.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def prune(self) -> None:
-        """Remove what nobody needs any more: old keys, and what a killed process left. Call it locked."""
+        """Remove old keys, and files that a killed process left. Call it with the lock held."""
         for leftover in self.path.glob("*.tmp"):
             with contextlib.suppress(OSError):
-                # A younger one may be that of a process that writes without the lock.
+                # A newer one may belong to a process that writes without the lock.
                 if time.time() - leftover.stat().st_mtime > OLD_S:
                     leftover.unlink()
         by_age: list[tuple[float, Path]] = []
@@ -253,7 +253,7 @@ def _wait_for_lock(descriptor: int, on_long_wait: Callable[[int], None]) -> None
 
 
 def _is_in_use(path: Path) -> bool:
-    """Whether a process has this open; where that cannot be told, it might."""
+    """Whether a process uses this folder; True if that cannot be determined."""
     try:
         descriptor = os.open(path / "in-use", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Symmetric memory between the processes of a machine.
 
-A `SharedBlock` is a memfd: it has no name, is not bound by the size of /dev/shm, takes memory only where it
-has been touched, and is gone when the last process that maps it is, killed or not. Peers open it through
-/proc/<pid>/fd. A tensor over a part of it (`lend`) tells when it dies.
+A `SharedBlock` is a memfd: it has no name, is not limited by the size of /dev/shm, takes memory only for
+pages that were touched, and is freed when the last process that maps it has ended, even if it was killed.
+Peers open it through /proc/<pid>/fd. A tensor over a part of it (`lend`) calls a function when it is freed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from anyep.machine import memory_limits_in_words
 
 STAMP_BYTES: Final = 16
 MAP_NORESERVE: Final = 0x4000
-"""Linux's number, on every architecture that torch runs on; Python 3.11 has no name for it."""
+"""Linux's value on every architecture that torch supports; Python 3.11 has no constant for it."""
 
 
 @dataclass(frozen=True)
 class BlockAddress:
-    """What a peer needs to open a block. The stamp proves that it opened the right one."""
+    """What a peer needs to open a block. The stamp proves that the peer opened the right one."""
 
     pid: int
     descriptor: int
@@ -80,7 +80,7 @@ class Block:
 
 
 class PrivateBlock(Block):
-    """Memory of this process alone, for `what`; it takes memory only where it has been touched."""
+    """Private memory of this process, used for `what`; only pages that were touched take memory."""
 
     def __init__(self, num_bytes: int, what: str = "its own use", rank: int | None = None) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -88,14 +88,14 @@ class PrivateBlock(Block):
             mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
         except OSError as error:
             raise _not_mapped(rank, num_bytes, what, error) from error
-        # Fewer and larger pages are faster; a kernel without them does as well.
+        # Huge pages are faster; a kernel without them works too.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         super().__init__(mapping, num_bytes)
 
 
 class SharedBlock(Block):
-    """Memory that this process and its peers see. The last `STAMP_BYTES` of the file are not part of it."""
+    """Memory that this process and its peers map. The last `STAMP_BYTES` of the file are not part of it."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         super().__init__(mmap.mmap(descriptor, num_bytes + STAMP_BYTES), num_bytes)
@@ -106,7 +106,7 @@ class SharedBlock(Block):
 
 
 class OwnBlock(SharedBlock):
-    """A block that this process made; `close` takes away its descriptor, so that nobody new can open it."""
+    """A block that this process made; after `close` no further process can open it."""
 
     def __init__(self, name: str, num_bytes: int, rank: int | None = None) -> None:
         self._name = name
@@ -155,7 +155,7 @@ def open_block(address: BlockAddress, owner: int, rank: int | None = None) -> Sh
 
 
 def _not_mapped(rank: int | None, num_bytes: int, what: str, error: OSError) -> NotSupported:
-    """What to raise when memory cannot be mapped: how much of what, which limit applies, and what to do."""
+    """The error for memory that cannot be mapped: its size and use, the limits that apply, what to do."""
     who = "this process" if rank is None else f"rank {rank}"
     return NotSupported(
         f"{who} could not map {num_bytes:,} bytes for {what} ({error.strerror}): {memory_limits_in_words()}."

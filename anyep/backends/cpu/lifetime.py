@@ -1,4 +1,4 @@
-"""How the part of a Buffer that is on the CPU ends: after the calls that are under way."""
+"""Ends the part of a Buffer that is on the CPU, after the calls that are under way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from anyep.backends.cpu.team import Team
 
 
 class HostSide(Protocol):
-    """What has to end on the host."""
+    """The part of the host that has to be ended."""
 
     def stop(self) -> None: ...
     def close(self) -> None: ...
@@ -32,7 +32,7 @@ class CpuLifetime:
         self._control.stop()
 
     def check_can_close(self) -> None:
-        """Calls that are under way can always be waited for."""
+        """Do nothing: it is always possible to wait for the calls under way."""
 
     def close(self) -> None:
         """Finish the calls of both modes that are under way, and end the threads."""
@@ -40,9 +40,9 @@ class CpuLifetime:
         self._team.close()
 
     def close_later(self) -> None:
-        """Close after all calls, without waiting for them; they hold all that they need."""
+        """Close after all calls, without waiting for them; they keep what they need alive."""
         self._stream.close_after(self._control.close)
 
     @staticmethod
     def free_what_died() -> None:
-        """Memory is given back where it dies."""
+        """Do nothing: memory is released with its owner."""

@@ -1,6 +1,6 @@
-"""Memory that results live in, lent to tensors and taken back when they die.
+"""Memory for results, lent to tensors and taken back when the tensors are freed.
 
-`WindowHeap` is what peers write to and read from; `WarmMemory` is for this rank's eyes only.
+`WindowHeap` is memory that peers write to and read from; `WarmMemory` is private to this rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class WindowHeap:
     def __init__(self, block: Any) -> None:
         self.block = block
         self._free_list = FreeList(block.num_bytes)
-        # Tensors die whenever they like; their windows wait here until the next call looks.
+        # Tensors may be freed at any time; their windows wait here until the next call takes them back.
         self._returned: deque[int] = deque()
-        # The caller takes windows for calls to come while the stream stages those of earlier ones.
+        # The caller allocates windows for later calls while the stream stages those of earlier calls.
         self._lock = threading.Lock()
 
     def offers(self, most: int) -> list[tuple[int, int]]:
@@ -54,7 +54,7 @@ class WindowHeap:
             return self._free_list.used_bytes
 
     def lend(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over the window at `window`, which comes back when the tensor and its views are gone."""
+        """A tensor over the window at `window`; it is taken back when the tensor and its views are freed."""
         if 0 in shape:
             self.free(window)
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -68,9 +68,9 @@ class WindowHeap:
 
 
 class WarmMemory:
-    """Uninitialised tensors; large ones in memory that earlier results have warmed up.
+    """Uninitialised tensors; large ones reuse the memory of earlier results.
 
-    Fresh memory is faulted in page by page, which takes longer than to fill it.
+    Fresh memory is faulted in page by page, which takes longer than filling it.
     """
 
     def __init__(self, block: Any) -> None:

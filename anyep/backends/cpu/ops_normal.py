@@ -2,7 +2,7 @@
 thread.
 
 An operation appends a step to the queue of its call. `totals` runs the steps so far, since the host needs
-their result. `end` runs the rest: in the caller's thread, or beside the caller in the thread of the stream.
+their result. `end` runs the rest: in the caller's thread, or asynchronously in the thread of the stream.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_EXPERT_TOTALS: Final = np.zeros(0, np.int64)
 
 
 class Way(Protocol):
-    """The way of rows: within a node (`WithinNode`), or between nodes (`BetweenNodes`)."""
+    """How rows travel: within a node (`WithinNode`), or between nodes (`BetweenNodes`)."""
 
     source_bytes: int
 
@@ -87,16 +87,16 @@ class CpuNormalOps:
         no_channels = np.zeros((self._num_ranks, 0), np.int32)
         self._no_channels = no_channels
         self._digests = no_channels
-        """What all handles say, in a call by handle: row r has the words of rank r."""
+        """The digests of all handles, in a call by handle: row r has the words of rank r."""
 
     def before(self, run_async: bool) -> None:
-        """Raise the error of an earlier asynchronous call that nobody has waited for."""
+        """Raise the error of an earlier asynchronous call that has not been waited for."""
         if not run_async:
             self.stream.synchronize()
         self.stream.raise_unheard()
 
     def raise_earlier(self, checks_ids: bool = False) -> None:
-        """Errors of earlier calls are raised before a call."""
+        """Do nothing: `before` raises errors of earlier calls."""
 
     def wait_until_readable(self, previous: EventOverlap | None) -> None:
         if previous is not None:
@@ -106,7 +106,7 @@ class CpuNormalOps:
         return config
 
     def check_config(self, config: Config) -> None:
-        """Any number of channels works: they are turns of a loop."""
+        """Any number of channels works: they are iterations of a loop."""
 
     def aligned_payload(self, payload: Payload) -> Payload:
         return payload
@@ -183,7 +183,7 @@ class CpuNormalOps:
         return TokenPlaces(in_rank, rank_counts, channel_counts, position), int(wrong)
 
     def _check_ids(self, topk_idx: torch.Tensor, ids: Array, per_expert: Array, in_rank: Array) -> None:
-        """Refuse ids that are no experts, or that the counts or the mask contradict."""
+        """Refuse ids that are not experts, or that contradict the counts or the mask."""
         wrong = cpu.first_contradiction(ids, per_expert, in_rank)
         if wrong >= len(per_expert):
             raise wrong_id(topk_idx, wrong - len(per_expert), len(per_expert))
@@ -200,9 +200,9 @@ class CpuNormalOps:
             )
 
     def exchange_by_handle(self, call: Call, header: Array, routing: Any) -> Array:
-        """Exchange short messages, and make sure that all ranks' handles are of one dispatch.
+        """Exchange short messages, and check that all ranks' handles are of one dispatch.
 
-        Every rank gets the digests of all handles, so that every rank finds the same difference.
+        Every rank gets the digests of all handles, so every rank finds the same difference.
         """
         header[ROUTING] = routing.checksum
         own = routing.digest_words
@@ -239,7 +239,7 @@ class CpuCall:
         return self._decision
 
     def prepare_to_wait(self) -> None:
-        # The windows that are offered must still be free when the counts are known.
+        # The offered windows must still be free when the counts are known.
         self._ops.stream.synchronize()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -269,7 +269,7 @@ class CpuCall:
             self._steps.append(self._wait_for_previous)
 
     def _wait_for_previous(self) -> None:
-        """Wait until x is there. If what makes it failed, the peers hear of it instead."""
+        """Wait until x is complete. If the work that produces it failed, notify the peers instead."""
         assert self._previous is not None
         try:
             self._previous.current_stream_wait()
@@ -350,7 +350,7 @@ class CpuCall:
 
     def barrier(self, phase: Phase) -> None:
         if phase is Phase.RECEIVE:
-            # That this rank's rows are there was signalled right after them.
+            # This rank signalled the arrival of its rows right after sending them.
             self._steps.append(lambda: self._mover.wait_for_arrival(self._call, self.decision))
         else:
             self._steps.append(lambda: self._mover.acknowledge(self._call))

@@ -1,6 +1,6 @@
-"""What one dispatch knew about the routing: the handle of normal mode between nodes, and its checks.
+"""The routing of one dispatch: the handle of normal mode between nodes, and its checks.
 
-A rank relays the tokens that come from the ranks of its own index on every node, its own node included: they
+A rank relays the tokens of the ranks with its own index on every node, its own node included. These tokens
 are numbered by source node, then by token. Channels are contiguous ranges of a source's tokens.
 """
 
@@ -26,8 +26,8 @@ NOTHING: Final = np.zeros(0, np.int32)
 class RelayRouting(NamedTuple):
     """The ten parts of a handle, in their order, as arrays over the memory of its tensors.
 
-    Prefix sums over channels or ranks are inclusive; only `recv_gbl_channel_prefix_matrix` says where the
-    rows of a channel begin among those of its source.
+    Prefix sums over channels or ranks are inclusive, except `recv_gbl_channel_prefix_matrix`, which is where
+    the rows of a channel begin among those of its source.
     """
 
     is_token_in_rank: Array
@@ -41,8 +41,8 @@ class RelayRouting(NamedTuple):
     send_rdma_head: Array
     send_nvl_head: Array
     digest_words: Array = NOTHING
-    """No part of the handle: what this rank tells everyone of it, once it is found to fit together: digests,
-    then counts, as words of 4 bytes."""
+    """Not part of the handle: what this rank sends to all ranks about it: digests, then counts, as words of 4
+    bytes; set once the parts are known to be consistent."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The flat tuple that clients keep."""
@@ -50,12 +50,12 @@ class RelayRouting(NamedTuple):
 
     @property
     def sources(self) -> Array:
-        """What is known of each received row's origin."""
+        """The origin of each received row."""
         return self.recv_src_meta
 
     @property
     def checksum(self) -> int:
-        """No part of these handles is the same on all ranks."""
+        """Always 0: no part of these handles is the same on all ranks."""
         return 0
 
     @property
@@ -72,15 +72,15 @@ class RelayRouting(NamedTuple):
 
     @property
     def num_relayed(self) -> int:
-        """The rows of `send_nvl_head` that are in use."""
+        """The number of rows of `send_nvl_head` that are in use."""
         return int(self.recv_rdma_rank_prefix_sum[-1])
 
     def num_rows_for(self, rank: int) -> int:
-        """The rows that this rank received, of those that the handle has room for."""
+        """The number of rows that this rank received; the handle may have room for more."""
         return int(self.recv_gbl_rank_prefix_sum[-1])
 
     def lanes(self, topology: Topology) -> Lanes:
-        """What the kernels that move rows need to know of it."""
+        """The lanes of this routing, for the kernels that move rows."""
         channels, nodes, per_node = self.num_channels, topology.num_nodes, topology.ranks_per_node
         lanes = Lanes(
             np.empty((channels, per_node, nodes), np.int64),
@@ -105,14 +105,14 @@ class Lanes(NamedTuple):
     """Where the rows and tokens of a handle begin, channel by channel, and how many there are."""
 
     first_row: Array
-    """[channel, rank of this node, node]: of what is received by way of a rank from a node."""
+    """[channel, rank of this node, node]: the first row received from a node through a rank."""
     num_rows: Array
     relayed: Array
     """[node, channel]: the tokens that this rank relays."""
     first_relayed: Array
     """[channel, node]"""
     relayed_to: Array
-    """[rank of this node]: the rows that this rank gives to it."""
+    """[rank of this node]: the rows that this rank relays to it."""
 
 
 WHAT_DOES_NOT_FIT: Final = {
@@ -129,7 +129,7 @@ WHAT_DOES_NOT_FIT: Final = {
 
 
 def relay_routing_of(handle: Any, topology: Topology) -> RelayRouting:
-    """A client's handle, judged by the types and shapes of its parts."""
+    """Check the types and shapes of the parts of a client's handle."""
     if not isinstance(handle, tuple | list) or len(handle) != NUM_TENSORS:
         raise InvalidCall(
             f"the handle must be the tuple of {NUM_TENSORS} tensors that dispatch returned between nodes"
@@ -160,7 +160,7 @@ def relay_routing_of(handle: Any, topology: Topology) -> RelayRouting:
 
 
 def checked(routing: RelayRouting, topology: Topology, rank: int) -> RelayRouting:
-    """Refuse a routing whose parts do not fit together: with it a kernel could reach outside of its rows."""
+    """Refuse a routing with inconsistent parts: with it a kernel could access memory outside of its rows."""
     digests = np.empty(num_digests(topology), np.int64)
     counts = np.empty(3 * topology.num_ranks, np.int32)
     code = cpu.read_node_handle(
@@ -185,12 +185,12 @@ def checked(routing: RelayRouting, topology: Topology, rank: int) -> RelayRoutin
 
 
 def num_digests(topology: Topology) -> int:
-    """Of the rows to and from each rank, and of the tokens to each node and of those relayed from each."""
+    """The number of digests: of rows to and from each rank, and of tokens to and relayed from each node."""
     return 2 * topology.num_ranks + 2 * topology.num_nodes
 
 
 def difference_between(words: Array, topology: Topology) -> str:
-    """The first thing about which handles differ, or nothing; row r has the words of rank r's handle."""
+    """The first difference between handles, or ""; row r has the words of rank r's handle."""
     digests, counts = np.split(words, [2 * num_digests(topology)], axis=1)
     digests, counts = np.ascontiguousarray(digests).view(np.int64), np.ascontiguousarray(counts)
     code = cpu.first_difference(digests, counts, topology.ranks_per_node)

@@ -1,4 +1,4 @@
-"""What one dispatch knew about the routing: the handle of normal mode on one node, and its checks."""
+"""The routing of one dispatch: the handle of normal mode on one node, and its checks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class NodeHandle(NamedTuple):
     is_token_in_rank: Array
     send_head: Array
     digests: Array = NO_DIGESTS
-    """No part of the handle: digests of the rows to each rank, then of those from each rank, once the parts
-    are found to fit together."""
+    """Not part of the handle: digests of the rows to each rank, then of those from each rank; set once the
+    parts are known to be consistent."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The flat tuple that clients keep."""
@@ -43,11 +43,11 @@ class NodeHandle(NamedTuple):
 
     @property
     def sources(self) -> Array:
-        """What is known of each received row's origin."""
+        """The origin of each received row."""
         return self.recv_src_idx
 
     def num_rows_for(self, rank: int) -> int:
-        """The rows that this rank received, of those that the handle has room for."""
+        """The number of rows that this rank received; the handle may have room for more."""
         return int(self.rank_prefix_matrix[-1, rank])
 
     @property
@@ -64,12 +64,12 @@ class NodeHandle(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """The same on all ranks of one dispatch, and hardly ever the same for two matrices of counts."""
+        """A checksum that is equal on all ranks of one dispatch, and almost never for different counts."""
         return zlib.crc32(self.rank_prefix_matrix.data)
 
     @property
     def digest_words(self) -> Array:
-        """What this rank sends of its handle to all others, as words of 4 bytes."""
+        """The digests that this rank sends to all others, as words of 4 bytes."""
         return self.digests.view(np.int32)
 
     def count_matrix(self) -> Array:
@@ -77,7 +77,7 @@ class NodeHandle(NamedTuple):
         return np.diff(self.rank_prefix_matrix, axis=0, prepend=np.int32(0))
 
     def rows_by_lane(self, rank: int) -> Array:
-        """(first row, rows) of what this rank received, for [peer * channels + channel].
+        """(first row, number of rows) that this rank received, for [peer * channels + channel].
 
         With 2 rows from peer 0 (1 in channel 0, 1 in channel 1) and 1 row from peer 1 (in channel 1):
         [[0, 1], [1, 1], [2, 0], [2, 1]].
@@ -100,7 +100,7 @@ WHAT_DOES_NOT_FIT: Final = {
 
 
 def checked_routing(handle: Any, rank: int, num_ranks: int) -> NodeHandle:
-    """A client's handle, judged by its contents."""
+    """Check a client's handle, including its contents."""
     if not isinstance(handle, tuple | list) or len(handle) != NUM_TENSORS:
         raise InvalidCall(f"the handle must be the tuple of {NUM_TENSORS} tensors that dispatch returned")
     for part in handle:
@@ -120,8 +120,8 @@ def checked_routing(handle: Any, rank: int, num_ranks: int) -> NodeHandle:
 
 
 def with_digests(routing: NodeHandle, rank: int) -> NodeHandle:
-    """The routing with its digests. One whose parts do not fit together is refused: with it a kernel could
-    reach outside of its rows."""
+    """The routing with its digests. A routing with inconsistent parts is refused: with it a kernel could
+    access memory outside of its rows."""
     digests = np.empty(2 * len(routing.rank_prefix_matrix), np.int64)
     code = cpu.check_handle(
         rank,
@@ -135,12 +135,12 @@ def with_digests(routing: NodeHandle, rank: int) -> NodeHandle:
     )
     if code:
         raise InvalidCall(f"the handle does not fit together: {WHAT_DOES_NOT_FIT[code]}")
-    # In every call: `_replace` takes longer.
+    # This runs in every call, and `_replace` takes longer.
     return NodeHandle(*routing[:NUM_TENSORS], digests)
 
 
 def difference_between(digests: Array) -> str:
-    """The first rows about which handles differ, or nothing; row r has the digests of rank r's handle."""
+    """The first rows in which handles differ, or ""; row r has the digests of rank r's handle."""
     pair = cpu.first_difference_of_digests(digests.view(np.int64))
     return other_rows(*divmod(pair, len(digests))) if pair >= 0 else ""
 

@@ -1,4 +1,4 @@
-"""What moving rows takes on the CPU, within a node and between nodes: addresses, windows, threads."""
+"""Common parts of moving rows on the CPU, within a node and between nodes: addresses, windows, threads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TokenPlaces(NamedTuple):
 
 
 class CpuCounts(NamedTuple):
-    """What a dispatch knows about its own tokens: where they go, and how many there are for each expert."""
+    """What a rank knows about the tokens of its dispatch: where they go, and how many go to each expert."""
 
     places: TokenPlaces
     by_expert: Array
@@ -65,7 +65,7 @@ class NotifyCounts(NamedTuple):
 
 class Decision(NamedTuple):
     """Where rows go: this rank's rows, each receiver's window (-1: rings), the addresses of its results, and
-    the counts that it was made by."""
+    the counts from which this was decided."""
 
     num_rows: int
     offsets: Array
@@ -74,7 +74,7 @@ class Decision(NamedTuple):
 
 
 class RowMover:
-    """The memory of all ranks as one rank sees it, and the steps that all ways of moving rows share."""
+    """The memory of all ranks as mapped by one rank, and the steps that all ways of moving rows share."""
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class RowMover:
         self.node_ranks = topology.ranks_on(topology.node_of(self.rank))
         self.heaps = heaps
         self.heap_addresses = np.array([heap.address for heap in heaps], np.int64)
-        # Calls may go on after the Buffer was dropped, and know windows by their addresses alone.
+        # Calls may continue after the Buffer was dropped, and hold only the addresses of windows.
         self._window_blocks = window_blocks
         # The windows of ranks on other nodes cannot be reached.
         self.window_bases = np.zeros(self.num_ranks, np.int64)
         for rank, block in window_blocks.items():
             self.window_bases[rank] = block.address
-        # Where each call's decision is written; the calls of a stream follow each other.
+        # Each call writes its decision here; the calls of a stream run one after the other.
         self._num_rows = np.empty(self.num_ranks, np.int64)
         self._offsets = np.empty(self.num_ranks, np.int64)
         self._targets = np.empty((self.num_ranks, 5), np.int64)
@@ -117,7 +117,7 @@ class RowMover:
         self.node_wake_ups = control.wake_ups[list(self.node_ranks)]
 
     def choose_windows(self, headers: Array, counts: NotifyCounts, payload: Payload) -> Decision:
-        """Decide for each receiver, as every rank does, whether its rows fit a window that it offers."""
+        """Decide for each receiver whether its rows fit a window it offers; all ranks decide the same."""
         num_rows, offsets, targets = self._num_rows, self._offsets, self._targets
         too_small = cpu.choose_windows(
             headers,
@@ -148,14 +148,14 @@ class RowMover:
             )
 
     def acknowledge(self, call: Call) -> None:
-        """Tell the owners of rows that they have been read, and wait until this rank's own have been."""
+        """Signal the owners of rows that this rank has read them, and wait until its own have been read."""
         self.control.signal(self.pulled_at_peers, Topic.PULLED, call.number, self.node_wake_ups)
         self.control.wait_for_counters(
             call, Phase.ACKNOWLEDGE, self._own_pulled, Topic.PULLED, "acknowledgement", self.node_ranks
         )
 
     def unpack(self, payload: Payload, results: Results, decision: Decision, is_new: bool) -> None:
-        """Copy what is beside the rows out of the window; mark the ids of rows that are not in use."""
+        """Copy the data beside the rows out of the window; mark the ids of rows that are not in use."""
         token, num_result_rows = payload.token, results.x.shape[0]
         if decision.offsets[self.rank] >= 0:
             cpu.unpack_window(
@@ -172,10 +172,9 @@ class RowMover:
             cpu.pad_ids(results.topk_idx.data_ptr(), decision.num_rows, num_result_rows, token.num_topk)
 
     def stage(self, tensors: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int]]:
-        """Where peers can read each tensor: offsets in the windows, and the windows that were taken for
-        copies.
+        """Where peers can read each tensor: offsets in the windows, and the windows allocated for copies.
 
-        The offsets are all -1 where there is no room.
+        The offsets are all -1 if there is no room.
         """
         taken: list[int] = []
         offsets: list[int] = []
@@ -198,7 +197,7 @@ class RowMover:
     def _copy_to_window(self, tensor: torch.Tensor, offset: int) -> None:
         row_bytes = tensor.shape[1] * tensor.element_size()
         destination = self.windows.block.address + offset
-        # Streaming stores need aligned rows; those of top-k weights may not be.
+        # Streaming stores need aligned rows; those of top-k weights may be unaligned.
         streaming = int(row_bytes % 16 == 0 and tensor.shape[0] * row_bytes >= WORTH_STREAMING_BYTES)
         source = tensor.data_ptr()
         self.team.run(
@@ -215,7 +214,7 @@ def ids_of(payload: Payload) -> Array:
 
 
 def row_arguments(payload: Payload, experts_per_rank: int) -> tuple[Any, ...]:
-    """What all kernels that send the rows of a dispatch take."""
+    """The common arguments of all kernels that send the rows of a dispatch."""
     scales = payload.scales
     return (
         payload.x.data_ptr(),
@@ -239,6 +238,6 @@ def first_tokens(num_tokens: int, num_channels: int) -> Array:
 
 
 def wrong_id(topk_idx: torch.Tensor, place: int, num_experts: int) -> InvalidCall:
-    """The error for an id that is no expert; `place` is token * top-k + column."""
+    """The error for an id that is not an expert; `place` is token * top-k + column."""
     token, column = divmod(place, topk_idx.shape[1])
     return no_expert(token, column, int(topk_idx[token, column]), num_experts)

@@ -1,8 +1,8 @@
 """The CPU's communication stream: one worker thread per Buffer, started when it is first needed.
 
-`run` does a piece of work in the caller's thread, after all that was submitted before; `submit` hands
-it to the worker, which runs beside the caller (kernels hold no GIL). Either way work happens in the
-order of the calls.
+`run` does a piece of work in the caller's thread, after all work that was submitted before; `submit` hands it
+to the worker, which runs concurrently with the caller (kernels release the GIL). Either way work is done in
+the order of the calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Stream(ending.Part):
-    """Does work in order, in line or beside the caller."""
+    """Does work in order, in the caller's thread or in the worker."""
 
     def __init__(self) -> None:
         # A hook may be called in any thread: pieces of work never run at the same time.
@@ -31,15 +31,15 @@ class Stream(ending.Part):
         ending.register(self)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do it now, when all earlier work is done."""
+        """Do the work in this thread, after all earlier work is done."""
         self.synchronize()
         with self._one_at_a_time:
             return work()
 
     def submit(self, work: Callable[[], None]) -> EventHandle:
-        """Do it in the worker; the event comes when it is done, and carries its error."""
+        """Do the work in the worker; the event completes when it is done, and carries its error."""
         if ending.has_begun() and (self._worker is None or not self._worker.is_alive()):
-            # A handler that runs after the threads were ended: nobody else would do it.
+            # A handler that runs after the threads were ended: no worker is left to do it.
             event = EventHandle.pending()
             self._do(work, event)
             return event
@@ -52,13 +52,13 @@ class Stream(ending.Part):
         return event
 
     def synchronize(self) -> None:
-        """Return when all submitted work is done. Its errors belong to those who hold its events."""
+        """Return when all submitted work is done. Its errors are raised by its events, not here."""
         if self._last is not None:
             self._last.wait()
             self._last = None
 
     def raise_unheard(self) -> None:
-        """Raise the error of work that is done and whose event nobody has waited for; once."""
+        """Raise the error of finished work whose event was never waited for, once."""
         event, self._unheard = self._unheard, None
         if event is not None and not event.was_waited_for:
             event.current_stream_wait()
@@ -68,7 +68,7 @@ class Stream(ending.Part):
         return self._last is None or self._last.is_set()
 
     def close_after(self, work: Callable[[], None]) -> None:
-        """Do a last piece of work after all others, and end the worker, without waiting for any of it."""
+        """Do a last piece of work after all others, then end the worker; returns without waiting."""
         self.submit(work)
         self._work.put(None)
 
@@ -92,7 +92,7 @@ class Stream(ending.Part):
         while (item := self._work.get()) is not None:
             work, event = item
             self._do(work, event)
-            # They hold what the call holds: keep nothing of it while waiting for more work.
+            # They hold references to what the call holds: drop them while waiting for more work.
             del work, item, event
 
     def _do(self, work: Callable[[], None], event: EventHandle) -> None:

@@ -1,4 +1,4 @@
-"""More threads for one rank, where cores outnumber ranks: a range of work is cut into equal parts."""
+"""More threads for one rank, if cores outnumber ranks: a range of work is split into equal parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Work = Callable[[int, int], object]
 
 
 def parts_of(count: int, num_parts: int) -> list[tuple[int, int]]:
-    """Cut range(count) into at most `num_parts` contiguous parts of nearly equal size; none is empty.
+    """Split range(count) into at most `num_parts` contiguous parts of nearly equal size; none is empty.
 
     >>> parts_of(7, 3), parts_of(2, 4), parts_of(0, 2)
     ([(0, 2), (2, 4), (4, 7)], [(0, 1), (1, 2)], [])
@@ -27,15 +27,15 @@ def parts_of(count: int, num_parts: int) -> list[tuple[int, int]]:
 class Team(ending.Part):
     """Runs a kernel over the parts of a range, one part per thread; the caller's thread takes the first.
 
-    The helpers are not those of `concurrent.futures`, which take no more work once the main thread has ended:
-    other threads of a program may go on.
+    `concurrent.futures` is not used: its threads take no more work once the main thread has ended, but other
+    threads of a program may go on.
     """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self._waiting: deque[_Part] = deque()
         self._bell: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """Rung once for each part that waits; False ends a helper."""
+        """One True for each waiting part; False ends a helper."""
         self._helpers: list[threading.Thread] = []
         ending.register(self)
 
@@ -55,7 +55,7 @@ class Team(ending.Part):
             if first[1]:
                 work(*first)
         finally:
-            # What no helper has taken yet is done here: all of it, if they have been ended.
+            # Parts that no helper has taken yet are done here: all of them, if the helpers have ended.
             while _run_next(self._waiting):
                 pass
             _wait_for(parts)
@@ -65,13 +65,13 @@ class Team(ending.Part):
             if error is not None:
                 raise error
         finally:
-            # Its traceback holds this frame, and with it those of all callers.
+            # Its traceback holds this frame, and with it the frames of all callers.
             del error
 
     def _start_helpers(self) -> None:
         if not self._helpers:
             self._helpers = [
-                # They know the queues alone, so that a team that is dropped can end them.
+                # They hold the queues but not the team: a team that is garbage-collected can end them.
                 threading.Thread(
                     target=_help, args=(self._bell, self._waiting), name=f"anyep-team-{index}", daemon=True
                 )
@@ -81,7 +81,7 @@ class Team(ending.Part):
                 helper.start()
 
     def close(self) -> None:
-        """End the helpers when they have done what waits, without waiting for them."""
+        """End the helpers after the parts that still wait; returns without waiting for them."""
         for _ in self._helpers:
             self._bell.put(False)
 
@@ -95,12 +95,12 @@ class Team(ending.Part):
 
 
 class _Part:
-    """A part of a range that is still to be done."""
+    """A part of a range: its work, whether it is done, and its error."""
 
     def __init__(self, work: Work, first: int, end: int) -> None:
         self.is_done = False
         self.done = threading.Lock()
-        """Held until it is."""
+        """Held until the part is done."""
         self.done.acquire()
         self.error: BaseException | None = None
         self._work = work
@@ -117,7 +117,7 @@ class _Part:
 
 
 def _wait_for(parts: list[_Part]) -> None:
-    """Return when all are done. Ctrl-C is raised only then: what helpers read and write must live so long."""
+    """Return when all are done. Ctrl-C is raised only then: helpers read and write this memory until then."""
     interruption: BaseException | None = None
     for part in parts:
         while not part.is_done:
@@ -130,7 +130,7 @@ def _wait_for(parts: list[_Part]) -> None:
 
 
 def _run_next(waiting: deque[_Part]) -> bool:
-    """Take the part that has waited longest, and do it; whether there was one."""
+    """Take the part that has waited longest, and do it; returns whether there was one."""
     try:
         part = waiting.popleft()
     except IndexError:

@@ -1,5 +1,5 @@
-"""Rows within a node: straight into the receiver's window, or through its rings; sums of rows where they
-lie."""
+"""Rows within a node: written directly to the receiver's window, or through its rings; a combine sums rows in
+place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_SOURCES: Final = np.zeros(0, np.int32)
 
 
 class WithinNode:
-    """The way of rows where all ranks share memory."""
+    """How rows travel where all ranks share memory."""
 
     source_bytes = SOURCE_INDEX_BYTES
 
@@ -48,7 +48,7 @@ class WithinNode:
     # Counts and handles
 
     def new_node_counts(self) -> torch.Tensor | None:
-        """Where to count the tokens that go to each node: there is only one."""
+        """None: with one node there are no counts per node."""
         return None
 
     def count_nodes(self, in_rank: torch.Tensor, counts: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ class WithinNode:
         return counts
 
     def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> NodeHandle:
-        """The routing of a handle; the very tuple that the last dispatch returned needs no unpacking."""
+        """The routing of a handle; the tuple object that the last dispatch returned needs no unpacking."""
         if last is not None and handle is last[0]:
             return with_digests(last[1], self._rank)
         return checked_routing(handle, self._rank, self._num_ranks)
@@ -85,7 +85,7 @@ class WithinNode:
     # Notify
 
     def notify(self, call: Call, header: Array, counts: CpuCounts, routing: NodeHandle) -> NotifyCounts:
-        """Exchange notify messages, and fill the routing with what they say."""
+        """Exchange notify messages, and fill the routing from them."""
         places, control = counts.places, self._mover.control
         found = NotifyCounts(
             np.empty((self._num_ranks, self._num_ranks), np.int32),
@@ -183,7 +183,7 @@ class WithinNode:
         out: torch.Tensor,
         out_weights: torch.Tensor,
     ) -> None:
-        """Sum each token's rows: those in windows where they lie, others as they come through rings."""
+        """Sum each token's rows: those in windows in place, others as they arrive through rings."""
         mover = self._mover
         x, routing, topk_weights, biases, config = combined
         token, hidden = combined.token, x.shape[1]
@@ -236,13 +236,13 @@ class WithinNode:
     # Rings
 
     def _rings(self, area: RingArea, send_to: Array, receive_from: Array) -> _Rings:
-        """The rings of a call that begins: to some ranks, from some ranks."""
+        """The rings of a new call: to some ranks, from some ranks."""
         if self._ring_addresses is None or self._ring_addresses.area is not area:
             self._ring_addresses = self._addresses_of(area)
         at = self._ring_addresses
         shape = (area.num_channels, self._num_ranks)
         send_base, recv_base = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        # This rank alone advances the tail where it sends and the head where it receives.
+        # Only this rank advances the tail where it sends and the head where it receives.
         cpu.read_counters(at.send_tail, send_base)
         cpu.read_counters(at.recv_head, recv_base)
         return _Rings(
@@ -260,7 +260,7 @@ class WithinNode:
         )
 
     def _addresses_of(self, area: RingArea) -> _RingAddresses:
-        """Where the rows, tails and heads of all rings lie, by (channel, peer)."""
+        """The addresses of the rows, tails and heads of all rings, by (channel, peer)."""
         channels = np.arange(area.num_channels, dtype=np.int64)[:, None]
         peers = np.arange(self._num_ranks, dtype=np.int64)[None, :]
         tail, head = self._mover.region.blocks.ring_tail, self._mover.region.blocks.ring_head
@@ -289,9 +289,10 @@ class WithinNode:
         to_send: Array,
         to_take: Array,
     ) -> None:
-        """Send and receive until both are done, the channels shared among the team's threads.
+        """Send and receive until both are done; the team's threads share the channels.
 
-        Both ring kernels begin and end with the same arguments; `cursor` and `arguments` are a kernel's own.
+        Both ring kernels have the same first and last arguments; `cursor` and `arguments` are specific to
+        one kernel.
         """
         control, team = self._mover.control, self._mover.team
         control.enter(call, Phase.RINGS)

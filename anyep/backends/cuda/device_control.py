@@ -1,8 +1,8 @@
-"""One rank's side of the control plane in the memory of the GPUs: tables that kernels read, notify, barrier.
+"""One rank's side of the control plane in GPU memory: the tables that kernels read, notify, barrier.
 
-Notify messages, flags and call numbers lie in the GPUs' heaps, and only kernels touch them. A kernel that has
-waited for a while also reads the host's control region, where the host says whether a rank is gone: no other
-kernel could tell it while the caller's stream waits for this one.
+Notify messages, flags and call numbers lie in the GPUs' heaps, and only kernels access them. A kernel that
+has waited for a while also reads the host's control region, where the host writes whether a rank is gone: no
+other kernel could tell it, because the caller's stream waits for this one.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ NAP_S: Final = 50e-6
 LOOK_S: Final = 0.2
 NUM_ADDRESSES: Final = 5
 HOST_ABORT: Final = 8
-"""Bytes after the abort flag: in the host's region the host's own flag for kernels, in the heap its
-address."""
+"""Offset in bytes from the abort flag: in the host's region, of the host's own abort flag for kernels; in the
+heap, of the address of that flag."""
 KIND: Final = int(Field.KIND)
 log = logging.getLogger("anyep")
 
 
 class DeviceControl:
-    """The tables of one rank. `heap` is its own, connected, with a control region of zeros."""
+    """The tables of one rank. `heap` is this rank's connected heap; its control region is all zeros."""
 
     def __init__(self, gpu: Any, control: Control, region: ControlRegion, heap: Any) -> None:
         self.gpu = gpu
@@ -52,12 +52,12 @@ class DeviceControl:
         self.heaps = gpu.table(self.heap.addresses)
         self.state = gpu.table([0] * constants.NUM_STATES)
         self.targets = gpu.table([0] * (constants.TARGET_WORDS * self.num_ranks))
-        """Where each rank's results, or its rows for a combine, lie in this call."""
+        """The addresses of each rank's results, or of its rows for a combine, in this call."""
         self.bases = gpu.table([0] * (constants.MAX_WINDOW_BLOCKS * self.num_ranks))
         self.report = gpu.words(constants.REPORTED_HEADERS + NUM_WORDS * self.num_ranks)
         self.totals = gpu.words(constants.TOTAL_BY_EXPERT + NUM_MAX_LOCAL_EXPERTS)
         self.rows_of = gpu.words(self.num_ranks)
-        """The rows that come to each rank in the last dispatch with counts."""
+        """How many rows each rank receives in the last dispatch with counts."""
         self.headers = Headers(NUM_WORDS, gpu.words, gpu.now)
         self._addresses = Headers(NUM_ADDRESSES, gpu.words, gpu.now)
         self.abort = heap.address + region.blocks.abort.start
@@ -80,7 +80,7 @@ class DeviceControl:
             raise
 
     def _show_host_to_kernels(self, region: int) -> None:
-        """Let kernels read this rank's control region in the host's memory, where they can."""
+        """Let kernels read this rank's control region in the host's memory, if the GPU supports it."""
         if not self.gpu.let_kernels_read(region, self.region.num_bytes):
             log.warning(
                 "the kernels of rank %d cannot read the host's memory: when a rank is killed, fails, is"
@@ -102,7 +102,7 @@ class DeviceControl:
         words[constants.AT_HOST] = self._at_host
         words[constants.TIMEOUT_NS] = int(self.control.timeout_s * 1e9)
         words[constants.ABORT_AT] = region.blocks.abort.start
-        # The heap of a GPU has no use for the block of a rank's status: the host's has it.
+        # A rank's status is in the host's region; its block in a GPU's heap is free for this number.
         words[constants.NUMBER_AT] = region.blocks.status.start
         words[constants.MAILBOX_AT] = mailbox.start
         words[constants.BOX_STRIDE] = mailbox.offset(0, 1) - mailbox.start
@@ -119,7 +119,7 @@ class DeviceControl:
 
     def launcher(self, kernel: Any, num_warps: int, **constants: Any) -> Launcher:
         """The kernel with these compile-time values."""
-        # Triton hashes a kernel by its source.
+        # Keyed by identity: Triton hashes a kernel by its source.
         key = (id(kernel), num_warps, *constants.values())
         launcher = self._launchers.get(key)
         if launcher is None:
@@ -128,14 +128,14 @@ class DeviceControl:
         return launcher
 
     def set_window_bases(self, addresses: Sequence[Sequence[int]]) -> None:
-        """Tell the kernels where every rank's blocks of windows lie, by block and rank."""
+        """Give kernels the addresses of every rank's blocks of windows, by block and rank."""
         table = np.zeros((self.num_ranks, constants.MAX_WINDOW_BLOCKS), np.int64)
         for block, by_rank in enumerate(addresses):
             table[:, block] = by_rank
         self.bases.copy_(torch.from_numpy(table.reshape(-1)))
 
     def keep_addresses(self, addresses: Sequence[int]) -> int:
-        """Where a kernel finds some addresses that are too many to be arguments."""
+        """Store addresses that are too many to be arguments; return where a kernel finds them."""
         return self._addresses.keep(addresses, self.gpu.stream.is_capturing())
 
     # Notify messages
@@ -143,7 +143,7 @@ class DeviceControl:
     def exchange(
         self, header: Array, kind: int, routing: torch.Tensor, digests: torch.Tensor, is_combine: bool
     ) -> None:
-        """Notify messages without counts: all ranks go along the same routing."""
+        """Exchange notify messages without counts: all ranks use the same routing."""
         nothing = self.state
         self._exchange(header, kind, (routing, digests, *(nothing,) * 5), 0, (0, 0), is_combine, False)
 
@@ -158,9 +158,9 @@ class DeviceControl:
         sizes: tuple[int, int],
         host_waits: bool,
     ) -> int:
-        """Notify messages with counts by rank, expert and (in the first of the prefix sums) channel, which
-        fill the prefix sums and the routing (prefix sums by rank, and digests); `sizes`: how many channels,
-        and experts per rank. The host may wait for the ticket."""
+        """Exchange notify messages with counts by rank, by expert and by channel (in the first of
+        `prefixes`). They fill `prefixes` and `routing` (prefix sums by rank, and digests). `sizes` is the
+        number of channels and of experts per rank. Return a ticket that the host may wait for."""
         ticket = 0
         if host_waits:
             self._ticket += 1
@@ -212,7 +212,7 @@ class DeviceControl:
         )
 
     def place_in_new_block(self, offset: int, row_bytes: int, num_topk: int, num_scales: int) -> None:
-        """Give every receiver without a window one at this offset, where a block has just been added."""
+        """Give every receiver without a window a window at this offset, in a block that was just added."""
         launch = self.launcher(kernels.place_in_new_block, 1, **self._blocks)
         launch(
             self.gpu.stream.stream,
@@ -227,7 +227,7 @@ class DeviceControl:
         )
 
     def barrier(self, flags_at: int, unless_rings: bool = False) -> None:
-        """Let every rank's part of the call be done before any rank goes on."""
+        """Wait in a kernel until every rank has done its part of the call."""
         launch = self._barriers.get((flags_at, unless_rings))
         if launch is None:
             kind = {"FLAGS_AT": flags_at, "UNLESS_RINGS": unless_rings}
@@ -237,7 +237,7 @@ class DeviceControl:
         launch(self.gpu.stream.stream, (1,), self.constants, self.heaps, self.state)
 
     def refuse(self, kind: int, text: int) -> None:
-        """Send a message that refuses this rank's call; `text` is where the reason is written."""
+        """Send a notify message that refuses this rank's call; `text` is where the reason is written."""
         header = signature()
         header[Field.REFUSED] = 1 + text
         self.gpu.stream.begin(None)
@@ -245,7 +245,8 @@ class DeviceControl:
         self.gpu.stream.end(False)
 
     def wait_for_totals(self, ticket: int) -> Array:
-        """Wait until the messages of a dispatch tell how many rows come; they always do, or why not."""
+        """Wait until the notify messages of a dispatch have told how many rows this rank receives. The
+        kernel always writes either the totals or an outcome."""
         words = self.totals
         began = looked = time.monotonic()
         while words[constants.TICKET] != ticket:
@@ -261,11 +262,11 @@ class DeviceControl:
     # What kernels left
 
     def word_at(self, offset: int) -> int:
-        """A word of this rank's heap."""
+        """Read a word of this rank's heap."""
         return int(self.heap.tensor(offset, (1,), torch.int64))
 
     def flag_of(self, rank: int, flags: int, number: int) -> int:
-        """What a rank's flag holds; `flags` is the device constant that says where such flags lie."""
+        """Read a rank's flag; `flags` is the device constant that holds the offset of such flags."""
         words = self._constants()
         stride = words[constants.NOTIFY_STRIDE if flags == constants.MAILBOX_AT else constants.FLAG_STRIDE]
         if flags == constants.TAIL_AT:
@@ -280,21 +281,21 @@ class DeviceControl:
     # The end
 
     def close(self) -> None:
-        """Let no kernel read the host's memory: none may run any more."""
+        """End the kernels' access to the host's memory; no kernel may be running any more."""
         region, self._at_host = self._at_host, 0
         if region:
             self.gpu.let_no_kernel_read(region)
 
     def give_up(self) -> None:
-        """Let no kernel of any rank wait for this rank any more."""
+        """Tell the kernels of all ranks to stop waiting for this rank."""
         self._say_gone(self.rank, self.control.regions)
 
     def take_no_more_part(self) -> None:
-        """Give up, and let this rank's own kernels take no part in calls: graphs can still be replayed. While
-        one is captured the GPU cannot be told."""
+        """Give up, and keep this rank's own kernels out of further calls, because graphs can still be
+        replayed. The GPU cannot be told while a graph is captured."""
         self.give_up()
-        # A GPU that has failed itself runs nothing any more. A copy: to load a kernel for it, CUDA might wait
-        # for those that run.
+        # A GPU that has itself failed runs nothing any more. This is a copy, not a kernel: to load a kernel,
+        # CUDA might wait for running ones.
         with contextlib.suppress(RuntimeError):
             if not self.gpu.stream.is_capturing():
                 with self.gpu.on_communication_stream():
@@ -302,11 +303,11 @@ class DeviceControl:
                 self.gpu.stream.end(False)
 
     def forget(self, rank: int) -> None:
-        """Let no kernel here wait for a rank that is gone."""
+        """Tell this rank's kernels to stop waiting for a rank that is gone."""
         self._say_gone(rank, [self.control.regions[self.rank]])
 
     def _say_gone(self, rank: int, regions: Iterable[int]) -> None:
-        """Tell the kernels that look into these regions of hosts."""
+        """Tell the kernels that read these host control regions that a rank is gone."""
         given_up_at = self.region.blocks.given_up.offset(rank)
         host_abort_at = self.region.blocks.abort.start + HOST_ABORT
         for region in regions:
@@ -315,7 +316,8 @@ class DeviceControl:
 
 
 def _block(count: int, most: int) -> int:
-    """A power of two that holds so many, 0 for none; few different ones, as each is compiled for."""
+    """A power of two that is at least `count`, 0 for none. There are few different values, because kernels
+    are compiled for each."""
     if count == 0:
         return 0
     return 16 if count <= 16 else min(1 << (count - 1).bit_length(), 1 << (most - 1).bit_length())

@@ -1,7 +1,7 @@
-"""Symmetric memory of the GPUs of a node: torch's, which several ranks on one GPU may share as well.
+"""Symmetric memory of the GPUs of a node: torch's, which also works for several ranks on one GPU.
 
-Every rank allocates the same number of bytes; `addresses` says where each rank's lie in this process. The
-group that the ranks meet in may be Gloo's.
+Every rank allocates the same number of bytes; `addresses` holds the address of each rank's memory in this
+process. The process group of the rendezvous may use Gloo.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ TYPES: Final = {
     torch.float16: "<f2",
     torch.uint8: "|u1",
 }
-"""What the interface between libraries for GPUs calls torch's types; it has no bfloat16 and no float8."""
+"""torch's types as named by `__cuda_array_interface__`, which has no bfloat16 and no float8."""
 TYPES_BY_SIZE: Final = {1: "|u1", 2: "<i2"}
 
 
 class SymmetricBlock:
-    """A rank's memory, and the addresses of its peers'. It lives until the last tensor that was lent is gone;
-    then it is freed with what was postponed."""
+    """A rank's memory, and the addresses of its peers' memory. It lives until the last lent tensor is gone;
+    then it is freed with other postponed work."""
 
     _memory: Any = None
     _handle: Any = None
-    """It holds the peers' memory: without it the next kernel would fault."""
+    """Keeps the peers' memory mapped: without it the next kernel would fault."""
 
     def __init__(self, num_bytes: int) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        # Several ranks on one GPU are a way to work, not a mistake.
+        # Several ranks on one GPU are supported, not a mistake.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         self.num_bytes = num_bytes
         device = torch.device("cuda", torch.cuda.current_device())
@@ -55,14 +55,15 @@ class SymmetricBlock:
         self.addresses: list[int] = []
 
     def connect(self, group: Any) -> None:
-        """Open the memory of all ranks of a group, when all have made theirs."""
+        """Map the memory of all ranks of a group, after all have allocated theirs."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self._handle = symmetric_memory.rendezvous(self._memory, group)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over a part of this rank's memory, for as long as the block lives: never for a caller."""
+        """A tensor over a part of this rank's memory, valid while the block lives; not to be returned to
+        callers."""
         num_bytes = math.prod(shape) * dtype.itemsize
         tensor: torch.Tensor = self._memory[offset : offset + num_bytes].view(dtype).view(shape)
         return tensor
@@ -82,7 +83,7 @@ class SymmetricBlock:
 
 
 class _Loan:
-    """What a lent tensor holds on to: torch drops it with the tensor's storage."""
+    """Held by a lent tensor: torch drops it with the tensor's storage."""
 
     def __init__(
         self,
@@ -106,4 +107,4 @@ class _Loan:
 
 
 def _let_go(*held: Any) -> None:
-    """What was held dies with the call."""
+    """Drop the last references to the arguments."""

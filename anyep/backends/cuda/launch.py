@@ -1,11 +1,11 @@
-"""Launches kernels in a few microseconds: what Triton checks in every launch is checked once.
+"""Launches kernels in a few microseconds: Triton's checks of every launch are made once.
 
     send = Launcher(send_to_windows, 32, {"TILE_TOKENS": 8, ...})
     send(stream, (num_programs,), x, places, ...)
 
-Two such launches differ only in what may differ: numbers and types that a kernel was compiled for are part of
-the key, and all tensors begin at multiples of 16 bytes. If some do not, or where Triton's inner interface is
-not the one that we know, its outer one does the work.
+Direct launches reuse a compiled kernel: the numbers and types that it was compiled for are part of the key,
+and all tensors begin at multiples of 16 bytes. If some tensors do not, or if Triton's internal interface is
+not a known one, the launch goes through Triton's public interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KNOWN_VERSIONS: Final = ("3.6",)
 
 
 class Seen:
-    """A tensor as a kernel is to see it: as values of another type. A view of torch's takes its time."""
+    """A tensor that a kernel reads as values of another type. It is cheaper to make than a torch view."""
 
     __slots__ = ("dtype", "tensor")
 
@@ -44,7 +44,7 @@ class Launcher:
         self._options = {"num_warps": num_warps, "enable_fp_fusion": False}
         self._is_interpreted = not isinstance(kernel, JITFunction)
         self._numbers: list[int] | None = None
-        """The arguments that are numbers which Triton compiles in if they are 1 or multiples of 16."""
+        """The indices of integer arguments that Triton specializes for if they are 1 or multiples of 16."""
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, stream: Any, grid: tuple[int, ...], *arguments: Any) -> None:
@@ -70,7 +70,7 @@ class Launcher:
                 address = argument.data_ptr()
                 bits |= address
                 addresses.append(address)
-                # Where a kernel does not need a tensor it may be given any other.
+                # Callers may pass any tensor for one that the kernel does not need, so types are in the key.
                 types.append(argument.dtype)
         is_aligned = bits % 16 == 0
         key = (*[arguments[index] for index in self._numbers], *types)
@@ -94,7 +94,7 @@ def _tensors(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def _direct_launch(compiled: Any) -> Any:
-    """A function that launches a compiled kernel; None where Triton's inside is not the one we know."""
+    """A function that launches a compiled kernel; None if Triton's internal interface is not a known one."""
     with contextlib.suppress(AttributeError):
         launcher = compiled.run
         needs_scratch = launcher.global_scratch_size or launcher.profile_scratch_size
@@ -105,7 +105,7 @@ def _direct_launch(compiled: Any) -> Any:
             def launch(
                 stream: Any, grid: tuple[int, ...], addresses: list[Any], constants: tuple[Any, ...]
             ) -> None:
-                # An address is taken as it is; of a tensor Triton would ask the driver where it lies.
+                # Triton passes an address on unchanged; for a tensor it would query the driver.
                 run(
                     grid[0],
                     grid[1] if len(grid) > 1 else 1,

@@ -1,6 +1,6 @@
-"""How the part of a Buffer that is on a GPU ends: after its kernels, and without hanging or aborting.
+"""Ends the GPU part of a Buffer: after its kernels, and without hanging or aborting.
 
-Some kernels are in graphs, or on streams of the caller's. Memory is freed when none of them can run any more,
+Some kernels are in graphs, or on the caller's streams. Memory is freed when none of them can run any more,
 and never while a graph is captured.
 """
 
@@ -17,11 +17,11 @@ from anyep.backends.cuda.device_control import DeviceControl
 from anyep.errors import InvalidCall
 
 LOOK_S: Final = 0.002
-"""How often a thread asks whether the last calls of a dropped Buffer are over."""
+"""The interval at which a thread checks whether the last calls of a dropped Buffer are over."""
 
 
 class HostSide(Protocol):
-    """What has to end on the host."""
+    """The host's part, which has to be ended."""
 
     def stop(self) -> None: ...
     def close(self) -> None: ...
@@ -29,14 +29,14 @@ class HostSide(Protocol):
 
 
 class Reporter(Protocol):
-    """What watches the peers for the kernels."""
+    """Watches the peers on behalf of the kernels."""
 
     def stop_watching(self) -> None: ...
     def close(self) -> None: ...
 
 
 class LowLatencyPart(Protocol):
-    """Low-latency mode, as far as it has to end."""
+    """The part of low-latency mode that has to be ended."""
 
     def last_use(self) -> Any: ...
     def close(self) -> None: ...
@@ -46,7 +46,8 @@ class GpuLifetime(ending.Part):
     """Ends the calls and the memory of one rank on its GPU."""
 
     is_idle = False
-    """Whether nothing is under way: to ask could harm a graph that another thread captures."""
+    """Whether no call is running; always False, because a query could harm a graph that another thread
+    captures."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class GpuLifetime(ending.Part):
         low_latency: LowLatencyPart | None,
         memory: object,
     ) -> None:
-        """`memory` is what kernels may still use: it is kept until all calls are over."""
+        """`memory` may still be used by kernels: it is kept until all calls are over."""
         self._device_control = device_control
         self._gpu = device_control.gpu
         self._reports = reports
@@ -64,26 +65,26 @@ class GpuLifetime(ending.Part):
         self._low_latency = low_latency
         self._memory: object = memory
         self.free_what_died: Callable[[], None] = self._gpu.do_postponed
-        """To be called by the one who closed this object, after dropping it."""
+        """To be called after this object is closed and dropped."""
         self._closing: threading.Thread | None = None
         self._is_over = threading.Event()
-        """The process ends, and nothing is waited for any more."""
+        """Set when the process ends: threads stop waiting."""
         ending.register(self)
 
     def stop(self) -> None:
-        """End the waits of calls that are still under way."""
+        """End the waits of calls that are still running."""
         self._control.stop()
         self._device_control.give_up()
 
     def check_can_close(self) -> None:
-        """Refuse where nothing can be waited for."""
+        """Raise an error while a graph is captured: calls cannot be waited for then."""
         if self._gpu.stream.is_capturing():
             raise InvalidCall(
                 "a Buffer cannot be destroyed while a CUDA graph is captured: do it before or afterwards"
             )
 
     def close(self) -> None:
-        """Finish the calls of both modes that are under way; no kernel of a peer waits for this rank then."""
+        """Finish the running calls of both modes; afterwards no kernel of a peer waits for this rank."""
         try:
             self._free()
         finally:
@@ -107,7 +108,7 @@ class GpuLifetime(ending.Part):
                         break
             finally:
                 self._report_closed()
-                # Not in this thread, as another one may capture a graph.
+                # Not in this thread: another thread may be capturing a graph.
                 self._gpu.postpone(partial(self._free))
 
         self._closing = threading.Thread(target=wait_and_report, name="anyep-close", daemon=True)
@@ -122,7 +123,7 @@ class GpuLifetime(ending.Part):
 
     def _report_closed(self) -> None:
         self._reports.stop_watching()
-        # First for hosts: a kernel that is told to stop makes its host look for the reason there.
+        # Hosts are told first: the host of a kernel that is told to stop looks for the reason there.
         self._control.close()
         self._device_control.give_up()
 
@@ -133,14 +134,14 @@ class GpuLifetime(ending.Part):
         return running
 
     def stop_at_end(self, last_error: str) -> None:
-        # First for hosts: a kernel that is told to stop makes its host look for the reason there.
+        # Hosts are told first: the host of a kernel that is told to stop looks for the reason there.
         self._control.stop_at_end(last_error)
         self._device_control.give_up()
         self._is_over.set()
 
     def join_at_end(self, until: float) -> None:
         ending.join(self._closing, until)
-        # Kernels that were told to stop do so in moments. If not, they must find their memory.
+        # Kernels that were told to stop do so shortly. If they do not, their memory must stay valid.
         ending.keep_for_ever(self)
         while self._gpu.is_running() and time.monotonic() < until:
             time.sleep(LOOK_S)

@@ -1,14 +1,14 @@
-"""Many ranks on one GPU: NVIDIA's multi-process service, in a private folder, for as long as it is needed.
+"""Many ranks on one GPU: NVIDIA's multi-process service (MPS), in a private folder, for as long as needed.
 
 Without it the processes take turns on the GPU, a few milliseconds each, and a rank that waits for another
-holds it up for the whole of its turn. With it their kernels run side by side.
+blocks that rank for its whole turn. With it their kernels run concurrently.
 
     with MultiProcessService() as environment:
         subprocess.run(command, env=os.environ | environment)
 
-A keeper stands between: a small process that runs the service until whoever wanted it has had enough, or is
-gone, killed or not; then it ends the service and removes the folder. The keeper is this very file, run as a
-script; so nothing of the package, and nothing that takes long to load, may be imported at the top.
+The keeper is a small process that runs the service until the process that started it leaves `with`, exits or
+is killed; then it ends the service and removes the folder. The keeper is this file, run as a script:
+therefore it imports nothing of the package, and nothing that takes long to load, at the top.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CONTROL: Final = "nvidia-cuda-mps-control"
 SERVER: Final = "nvidia-cuda-mps-server"
 FOLDER_PREFIX: Final = "anyep-mps-"
 ENDED_BY_ITSELF: Final = "ended"
-"""A file that the keeper leaves for the one who waits for the service to start."""
+"""A file by which the keeper tells the process that waits for the start that the service has ended."""
 PR_SET_PDEATHSIG: Final = 1
 START_TIMEOUT_S: Final = 10.0
 END_TIMEOUT_S: Final = 5.0
 
 
 class MultiProcessService:
-    """The service; inside `with` it runs. It ends with this process, also if that is killed."""
+    """The service, which runs inside `with`. It ends with this process, even if the process is killed."""
 
     def __init__(self) -> None:
         self._folder = ""
@@ -50,21 +50,21 @@ class MultiProcessService:
 
     @staticmethod
     def is_running() -> bool:
-        """Whether a service answers to which this process, and those that it starts, would connect."""
+        """Whether a service is running to which this process and its children would connect."""
         return MultiProcessService.is_installed() and _ask("get_server_list", os.environ) is not None
 
     def __enter__(self) -> dict[str, str]:
-        """Start it; what the ranks' environment needs to find it."""
+        """Start the service; return the environment variables that ranks need to find it."""
         from anyep.errors import NotSupported
 
         if not self.is_installed():
             raise NotSupported(f"{CONTROL} is not on the path: it comes with NVIDIA's driver")
         self._folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
         try:
-            # It serves all GPUs: clients choose by this variable among those that the service sees.
+            # The service serves all GPUs: with this variable clients choose among the GPUs it has.
             environment = os.environ | self.environment
             environment.pop("CUDA_VISIBLE_DEVICES", None)
-            # In a session of its own: Ctrl-C is for us, and the service is still needed while the ranks end.
+            # In its own session: Ctrl-C is for this process; ranks need the service while they shut down.
             self._keeper = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, self._folder],
                 env=environment,
@@ -113,7 +113,7 @@ class MultiProcessService:
 
 
 def _ask(question: str, environment: Mapping[str, str]) -> str | None:
-    """What the service of this environment answers; None where there is none, or it hangs."""
+    """The answer of the service of this environment; None if there is none, or if it hangs."""
     try:
         finished = subprocess.run(
             [CONTROL],
@@ -131,8 +131,8 @@ def _ask(question: str, environment: Mapping[str, str]) -> str | None:
 
 
 def keep(folder: str) -> None:
-    """Run the service until nobody holds the other end of stdin any more, then remove what is left of it."""
-    # In the foreground: then it is a child of this process, and can die with it.
+    """Run the service until no process holds the other end of stdin any more, then remove its folder."""
+    # In the foreground: then it is a child of this process, and ends with it.
     control = subprocess.Popen(
         [CONTROL, "-f"],
         stdin=subprocess.DEVNULL,
@@ -161,7 +161,7 @@ def _end(control: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         control.kill()
         control.wait()
-    # A server whose clients died in a kernel may not hear of the end.
+    # A server whose clients died in a kernel may not react to `quit`.
     deadline = time.monotonic() + END_TIMEOUT_S
     while servers := [pid for pid in servers if _is_a_server(pid)]:
         if time.monotonic() > deadline:

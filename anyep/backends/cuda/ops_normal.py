@@ -1,8 +1,8 @@
-"""The operations of normal mode on a GPU: kernels on the communication stream, with every wait in a kernel.
+"""The operations of normal mode on a GPU: kernels on the communication stream, which do all the waiting.
 
-A call is a few kernels: the notify messages; rows into windows, or sums of rows where they lie; and a
-barrier, after which every rank's part is done. Rows without a window go through rings. The host waits only
-for the totals of a dispatch; other calls can be captured in CUDA graphs.
+A call is a few kernels: one exchanges notify messages, one writes rows into windows or sums rows where they
+lie, and a barrier waits until every rank has done its part. Rows without a window go through rings. The host
+waits only for the totals of a dispatch; other calls can be captured in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from anyep.sizes import Config, TokenLayout
 log = logging.getLogger("anyep")
 DTYPE_CODES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 FLAGS_OF: Final = {Phase.RECEIVE: constants.ARRIVED_AT, Phase.ACKNOWLEDGE: constants.PULLED_AT}
-"""By phase of a barrier, the device constant that says where its flags lie."""
+"""By phase of a barrier: the device constant that holds the offset of its flags."""
 
 
 class Reporter(Protocol):
-    """Reads what kernels have reported."""
+    """Reads the reports of kernels."""
 
     def reported(self) -> AnyEPError | None: ...
     def raise_reported(self) -> None: ...
@@ -82,7 +82,8 @@ class GpuNormalOps:
         sms: Sms,
         all_rings: Rings,
     ) -> None:
-        """`grow` adds windows for so many bytes together with all ranks, in a call; where they begin."""
+        """`grow` adds windows of a number of bytes, in a call and together with all ranks; it returns the
+        offset where they begin."""
         self.device_control = device_control
         self.windows: GpuWindows = gpu_windows
         self.gpu = device_control.gpu
@@ -93,17 +94,17 @@ class GpuNormalOps:
         self._rank, self._num_ranks = device_control.rank, device_control.num_ranks
         self._sms = sms
         self._warned_sms: set[int] = set()
-        """Numbers of SMs above the share that were warned about."""
+        """Values of `num_sms` above this rank's share for which a warning was logged."""
         self._counters: dict[tuple[int, int], Launcher] = {}
-        """What counts tokens, by the kernel's identity and the choices of a token."""
+        """Launchers of kernels that count tokens, by the kernel's identity and the choices per token."""
         self._known_ring_arguments: dict[int, tuple[RingArea, tuple[Any, ...]]] = {}
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
         self._unheard: AnyEPError | None = None
-        """The error of an earlier call that was not raised yet."""
+        """The error of an earlier call that has not been raised yet."""
         self._layout_report = self.gpu.words(constants.NUM_LAYOUT_WORDS)
-        """Where the kernel of a layout reports an id that is no expert."""
+        """Where the kernel of a layout reports an id that is not an expert."""
         self.scratch_digests = self.gpu.table([0] * (2 * self._num_ranks))
-        """Those of a handle that does not know its own; the calls of a stream follow each other."""
+        """Digests of a handle without known digests; calls share them, because they run in stream order."""
 
     @property
     def stream(self) -> Any:
@@ -113,22 +114,22 @@ class GpuNormalOps:
     # Before and after calls
 
     def before(self, run_async: bool) -> None:
-        """Look for an error of an earlier call. It is raised when this call is launched: if it were refused
-        instead, the peers would hear of that later, refuse another one, and so on."""
+        """Look for an error of an earlier call. It is raised when this call is launched. If this call were
+        refused instead, the peers would learn of that later, refuse another call, and so on."""
         if self._unheard is None:
             self._unheard = self._reports.reported()
             if self._unheard is not None:
                 self.forget_layout()
 
     def raise_earlier(self, checks_ids: bool = False) -> None:
-        """Raise the error of an earlier call. A call that checks top-k ids itself says more about them, on
-        all ranks, than a layout before it, on this rank alone."""
+        """Raise the error of an earlier call. A call that checks top-k ids itself reports more about them,
+        and on all ranks, than a layout before it, which reports on this rank alone."""
         if self._unheard is not None:
             error, self._unheard = self._unheard, None
             try:
                 raise error
             finally:
-                # Its traceback holds this frame, and with it those of all callers.
+                # Its traceback refers to this frame, and through it to those of all callers.
                 del error
         if not checks_ids:
             self._raise_layout()
@@ -137,13 +138,13 @@ class GpuNormalOps:
         self._reports.raise_reported()
 
     def wait_until_readable(self, previous: EventOverlap | None) -> None:
-        """The host reads nothing of what a caller passed; kernels do, in their turn."""
+        """Nothing to do: the host does not read the caller's tensors; kernels read them in stream order."""
 
     def refuse(self, call: Call, error: AnyEPError) -> None:
         self._reports.refuse(call, error)
 
     def check_config(self, config: Config) -> None:
-        """Any number of channels is possible; warn once if this rank has fewer programs than that takes."""
+        """Warn once if this rank has fewer SMs than `num_sms`; any number of channels works."""
         num_sms = config.num_sms
         if num_sms <= self._sms.share_of_sms or num_sms in self._warned_sms:
             return
@@ -163,12 +164,12 @@ class GpuNormalOps:
         )
 
     def num_programs(self, config: Config) -> int:
-        """How many programs move the rows of a call: no more than can be resident beside the other ranks'.
-        Programs that wait for one that is not would wait for ever."""
+        """How many programs move the rows of a call: no more than can be resident beside those of the other
+        ranks. Programs would wait forever for one that is not resident."""
         return min(config.num_sms, self._sms.share_of_sms)
 
     def default_config(self, config: Config) -> Config:
-        """The tuned config, with no more SMs than any rank has: all ranks have the same channels."""
+        """The tuned config, with at most the smallest share of SMs of any rank: channels are equal on all."""
         if config.num_sms <= self._sms.least_share_of_sms:
             return config
         known = self._smaller_configs.get(id(config))
@@ -186,7 +187,7 @@ class GpuNormalOps:
         return combined._replace(x=_aligned(combined.x), biases=biases)
 
     def routing_of(self, handle: Any, last: tuple[Any, GpuRouting] | None) -> GpuRouting:
-        """A user's handle; the last one is known already."""
+        """The routing of a user's handle; the last handle need not be checked again."""
         if last is not None and handle is last[0]:
             return last[1]._replace(digests=known_digests(handle))
         return checked_handle(handle, self._num_ranks, self.gpu.device)
@@ -200,7 +201,7 @@ class GpuNormalOps:
         per_expert: torch.Tensor,
         num_channels: int,
     ) -> GpuCounts:
-        """Where the tokens go; kernels check whether it fits together."""
+        """Where the tokens go; kernels check that the counts are consistent."""
         return GpuCounts(in_rank, per_rank, per_expert)
 
     def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> GpuCall:
@@ -218,7 +219,7 @@ class GpuNormalOps:
         per_rank = self.empty(previous, (num_ranks,), torch.int32)
         per_expert = self.empty(previous, (num_experts,), torch.int32)
         in_rank = self.empty(previous, (num_tokens, num_ranks), torch.bool)
-        # No peer takes part: where nothing is to overlap, it is one more kernel of the caller's.
+        # No peer takes part: if nothing is to overlap, the kernel runs on the caller's stream.
         is_apart = run_async or previous is not None or self.gpu.stream.is_capturing()
         if is_apart:
             self.gpu.stream.begin(previous)
@@ -238,12 +239,12 @@ class GpuNormalOps:
         if is_apart:
             event = self.gpu.stream.end(run_async)
             return DispatchLayout(per_rank, None, per_expert, in_rank, event)
-        # A later call may wait for an event of the caller's from before, and not for its stream.
+        # A later call may wait only for an earlier event of the caller, and not for its stream.
         self.gpu.stream.begin(None)
         return DispatchLayout(per_rank, None, per_expert, in_rank, None)
 
     def counting(self, kernel: Any, num_topk: int) -> Launcher:
-        """A kernel that counts tokens with so many choices."""
+        """The launcher of a kernel that counts tokens with `num_topk` choices."""
         launch = self._counters.get((id(kernel), num_topk))
         if launch is None:
             launch = self._counters[id(kernel), num_topk] = self.device_control.launcher(
@@ -257,7 +258,7 @@ class GpuNormalOps:
         return launch
 
     def _raise_layout(self) -> None:
-        """Raise what the kernel of an earlier layout found."""
+        """Raise the error that the kernel of an earlier layout reported."""
         words = self._layout_report
         is_read = words[constants.NUM_REPORTS] == words[constants.NUM_READ]
         if is_read or self.gpu.stream.is_capturing():
@@ -273,7 +274,7 @@ class GpuNormalOps:
         raise error
 
     def forget_layout(self) -> None:
-        """The dispatch after a layout has reported the same, or something worse."""
+        """Drop the report of a layout: a later dispatch has reported the same error, or a worse one."""
         self._layout_report[constants.NUM_READ] = self._layout_report[constants.NUM_REPORTS]
 
     # Memory
@@ -281,16 +282,16 @@ class GpuNormalOps:
     def empty(
         self, previous: EventOverlap | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Memory for a result, to be taken before communication waits for the caller's stream: what that
-        still has to do may use (and torch may fill) the same memory. Where communication does not wait for
-        it, the memory is taken from the communication stream's."""
+        """Allocate a result. This must happen before communication waits for the caller's stream, whose
+        pending work may use the same memory (and torch may fill it). If communication does not wait for that
+        stream, the memory is allocated on the communication stream."""
         if previous is None:
             return self.gpu.empty(shape, dtype)  # type: ignore[no-any-return]
         with self.gpu.on_communication_stream():
             return self.gpu.empty(shape, dtype)  # type: ignore[no-any-return]
 
     def keep(self, run_async: bool, previous: EventOverlap | None, *tensors: torch.Tensor | None) -> None:
-        """Where two streams use tensors and do not wait for each other, keep them until both are done."""
+        """Keep tensors until both streams are done with them, if the streams do not wait for each other."""
         if run_async or previous is not None:
             for tensor in tensors:
                 if tensor is not None:
@@ -299,7 +300,7 @@ class GpuNormalOps:
     # Rings
 
     def ring_arguments(self, area: RingArea) -> tuple[Any, ...]:
-        """What both ring kernels take: where the rings are, and how long to wait."""
+        """The arguments of both ring kernels: where the rings are, and how long to wait."""
         known = self._known_ring_arguments.get(id(area))
         if known is not None:
             return known[1]
@@ -321,7 +322,7 @@ class GpuNormalOps:
         )
         if len(self._known_ring_arguments) >= MAX_KNOWN_AREAS:
             self._known_ring_arguments.clear()
-        # An area is known by its identity as long as it lives, and it is kept alive here.
+        # The identity of an area is a valid key while the area lives; the entry keeps it alive.
         self._known_ring_arguments[id(area)] = (area, arguments)
         return arguments
 
@@ -341,7 +342,7 @@ class GpuCall:
         self._used: list[torch.Tensor | None] = []
         """Tensors to keep until the call is over."""
         self._staged: list[tuple[int, int]] = []
-        """The windows that copies were staged in, with their bytes."""
+        """The windows that hold staged copies, with their bytes."""
         self._source: torch.Tensor | None = None
         """The source indices of a new routing."""
         self._ticket = 0
@@ -349,7 +350,7 @@ class GpuCall:
         """Whether all rows were sent before the host knew the totals."""
         self._has_begun = False
         self._took_memory = False
-        """Whether memory was taken since the communication stream last waited for the caller's."""
+        """Whether memory was allocated since the communication stream last waited for the caller's."""
 
     def prepare_to_wait(self) -> None:
         if self._gpu.stream.is_capturing():
@@ -368,13 +369,13 @@ class GpuCall:
         self._has_begun = True
 
     def _wait_for_memory(self) -> None:
-        """Let the communication stream wait for the caller's once more, for memory that was just taken."""
+        """Make the communication stream wait for the caller's again, for memory that was just allocated."""
         if self._took_memory and self._previous is None:
             self._gpu.stream.begin(None)
         self._took_memory = False
 
     def new_routing(self, payload: Payload, counts: GpuCounts, config: Config) -> GpuRouting:
-        """A routing to be filled, without source indices yet."""
+        """A routing that kernels will fill, without source indices yet."""
         num_ranks = self._num_ranks
         by_rank = (payload.num_tokens, num_ranks)
         by_channel = (num_ranks, config.num_channels)
@@ -390,7 +391,7 @@ class GpuCall:
         )
 
     def with_rows(self, routing: GpuRouting, num_rows: int, is_counted: bool) -> GpuRouting:
-        """The source indices, which a handle keeps longer than a user keeps rows, lie in no window."""
+        """Add the source indices. They are not in a window, because a handle outlives the rows."""
         source = self.empty((num_rows,), torch.int32)
         self._used.append(source)
         self._source = source
@@ -416,7 +417,7 @@ class GpuCall:
         else:
             made = [self.empty((num_rows, kind[0]), kind[1]) for kind in kinds if kind is not None]
             if window >= 0:
-                # There is nothing to put into it.
+                # No rows: the window is not needed.
                 self._ops.windows.give_back(window, num_bytes)
         if window < 0:
             self._used += made
@@ -425,7 +426,7 @@ class GpuCall:
         assert x is not None
         source = self._source
         if source is None:
-            # Along a handle they are known, but the ring kernels write them again.
+            # A handle has them already, but the ring kernels write them again.
             source = self.empty((num_rows,), torch.int32) if window < 0 else self._device_control.state
         return Results(x, source, ids, weights, new_scales, window)
 
@@ -456,7 +457,7 @@ class GpuCall:
         self._fill(payload, routing)
         self._used += [*counts, *routing]
         if host_waits:
-            # Rows are on their way before the host knows how many, if all receivers have windows.
+            # If all receivers have windows, rows are sent before the host knows how many there are.
             self._send_to_windows(payload, routing, config, local_experts, all_or_none=True)
             device_control.barrier(constants.ARRIVED_AT, unless_rings=True)
             self._is_sent = True
@@ -474,7 +475,7 @@ class GpuCall:
             payload.topk_idx if payload.topk_idx is not None else state,
             counts.by_rank,
             counts.by_expert,
-            # Numbers and counts of this rank's rows, which the messages turn into places and sums.
+            # Numbers and counts of this rank's rows; notify messages turn them into places and prefix sums.
             routing.send_head,
             routing.channel_prefix_matrix,
             state,
@@ -501,14 +502,14 @@ class GpuCall:
             self._device_control.state,
             routing.send_head,
             routing.rank_prefix_matrix,
-            # The user may change the mask afterwards; the handle keeps a copy.
+            # The handle keeps a copy of the mask: the user may change it afterwards.
             Seen(routing.is_token_in_rank, torch.int8),
             routing.digests,
             payload.num_tokens,
         )
 
     def notify_by_handle(self, header: Array, payload: Payload | None, routing: GpuRouting) -> None:
-        """A graph finds other contents in a handle in each replay: its digests are made in the graph."""
+        """In a graph, the contents of a handle may differ in each replay: the graph computes its digests."""
         found = routing.digests
         if found is None or self._gpu.stream.is_capturing():
             found = self._ops.scratch_digests
@@ -544,7 +545,7 @@ class GpuCall:
     def totals(self, header: Array, payload: Payload) -> Totals:
         words = self._device_control.wait_for_totals(self._ticket)
         if words[constants.TOTAL_OUTCOME]:
-            # Kernels of the call may still write memory that is free now, and that the caller gets next.
+            # Kernels of the call may still write to memory that is now free and may be allocated again.
             self._gpu.stream.end(False)
             try:
                 self._ops.raise_reported()
@@ -572,7 +573,8 @@ class GpuCall:
         return -1
 
     def grow(self, payload: Payload, totals: Totals) -> int:
-        """Some rank has no window: all ranks, which know it, add windows if they may. This rank's window."""
+        """Some rank has no window, and all ranks know it: they add windows if allowed. Return this rank's
+        window."""
         needed = max(payload.window_bytes(int(rows)) for rows in self._device_control.rows_of)
         first = self._ops.grow(self._call, needed)
         if first is None:
@@ -646,7 +648,8 @@ class GpuCall:
         config: Config,
         experts_per_rank: int,
     ) -> None:
-        """Rows for receivers without a window, and what comes if this rank has none; nothing if all have."""
+        """Send rows to receivers without a window, and receive rows if this rank has none. The kernel does
+        nothing if all ranks have windows."""
         token, scales, nothing = payload.token, payload.scales, self._device_control.state
         area = self._ops.rings.node.area_for(config, token)
         tile = self._ops.tiles.ring_dispatch
@@ -694,7 +697,8 @@ class GpuCall:
     def unpack(
         self, payload: Payload, routing: GpuRouting, results: Results, is_new: bool, pads: bool
     ) -> None:
-        """Copy the source indices out of the window, and finish the digests; a handle has both already."""
+        """Copy the source indices out of the window and finish the digests; a user's handle has both
+        already."""
         if not is_new:
             return
         ids, num_rows = results.topk_idx, routing.num_recv_rows
@@ -722,8 +726,8 @@ class GpuCall:
     # Combine
 
     def stage(self, combined: CombineInput, header: Array) -> None:
-        """If there is no room for a copy, the rows go through rings; so they do, even if there are none,
-        where there are no windows at all: something has to fill the results."""
+        """Copy rows into a window for the peers. If it has no room, rows go through rings. Without any
+        windows the ring kernel runs even if there are no rows, because the results must be filled."""
         header[X_OFFSET], header[WEIGHTS_OFFSET] = -1, -1
         gpu_windows = self._ops.windows
         if not gpu_windows.num_bytes:
@@ -751,7 +755,7 @@ class GpuCall:
         header[X_OFFSET], header[WEIGHTS_OFFSET] = offsets
 
     def _copy_for_peers(self, combined: CombineInput, window: torch.Tensor) -> None:
-        """Copy the rows that other ranks read; what this rank wants itself, it reads where it is."""
+        """Copy the rows that other ranks read; this rank reads its own rows where they are."""
         x, routing = combined.x, combined.routing
         launch = self._device_control.launcher(
             sums.copy_for_peers, COPY_WARPS, NUM_RANKS=self._num_ranks, TILE_WORDS=COPY_WORDS
@@ -768,7 +772,7 @@ class GpuCall:
         )
 
     def _give_back(self) -> None:
-        """Later calls on the communication stream come after this one: they may have its windows at once."""
+        """Free the staged windows at once: later calls on the communication stream run after this one."""
         for window, num_bytes in self._staged:
             self._ops.windows.give_back(window, num_bytes)
         self._staged = []
@@ -815,7 +819,7 @@ class GpuCall:
     def _combine_through_rings(
         self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None
     ) -> None:
-        """The sums of rows of which some lie in no window; nothing if all do."""
+        """Sum rows if some of them are not in windows; the kernel does nothing if all are."""
         x, routing, weights, biases, config = combined
         token, state = combined.token, self._device_control.state
         area = self._ops.rings.node.area_for(config, token)
@@ -873,12 +877,12 @@ class GpuCall:
 
 @lru_cache(maxsize=64)
 def _part_offsets(token: TokenLayout) -> tuple[int, ...]:
-    """Where source meta, scales, ids and weights lie in a row of a ring, and the bytes of such a row."""
+    """Offsets of source metadata, scales, ids and weights in a row of a ring, and the bytes of such a row."""
     return tuple(part_offsets(token).tolist())
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that begins at a multiple of 16 bytes, as kernels expect rows to; nearly all do."""
+    """The tensor itself if it begins at a multiple of 16 bytes, as kernels expect; otherwise a copy."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
@@ -892,5 +896,5 @@ def _words(x: torch.Tensor) -> Seen:
 
 
 def _bits(x: torch.Tensor) -> Seen:
-    """Values as kernels see them: those of 16 bits by their bits."""
+    """Values as kernels read them: 16-bit values as their bits."""
     return Seen(x, torch.uint16 if x.element_size() == 2 else x.dtype)

@@ -1,8 +1,8 @@
 """Memory of the host that kernels read and write.
 
-A kernel reads a call's header when its turn comes, long after the host went on. `Headers` gives each call a
-place of its own: one of a ring, which is used again when the calls of a whole page are over; or, for a call
-that is captured in a graph and may be replayed at any time, a place for good.
+A kernel reads a call's header when it runs, which may be long after the host launched it. `Headers` gives
+each call its own place. Most places are in a circular array and are reused when the calls of a whole page are
+over. A call that is captured in a graph may be replayed at any time, so it gets a permanent place.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ HEADERS_PER_PAGE = 256
 
 
 def pinned_words(count: int) -> Array:
-    """64-bit words, all 0; their address is the same for kernels."""
+    """64-bit words, all 0, at the same address for the host and for kernels."""
     words = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
-    # The array holds the tensor, and so its memory.
+    # The array keeps the tensor, and therefore its memory, alive.
     array: Array = words.numpy()
     return array
 
@@ -44,7 +44,7 @@ class Headers:
         self._address_for_good = int(self._for_good.ctypes.data)
 
     def keep(self, header: Array | Sequence[int], for_good: bool) -> int:
-        """Where a kernel finds this header."""
+        """Store a header; return the address where a kernel finds it."""
         if for_good:
             if self._num_for_good == len(self._for_good):
                 raise NotSupported(

@@ -1,8 +1,8 @@
-"""What waits until no graph is captured: while one is, in whatever thread, CUDA frees no memory, and torch
-ends a process that tries.
+"""Work that is postponed until no graph is captured: while any thread captures one, CUDA frees no memory, and
+torch aborts a process that tries.
 
-A tensor or a Buffer may become garbage at any time and in any thread. So nothing is freed where it dies, but
-when a Buffer is destroyed or the next one is made.
+A tensor or a Buffer may become garbage at any time and in any thread. Therefore memory is not freed at that
+moment, but when a Buffer is destroyed or the next one is made.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _waiting: deque[Callable[[], object]] = deque()
 
 
 def postpone(work: Callable[[], object]) -> None:
-    """Keep a piece of work, and all that it holds, for later."""
+    """Keep a piece of work, and everything that it refers to, for later."""
     _waiting.append(work)
 
 
 def do_postponed(synchronize: Callable[[], None]) -> None:
-    """Do what was postponed, each piece when the device is done with all that it was given.
+    """Run the postponed work, each piece after the device has finished all its work.
 
     >>> do_postponed(lambda: None)  # what others have left
     >>> postpone(lambda: print("freed"))
@@ -31,7 +31,7 @@ def do_postponed(synchronize: Callable[[], None]) -> None:
     """
     while _waiting:
         try:
-            # While another thread captures a graph it raises, and to free memory would end the process.
+            # This raises while another thread captures a graph; freeing memory would then end the process.
             synchronize()
             work = _waiting.popleft()
         except IndexError:
@@ -42,7 +42,7 @@ def do_postponed(synchronize: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:
-            # Whoever comes by has nothing to do with it.
+            # Only logged: the caller did not cause the error.
             log.warning("what a Buffer left behind could not be given back: %s", error)
-        # What dies with it is postponed, too, and its turn comes now.
+        # Objects that die with it postpone work of their own, which this loop then runs.
         del work

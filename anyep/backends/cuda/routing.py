@@ -1,4 +1,4 @@
-"""What one dispatch on a GPU knew about the routing: the handle, and what it must be like."""
+"""The routing of a dispatch on a GPU: the tensors of its handle, and the checks of a user's handle."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class GpuRouting(NamedTuple):
     is_token_in_rank: torch.Tensor
     send_head: torch.Tensor
     digests: torch.Tensor | None = None
-    """No part of the handle: digests of the rows to each rank, then of those from each rank. Only the kernels
-    of the dispatch that fills a handle fill them, too: a graph that is replayed does both again."""
+    """Digests of the rows to each rank, then of those from each rank; not part of the handle. They are filled
+    only by the kernels of the dispatch that fills the handle: replaying a graph fills both again."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The flat tuple that clients keep. The digests are known by it as long as nobody changes it."""
+        """The flat tuple that users keep. Its digests can be looked up as long as its tensors are not
+        changed."""
         parts = self[:NUM_TENSORS]
         remember_digests(parts, self.digests)
         return parts
@@ -49,7 +50,7 @@ class GpuRouting(NamedTuple):
 class _Known:
     """The digests of a handle, the rest of its tensors, and the versions of all of them.
 
-    Copies of a handle, and what is saved to a file, know nothing: an empty dictionary takes its place.
+    Copies of a handle, and handles saved to a file, have no digests: an empty dictionary replaces this.
     """
 
     digests: torch.Tensor
@@ -61,16 +62,16 @@ class _Known:
 
 
 def remember_digests(parts: tuple[torch.Tensor, ...], digests: torch.Tensor | None) -> None:
-    """Let the first tensor of a handle know its digests."""
+    """Attach the digests of a handle to its first tensor."""
     if digests is not None and not any(part.is_inference() for part in parts):
         known = _Known(digests, parts[1:], tuple(part._version for part in parts))
         parts[0]._anyep_digests = known  # type: ignore[attr-defined]
 
 
 def known_digests(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """The digests of a handle that consists of the very tensors that a dispatch filled, as it left them.
+    """The digests of a handle, if it consists of the same tensors that a dispatch filled, unchanged since.
 
-    Of tensors that were made in inference mode torch does not know whether they were changed.
+    torch does not track changes of tensors that were made in inference mode: their digests are not known.
     """
     known = getattr(parts[0], "_anyep_digests", None)
     if not isinstance(known, _Known):
@@ -84,7 +85,7 @@ def known_digests(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
 
 
 class GpuCounts(NamedTuple):
-    """Where the tokens of a dispatch go, as the caller counted; kernels check it."""
+    """Where the tokens of a dispatch go, as counted by the caller; kernels check it."""
 
     in_rank: torch.Tensor
     by_rank: torch.Tensor
@@ -96,7 +97,7 @@ class GpuCounts(NamedTuple):
 
 
 def checked_handle(handle: Any, num_ranks: int, device: torch.device) -> GpuRouting:
-    """A client's handle; what its tensors hold is judged where kernels read it."""
+    """Check the types and shapes of a user's handle; kernels check the values when they read them."""
     if not isinstance(handle, tuple | list) or len(handle) != NUM_TENSORS:
         raise InvalidCall(f"the handle must be the tuple of {NUM_TENSORS} tensors that dispatch returned")
     for part in handle:

@@ -1,7 +1,7 @@
-"""The communication stream of a Buffer on a GPU: calls run on it in their order, beside the caller's own.
+"""The communication stream of a Buffer on a GPU: calls run on it in order, beside the caller's stream.
 
-A call begins after what the caller's stream was given before (or after an event), and unless it is
-asynchronous, the caller's stream goes on after it. The host waits for nothing.
+A call starts after the earlier work of the caller's stream (or after an event). Unless the call is
+asynchronous, the caller's stream waits for it. The host waits for nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stream:
         self._known: dict[int, Any] = {}
 
     def current(self) -> Any:
-        """The caller's stream; torch's own way to ask for it takes longer than to launch a kernel."""
+        """The caller's stream. It is cached: torch's own query takes longer than a kernel launch."""
         raw = torch._C._cuda_getCurrentRawStream(self._device)
         stream = self._known.get(raw)
         if stream is None:
@@ -34,7 +34,7 @@ class Stream:
         return stream
 
     def begin(self, previous: EventOverlap | None) -> None:
-        """Let what comes wait for the caller's stream, or for an event of his."""
+        """Make later work on the communication stream wait for the caller's stream, or for its event."""
         event = previous.event.moment if previous is not None and previous.event is not None else None
         if event is None:
             event = self._begin
@@ -42,7 +42,7 @@ class Stream:
         self.stream.wait_event(event)
 
     def end(self, run_async: bool) -> EventHandle | None:
-        """Let the caller's stream wait for what was launched; or give him an event that comes after it."""
+        """Make the caller's stream wait for the launched work, or return an event that follows it."""
         if run_async:
             return EventHandle.on(self.stream)
         self._end.record(self.stream)
@@ -55,7 +55,7 @@ class Stream:
         return capturing
 
     def graph(self) -> int:
-        """A number for the graph that is captured now, another one for each; 0 where that is not known."""
+        """The number of the graph that is being captured, different for each graph; 0 if it is not known."""
         status, number = ctypes.c_int(0), ctypes.c_uint64(0)
         with contextlib.suppress(OSError, AttributeError):
             ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
@@ -66,7 +66,7 @@ class Stream:
 
     @staticmethod
     def relax_this_thread() -> None:
-        """Let this thread wait for events, from now on, without harm to graphs that others capture."""
+        """Allow this thread to wait for events without harm to graphs that other threads capture."""
         relaxed = ctypes.c_int(2)
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))

@@ -1,7 +1,7 @@
-"""How the kernels of normal mode cut their work into tiles, and how many warps a program has.
+"""How the kernels of normal mode split their work into tiles, and how many warps a program has.
 
-What was fastest on an H200, by the number of ranks: the more receivers a row has, the more there is to write
-for each read.
+The values were measured to be the fastest on an H200, by the number of ranks: the more receivers a row has,
+the more writes there are for each read.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ UNPACK_BLOCK: Final = 1024
 
 
 class RowTile(NamedTuple):
-    """Tokens, and words of 4 bytes of their rows, that a program moves at a time."""
+    """The tokens, and the 4-byte words of their rows, that a program moves at a time."""
 
     tokens: int
     words: int
     warps: int
     stages: int = 1
-    """One more than the pieces that are on their way, in rings."""
+    """One more than the number of pieces in flight; used in rings."""
 
     def fitting(self, row_words: int) -> RowTile:
-        """A tile of more tokens and fewer words, if less of a row's last piece is empty then.
+        """A tile of more tokens and fewer words, if that leaves less of a row's last piece empty.
 
         >>> RowTile(32, 512, 32).fitting(1792)
         RowTile(tokens=64, words=256, warps=32, stages=1)
@@ -44,7 +44,7 @@ class RowTile(NamedTuple):
 
 
 class SumTile(NamedTuple):
-    """Tokens, and values of their rows, that a program adds up at a time."""
+    """The tokens, and the values of their rows, that a program adds up at a time."""
 
     tokens: int
     values: int
@@ -59,7 +59,7 @@ class RingSumTile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Those of a Buffer's calls."""
+    """The tiles of a Buffer's calls."""
 
     dispatch: RowTile
     combine: SumTile
@@ -87,14 +87,14 @@ TILES: Final = {
         RingSumTile(RowTile(16, 512, 16, stages=4), 256),
     ),
 }
-"""By the largest number of ranks that they are for."""
+"""By the largest number of ranks that the tiles are for."""
 
 
 def tiles_for(num_ranks: int, has_windows: bool) -> Tiles:
-    """The tiles of calls between so many ranks.
+    """The tiles of calls between `num_ranks` ranks.
 
-    With windows most calls have no use for rings. Without pieces on their way a kernel takes no shared
-    memory, and the next one need not wait until an SM has another share of it.
+    With windows, most calls do not use rings. The ring kernels then have no pieces in flight and take no
+    shared memory, so the next kernel need not wait until an SM has changed its share of it.
     """
     tiles = TILES[min((most for most in TILES if most >= num_ranks), default=max(TILES))]
     if not has_windows:
@@ -107,7 +107,7 @@ def tiles_for(num_ranks: int, has_windows: bool) -> Tiles:
 
 
 def at_most(tile_tokens: int, ring_rows: int) -> int:
-    """A tile of tokens, halved until a ring has as many slots.
+    """The number of tokens of a tile, halved until it is at most `ring_rows`.
 
     >>> at_most(16, 5)
     4
@@ -118,7 +118,7 @@ def at_most(tile_tokens: int, ring_rows: int) -> int:
 
 
 def block_of(count: int) -> int:
-    """A power of two that holds so many, 0 for none.
+    """A power of two that is at least `count` (and at least 2); 0 for none.
 
     >>> block_of(0), block_of(1), block_of(8), block_of(9)
     (0, 2, 8, 16)

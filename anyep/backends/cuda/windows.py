@@ -1,9 +1,9 @@
 """The windows of a rank on a GPU: pieces of symmetric memory, lent to results until the last of them dies.
 
-A tensor dies in the host's time, when kernels that read it may still be waiting for their turn. Its window is
-given away again when the stream that was current at its death, and the communication stream, have come so
-far. What was lent while a graph was captured stays with that graph, which may be replayed at any time: only
-later calls in the same graph may have it.
+A tensor may die on the host before the kernels that read it have run. Its window is reused only after the
+stream that was current at its death, and the communication stream, have reached that point. A window that was
+lent while a graph was captured stays with that graph, which may be replayed at any time: only later calls in
+the same graph may reuse it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ Part = tuple[int, tuple[int, ...], torch.dtype]
 
 
 class GpuWindows:
-    """Blocks of windows; an offset has the number of its block above `WINDOW_BLOCK_BITS` bits."""
+    """Blocks of windows; the number of a block is stored above the lowest `WINDOW_BLOCK_BITS` bits of an
+    offset."""
 
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
         self._blocks: list[Any] = []
         self._free_lists: list[FreeList] = []
         self._returned: deque[tuple[int, list[Any]]] = deque()
-        """Windows whose tensors are gone, and moments after the last use of each tensor."""
+        """Windows whose tensors are gone, and events after the last use of each tensor."""
         self._of_graphs: dict[int, tuple[int, int]] = {}
-        """Windows that no tensor holds any more, the graph that each belongs to, and its bytes."""
+        """By window that no tensor uses any more: the graph that it belongs to, and its bytes."""
         self._lock = threading.Lock()
 
     def add(self, block: Any) -> int:
-        """Windows in one more block; the offset where it begins."""
+        """Add a block of windows; return the offset where it begins."""
         self._blocks.append(block)
         self._free_lists.append(FreeList(block.num_bytes))
         return (len(self._blocks) - 1) << WINDOW_BLOCK_BITS
@@ -50,11 +51,11 @@ class GpuWindows:
         return sum(block.num_bytes for block in self._blocks)
 
     def addresses(self) -> list[list[int]]:
-        """Where each rank's blocks lie here, by block."""
+        """The addresses of each rank's blocks in this process, by block."""
         return [block.addresses for block in self._blocks]
 
     def offers(self, most: int) -> list[tuple[int, int]]:
-        """Free windows as (offset, bytes): those of the newest block first, which is the largest."""
+        """Free windows as (offset, bytes), beginning with those of the newest block, which is the largest."""
         with self._lock:
             self._take_back()
             found: list[tuple[int, int]] = []
@@ -73,7 +74,7 @@ class GpuWindows:
                 for window, (owner, size) in self._of_graphs.items():
                     if graph == owner != 0 and size >= num_bytes:
                         del self._of_graphs[window]
-                        # Whoever reads it in this graph does so before.
+                        # The new user of the window runs after all earlier readers in this graph.
                         self._gpu.stream.begin(None)
                         return window
             for index in reversed(range(len(self._blocks))):
@@ -98,8 +99,8 @@ class GpuWindows:
             self.free(window)
 
     def lend(self, window: int, num_bytes: int, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """Tensors in a window, each with a storage of its own: what torch registers as an operator may not
-        return views of one. The window comes back when they and their views are gone."""
+        """Tensors in a window, each with its own storage, because a torch custom operator may not return
+        views of one storage. The window is returned when the tensors and their views are gone."""
         block = self._blocks[window >> WINDOW_BLOCK_BITS]
         if self._gpu.stream.is_capturing():
             keep = (self._gpu.stream.graph(), num_bytes)
@@ -116,7 +117,7 @@ class GpuWindows:
         return found
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor's data lies in the windows, or None if it lies elsewhere."""
+        """The offset of a tensor's data in the windows, or None if it lies elsewhere."""
         if not tensor.numel():
             return None
         for index, block in enumerate(self._blocks):
@@ -126,7 +127,7 @@ class GpuWindows:
         return None
 
     def fill_free(self, value: int) -> None:
-        """Write a byte all over what is free; for tests, which find out who reads what was not written."""
+        """Fill all free memory with a byte; for tests that detect reads of memory that was not written."""
         with self._lock:
             self._take_back()
             for block, free_list in zip(self._blocks, self._free_lists, strict=True):
@@ -148,7 +149,7 @@ class GpuWindows:
         while self._returned:
             window, last_uses = self._returned.popleft()
             if None in last_uses:
-                # It died, or a part of it, while a graph was captured.
+                # At least one of its tensors died while a graph was captured.
                 continue
             for last_use in last_uses:
                 self._gpu.wait_before_next_call(last_use)
@@ -167,9 +168,9 @@ class _Loan:
         self._on_end = on_end
 
     def one_died(self) -> None:
-        """Note when; with the last one the loan is over."""
+        """Record the last use of a tensor; the loan ends with the last one."""
         self._last_uses.append(self._last_use())
-        # Two threads may come here at once, but only one of them takes the 0.
+        # Two threads may run this at once, but only one of them pops the 0.
         if self._left.pop() == 0:
             self._on_end(self._last_uses)
 

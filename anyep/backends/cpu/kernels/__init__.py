@@ -1,5 +1,6 @@
 """The CPU's kernels, compiled by Numba.
 
-They see memory as addresses (int64) and arrays, never raise and never block for long: a kernel that has to
-wait returns what it still waits for after a short while, and its caller decides whether to go on.
+They access memory through addresses (int64) and arrays, never raise and never block for long: a kernel that
+has to wait returns after a short while and reports what is still missing; its caller decides whether to
+continue.
 """

@@ -1,11 +1,12 @@
-"""The verbs of memory ordering: the only module that touches a flag.
+"""Memory ordering and sleeping: the only module that accesses flags.
 
-Data first, then `store_release`; `load_acquire` before reading data. Addresses are plain int64 numbers, also
-of memory that other processes write. Who waits long sleeps on a futex: for counters of several peers he sets
-an wake-up count, and whoever brings the last of them wakes him; for rings he sleeps on his doorbell.
+A writer stores its data first, then calls `store_release`; a reader calls `load_acquire` before it reads the
+data. Addresses are plain int64 numbers, also those of memory that other processes write. A rank that waits
+for long sleeps on a futex: for counters of several peers it sets a wake-up count, and the peer that advances
+the last of them wakes it; for rings it sleeps on its doorbell.
 
-    with one process:   copy rows; store_release(flag, 7)
-    with another one:   load_acquire(flag) == 7, then the rows are there
+    one process:       copy rows; store_release(flag, 7)
+    another process:   load_acquire(flag) == 7, then the rows are there
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from anyep.backends.cpu.kernels.compiler import inlined
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
-"""The number of the system call; 0 where it is not known."""
+"""The number of the futex system call; 0 if it is not known for this architecture."""
 FUTEX_WAIT = 0
 FUTEX_WAKE = 1
 SLEEP_NS = 2_000_000
 NUM_YIELDS = 20
 MAX_POLLS = NUM_YIELDS + 2
-"""Polls in vain after which a kernel returns to its caller: a few milliseconds."""
+"""Unsuccessful polls after which a kernel returns to its caller: a few milliseconds."""
 LOW_BIT_COUNT = 32
 LOW_BITS = (1 << LOW_BIT_COUNT) - 1
 MAX_RANKS = 1 << 31
@@ -47,7 +48,7 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def load_acquire(typing_context: Any, address: Any) -> Any:
-    """The 64-bit number at `address`; what its writer stored before it is visible from here on."""
+    """Load the 64-bit number at `address`; everything its writer stored before it is visible from here on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_pointer(builder, arguments[0]), "acquire", 8)
@@ -57,7 +58,7 @@ def load_acquire(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def store_release(typing_context: Any, address: Any, value: Any) -> Any:
-    """Store a 64-bit number; whoever acquires it sees everything stored before."""
+    """Store a 64-bit number; a process that acquires it also reads everything stored before it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0]), "release", 8)
@@ -68,7 +69,7 @@ def store_release(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def pause(typing_context: Any) -> Any:
-    """Tell the core that this is a waiting loop."""
+    """Tell the core that this is a spin loop."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if _PAUSE is not None:
@@ -83,7 +84,7 @@ def pause(typing_context: Any) -> Any:
 
 @intrinsic
 def add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Add to a 64-bit number, in one order with all other adds and fences; what it was before."""
+    """Add to a 64-bit number, sequentially consistent with all adds and fences; returns the old value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.atomic_rmw("add", _pointer(builder, arguments[0]), arguments[1], "seq_cst")
@@ -93,7 +94,7 @@ def add(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def fence(typing_context: Any) -> Any:
-    """What was stored before is visible to all before anything after is loaded."""
+    """Make all earlier stores visible to every process before any later load."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -109,7 +110,7 @@ def _futex_wake(address):
 
 @inlined
 def _futex_wait(address, seen):
-    """Sleep until woken, `SLEEP_NS` at most; not at all if the word is not `seen` any more."""
+    """Sleep until woken, for `SLEEP_NS` at most; return at once if the word no longer equals `seen`."""
     timeout = np.empty(2, np.int64)
     timeout[0] = 0
     timeout[1] = SLEEP_NS
@@ -119,10 +120,10 @@ def _futex_wait(address, seen):
 
 @inlined
 def ring_bell(doorbell, sleepers):
-    """Tell a rank that something of what it may wait for has come; the add is a fence as well.
+    """Tell a rank that something it may be waiting for has arrived; the add is also a fence.
 
-    `sleepers` counts the rank's sleeping threads. Either they are seen here, or they see the doorbell's new
-    value before they sleep.
+    `sleepers` counts the rank's sleeping threads. Either this call reads a count that includes them, or they
+    read the doorbell's new value before they sleep.
     """
     add(doorbell, 1)
     if _FUTEX and load_acquire(sleepers) > 0:
@@ -131,7 +132,7 @@ def ring_bell(doorbell, sleepers):
 
 @inlined
 def sleep_on(address, seen, sleepers):
-    """Sleep until the doorbell at `address` is rung; not at all if it is not `seen` any more."""
+    """Sleep until the doorbell at `address` is rung; return at once if it no longer equals `seen`."""
     if _FUTEX:
         add(sleepers, 1)
         fence()
@@ -144,9 +145,9 @@ def sleep_on(address, seen, sleepers):
 
 @inlined
 def request_wake_up(wake_up, topic, num_missing):
-    """Want to be woken when so many counters of a topic have come; then look once more before sleeping.
+    """Ask to be woken after `num_missing` more counters of a topic; poll once more before sleeping.
 
-    Either those who bring them see the wake-up count, or what they brought is seen here.
+    Either the peers that advance the counters read the wake-up count, or that poll finds their counters.
     """
     store_release(wake_up, topic << LOW_BIT_COUNT | num_missing)
     fence()
@@ -154,7 +155,7 @@ def request_wake_up(wake_up, topic, num_missing):
 
 @inlined
 def count_down(wake_up, topic):
-    """After a counter was advanced and a fence: wake who waits for it, if he waits for no other one."""
+    """Wake the waiter if this was its last outstanding counter; call it after the counter and a fence."""
     value = load_acquire(wake_up)
     if (
         value >> LOW_BIT_COUNT == topic
@@ -167,10 +168,10 @@ def count_down(wake_up, topic):
 
 @inlined
 def sleep_until_woken(wake_up):
-    """Sleep until the wake-up count that was set goes off, `SLEEP_NS` at most, and turn it off."""
+    """Sleep until the wake-up count reaches 0, for `SLEEP_NS` at most, then clear it."""
     if _FUTEX:
         remaining = load_acquire(wake_up) & LOW_BITS
-        # Two at once may have counted it down below 0.
+        # Two peers at once may have counted it down below 0.
         if 0 < remaining < MAX_RANKS:
             _futex_wait(wake_up, remaining)
     else:
@@ -180,10 +181,10 @@ def sleep_until_woken(wake_up):
 
 @inlined
 def back_off(num_polls, num_spins, address, seen, sleepers):
-    """Wait a little after the `num_polls`-th poll in vain: spin at first, then sleep on the doorbell.
+    """Wait a little after the `num_polls`-th unsuccessful poll: spin at first, then sleep on the doorbell.
 
-    Spinning is for ranks that have a core each. Where ranks outnumber cores, whoever is waited for must get
-    to run, so `num_spins` is 0 there.
+    Spinning is for ranks that have a core each. If ranks outnumber cores, the peer that is waited for must
+    get to run, so `num_spins` is 0.
     """
     if num_polls < num_spins:
         pause()
@@ -195,7 +196,7 @@ def back_off(num_polls, num_spins, address, seen, sleepers):
 
 @inlined
 def monotonic_ns():
-    """The clock that `time.monotonic_ns` reads."""
+    """Read the clock of `time.monotonic_ns`."""
     now = np.empty(2, np.int64)
     _clock_gettime(types.int32(CLOCK_MONOTONIC), now.ctypes.data)
     return now[0] * 1_000_000_000 + now[1]

@@ -1,7 +1,7 @@
 """Casts of low-latency messages: bf16 to FP8 with scales, bf16 to LogFMT and back.
 
-`anyep/formats.py` says what the bits mean. Here they are made from integer operations and float32 products,
-sums and quotients, each rounded, in loops without branches that the compiler turns into vector code.
+`anyep/formats.py` defines what the bits mean. These kernels compute them with integer operations and float32
+products, sums and quotients, each rounded, in loops without branches that the compiler vectorises.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ E4M3_LARGEST = np.uint8(0x7E)
 E4M3_NAN = np.uint8(0x7F)
 
 BF16_AMAX_LIMIT = np.uint16(np.float32(formats.LOGFMT_AMAX_LIMIT).view(np.uint32) >> 16)
-"""Its bits; those of infinities and NaN are larger, so that such blocks are not encoded."""
+"""The bits of the limit; those of infinities and NaN are larger, so blocks with these are not encoded."""
 NUM_STEPS = np.float32(formats.LOGFMT_NUM_STEPS)
 MAX_OCTAVES = np.float32(formats.LOGFMT_MAX_OCTAVES)
 MASK_BYTES = formats.LOGFMT_MASK_BYTES
@@ -31,14 +31,14 @@ HEADER_BYTES = formats.LOGFMT_HEADER_BYTES
 BLOCK_BYTES = formats.LOGFMT_BLOCK_BYTES
 RAW_BLOCK_BYTES = formats.LOGFMT_RAW_BLOCK_BYTES
 PLANE = CHANNELS // 4
-"""High bits of codes this far apart share a byte, so that a vector of codes gives a vector of bytes."""
+"""The high bits of codes this far apart share a byte: a vector of codes becomes a vector of bytes."""
 LOG2 = tuple(np.float32(coefficient) for coefficient in formats.LOG2_COEFFICIENTS)
 EXP2 = tuple(np.float32(coefficient) for coefficient in formats.EXP2_COEFFICIENTS)
 
 
 @inlined
 def e4m3_of_float(value):
-    """1.0 is 0x38; to nearest even; from 448 on it is 448 (0x7E), also infinity; every NaN is 0x7F."""
+    """Round to nearest even: 1.0 is 0x38; 448 and above, infinity included, is 0x7E; every NaN is 0x7F."""
     bits = bits_of_float(value)
     sign = np.uint32((bits >> np.uint32(24)) & np.uint32(0x80))
     unlimited = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -56,7 +56,7 @@ def e4m3_of_float(value):
 
 @inlined
 def cast_block_to_fp8(source, data, power_of_two):
-    """Cast a block of bf16 at `source` to e4m3 at `data`; its scale (float32) is returned."""
+    """Cast a block of bf16 at `source` to e4m3 at `data`; returns its scale (float32)."""
     halves = uint16_at(source, CHANNELS)
     codes = uint8_at(data, CHANNELS)
     # Magnitudes of bf16 have the order of their bits.
@@ -79,7 +79,7 @@ def cast_block_to_fp8(source, data, power_of_two):
     if power_of_two:
         exponent = np.uint32(np.uint32(bits_of_float(scale) + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000))
         scale = float_of_bits(exponent)
-        # Exact, so that a product with it is the quotient.
+        # This reciprocal is exact: multiplying by it equals dividing by the scale.
         factor = np.float32(np.float32(1.0) / scale)
     else:
         factor = np.float32(FP8_MAX / amax)
@@ -90,7 +90,7 @@ def cast_block_to_fp8(source, data, power_of_two):
 
 @inlined
 def cast_row_to_fp8(row, data, scales, hidden, power_of_two, as_ue8m0):
-    """Cast a row of bf16, block by block. Scales are float32; those that are powers of two may be bytes."""
+    """Cast a row of bf16, block by block. Scales are float32, or bytes (UE8M0) if they are powers of two."""
     num_blocks = hidden // CHANNELS
     float_scales = float32_at(scales, num_blocks)
     byte_scales = uint8_at(scales, num_blocks)
@@ -107,9 +107,11 @@ def cast_row_to_fp8(row, data, scales, hidden, power_of_two, as_ue8m0):
 def cast_to_fp8(first_row, end_row, x, data, scales, hidden, power_of_two, as_ue8m0):
     """Cast the rows of x [rows, hidden], bf16, to FP8: data [rows, hidden], scales [rows, hidden / 128].
 
-    A row of 128 values 1.0, -3.5, 0.0, 0.0, ...: amax is 3.5, the scale 3.5 / 448 = 2**-7, and data
-    0x70 (128), 0xFE (-448), 0x00, ... With power_of_two a row 1.0, -3.0, 0.0, 0.0, ... has the scale 2**-7
-    too, not 3 / 448; its data is 0x70 (128), 0xFC (-384), 0x00, ... As UE8M0 that scale is the byte 120.
+    Example:
+        A row of 128 values 1.0, -3.5, 0.0, 0.0, ... has amax 3.5, the scale 3.5 / 448 = 2**-7, and data
+        0x70 (128), 0xFE (-448), 0x00, ... With power_of_two a row 1.0, -3.0, 0.0, 0.0, ... has the scale
+        2**-7 too, not 3 / 448; its data is 0x70 (128), 0xFC (-384), 0x00, ... As UE8M0 that scale is the
+        byte 120.
     """
     scale_bytes = 1 if as_ue8m0 else 4
     num_scales = hidden // CHANNELS
@@ -126,10 +128,10 @@ def cast_to_fp8(first_row, end_row, x, data, scales, hidden, power_of_two, as_ue
 
 @inlined
 def log2_of_bf16(magnitude):
-    """The base-2 logarithm (float32) of a positive bf16, given by its bits: of 0x3F80 it is 0.0 exactly."""
+    """The base-2 logarithm (float32) of a positive bf16, given by its bits: 0x3F80 gives exactly 0.0."""
     wide = np.uint32(magnitude)
     is_subnormal = wide < np.uint32(0x80)
-    # A subnormal one is an integer times 2**-133; as a float32 that integer has an exponent like any other.
+    # A subnormal bf16 is an integer times 2**-133; as a float32 that integer is a normal number.
     whole = bits_of_float(np.float32(np.int32(wide)))
     bits = whole if is_subnormal else np.uint32(wide << np.uint32(16))
     bias = np.int32(127 + 133) if is_subnormal else np.int32(127)
@@ -147,7 +149,7 @@ def log2_of_bf16(magnitude):
 
 @inlined
 def exp2_of_negative(power):
-    """2 to a power (float32) from -149 to 0: of -3.0 it is 0.125 exactly."""
+    """2 to a power (float32) from -149 to 0: -3.0 gives exactly 0.125."""
     whole = np.floor(power)
     f = np.float32(power - whole)
     value = np.float32(np.float32(EXP2[5] * f) + EXP2[4])
@@ -155,7 +157,7 @@ def exp2_of_negative(power):
     value = np.float32(np.float32(value * f) + EXP2[2])
     value = np.float32(np.float32(value * f) + EXP2[1])
     value = np.float32(np.float32(value * f) + EXP2[0])
-    # A subnormal result has no exponent of its own: the last 32 octaves are a product, which rounds it once.
+    # A subnormal result has no exponent bits to add to: the last 32 octaves are a product, rounded once.
     octaves = np.uint32(np.uint32(np.int32(whole) + np.int32(32)) << np.uint32(23))
     return np.float32(float_of_bits(np.uint32(bits_of_float(value) + octaves)) * np.float32(2.0**-32))
 
@@ -174,7 +176,7 @@ def logfmt_code(half, log_min, steps_per_octave):
     magnitude = np.uint16(half & np.uint16(0x7FFF))
     u = np.float32(np.float32(log2_of_bf16(magnitude) - log_min) * steps_per_octave)
     rounded = np.float32(u + np.float32(0.5))
-    # With equal magnitudes there are 0 steps per octave, and zero is not far below them any more.
+    # With equal magnitudes there are 0 steps per octave, so a zero would not round below 0: test for it.
     is_zero = (magnitude == np.uint16(0)) | (rounded < np.float32(0.0))
     code = np.uint32(0) if is_zero else np.uint32(np.int32(rounded) + np.int32(1))
     return np.uint32(code | np.uint32(np.uint32(half & np.uint16(0x8000)) >> np.uint32(6)))
@@ -207,7 +209,7 @@ def encode_logfmt_block(source, block, amax, amin):
 
 @inlined
 def encode_logfmt(row, message, hidden):
-    """Encode a row of bf16 into a message (aligned to 8 bytes); its number of bytes is returned."""
+    """Encode a row of bf16 into a message (aligned to 8 bytes); returns its number of bytes."""
     mask = int64_at(message, 2)
     mask[0] = 0
     mask[1] = 0
@@ -220,7 +222,7 @@ def encode_logfmt(row, message, hidden):
         for index in range(CHANNELS):
             magnitude = np.uint16(halves[index] & np.uint16(0x7FFF))
             largest = magnitude if magnitude > largest else largest
-            # Zero wraps around to the largest number, and so is no minimum.
+            # Zero wraps around to the largest number, so it never becomes the minimum.
             less_one = np.uint16(magnitude - np.uint16(1))
             smallest_less_one = less_one if less_one < smallest_less_one else smallest_less_one
         if largest < BF16_AMAX_LIMIT:
@@ -236,7 +238,7 @@ def encode_logfmt(row, message, hidden):
 
 @inlined
 def decode_logfmt_block(block, is_encoded, values):
-    """Decode a block at `block` into values[:128]; one that is not encoded is bf16."""
+    """Decode a block at `block` into values[:128]; a block that is not encoded holds bf16."""
     if is_encoded:
         header = uint16_at(block, 2)
         low = uint8_at(block + HEADER_BYTES, CHANNELS)
@@ -250,8 +252,8 @@ def decode_logfmt_block(block, is_encoded, values):
                 low_bits = np.uint32(low[start + index])
                 magnitude = np.uint32(low_bits | np.uint32(np.uint32(top & np.uint32(1)) << np.uint32(8)))
                 sign = np.uint32(np.uint32(top & np.uint32(2)) << np.uint32(30))
-                # Not in a function of its own: compiled alone, the difference and the comparison become one
-                # checked subtraction, which no vector unit has.
+                # Keep this inline: in a function of its own, the difference and the comparison become one
+                # checked subtraction, which cannot be vectorised.
                 steps = np.float32(np.int32(np.int32(magnitude) - np.int32(1)))
                 power = exp2_of_negative(np.float32(log_min + np.float32(steps * step)))
                 bits = np.uint32(0) if magnitude == np.uint32(0) else bits_of_float(power)
@@ -272,12 +274,13 @@ def is_logfmt_block_encoded(message, block):
 def encode_logfmt_rows(first_row, end_row, x, messages, message_stride, hidden):
     """Encode the rows of x [rows, hidden], bf16, each into its message, `message_stride` bytes apart.
 
-    A row of two blocks, 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ..., makes 16 + 164 + 256 bytes:
+    Example:
+        A row of two blocks, 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ..., makes 16 + 164 + 256 bytes:
 
         01 00 00 ...        the mask: only the first block is below 1
-        00 3F 00 3E         0.5 and 0.125, so that 510 steps are 2 octaves
-        FF 01 00 00 ...     the codes 0x1FF, 0x201 (the sign is 0x200), 0x100, 0, 0, ...: their low bits,
-        01 02 01 00 ...     and their high ones
+        00 3F 00 3E         0.5 and 0.125: 510 steps span 2 octaves
+        FF 01 00 00 ...     the low bits of the codes 0x1FF, 0x201 (the sign is 0x200), 0x100, 0, 0, ...
+        01 02 01 00 ...     the high bits of these codes
         00 40 00 40 ...     2.0
     """
     for row in range(first_row, end_row):
@@ -288,8 +291,9 @@ def encode_logfmt_rows(first_row, end_row, x, messages, message_stride, hidden):
 def decode_logfmt_rows(first_row, end_row, messages, message_stride, out, hidden):
     """Decode messages, `message_stride` bytes apart, into the rows of out [rows, hidden], float32.
 
-    The message of `encode_logfmt_rows` becomes 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ...
-    again. With the header 00 3F 00 3F every code of its first block but 0 would mean 0.5.
+    Example:
+        The message in the example of `encode_logfmt_rows` becomes 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0,
+        2.0, ... again. With the header 00 3F 00 3F every code of its first block but 0 would mean 0.5.
     """
     for row in range(first_row, end_row):
         message = messages + row * message_stride

@@ -4,7 +4,7 @@
     def fill(values, number):
         ...
 
-    compile_kernels()        # anyep.backends.cpu.compilation: from the cache where it has them
+    compile_kernels()        # anyep.backends.cpu.compilation: loads from the cache what is there
     fill(array, 7)
 
 Importing a module of kernels compiles nothing. A kernel that is called before it is compiled raises
@@ -30,10 +30,10 @@ class Group(StrEnum):
     """Every Buffer uses these, on GPUs too."""
     NORMAL = "normal"
     NODES = "nodes"
-    """Normal mode between nodes, besides those of normal mode."""
+    """Normal mode between nodes needs these in addition to those of normal mode."""
     LOW_LATENCY = "low_latency"
     CASTS = "casts"
-    """No Buffer calls these on their own: they show in tests what other kernels do with a row."""
+    """Only tests call these directly: they show what other kernels do with a row."""
 
 
 _GROUP_OF_MODULE: Final = {
@@ -47,7 +47,7 @@ _GROUP_OF_MODULE: Final = {
     "slots": Group.LOW_LATENCY,
     "casts": Group.CASTS,
 }
-"""A module that is not listed is of the group that every Buffer uses."""
+"""A module that is not listed belongs to the group that every Buffer uses."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ KERNELS: Final[list[Kernel]] = []
 def kernel(signature: str, group: Group | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Declare a kernel that will be compiled for exactly these types.
 
-    `group` says with which others; without it the kernel belongs to the group of its module.
+    `group` says which kernels it is needed with; by default it is the group of the kernel's module.
     """
 
     def declare(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
-        # Or a call would compile it for the types of that call.
+        # Otherwise a call would compile it for the types of that call.
         dispatcher._can_compile = False
         module = function.__module__.rpartition(".")[2]
         of_module = _GROUP_OF_MODULE.get(module, Group.CONTROL)

@@ -1,4 +1,4 @@
-"""Layout: who gets how many tokens, and where each token's row will lie."""
+"""Layout: how many tokens each rank receives, and where each token's row will lie."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from anyep.backends.cpu.kernels.digests import channel_word, mixed, row_word
 
 @kernel("int64(int64[:,::1], int64)")
 def first_wrong_id(topk_idx, num_experts):
-    """The first place (token * top-k + slot) of an id that is neither an expert nor -1; -1 if there is none.
+    """The first index (token * top-k + choice) of an id that is neither an expert nor -1; -1 if there is no
+    such id.
 
-    Of 4 experts, topk_idx [[0, -1], [3, 4]] has one at 3, and so has [[0, -1], [3, -2]].
+    Example:
+        With 4 experts, topk_idx [[0, -1], [3, 4]] gives 3, and so does [[0, -1], [3, -2]].
     """
     for token in range(topk_idx.shape[0]):
         for slot in range(topk_idx.shape[1]):
@@ -23,13 +25,15 @@ def first_wrong_id(topk_idx, num_experts):
 
 @kernel("int64(int64[:,::1], int64, int32[::1], int32[::1], boolean[:,::1])")
 def count_layout(topk_idx, experts_per_rank, tokens_per_rank, tokens_per_expert, in_rank):
-    """Count tokens per rank (a token once per rank) and per expert (every slot), and mark token-in-rank.
+    """Count tokens per rank (a token once per rank) and per expert (every choice), and mark token-in-rank.
 
-    With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks:
-    tokens_per_rank [1, 1], tokens_per_expert [1, 1, 0, 1], in_rank [[True, False], [False, True]].
+    Returns -1; or, if an id is neither an expert nor -1, its index (token * top-k + choice), and nothing is
+    counted from there on.
 
-    Returns -1; or, where an id is neither an expert nor -1, its place (token * top-k + slot), and nothing is
-    counted from there on: [[0, 1], [3, 4]] gives 3.
+    Example:
+        With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks:
+        tokens_per_rank [1, 1], tokens_per_expert [1, 1, 0, 1], in_rank [[True, False], [False, True]].
+        With topk_idx [[0, 1], [3, 4]] it returns 3.
     """
     num_tokens, num_topk = topk_idx.shape
     num_experts = tokens_per_expert.shape[0]
@@ -52,12 +56,14 @@ def count_layout(topk_idx, experts_per_rank, tokens_per_rank, tokens_per_expert,
 
 @kernel("int64(boolean[:,::1], int32[::1], int32[::1], int32[:,::1], int32[:,::1])")
 def place_tokens(in_rank, claimed_counts, rank_counts, channel_counts, position):
-    """Number the rows that go to each rank, and count them by channel; the first rank whose count differs
-    from what was claimed, or -1.
+    """Number the rows that go to each rank, and count them by channel; returns the first rank whose count
+    differs from the claimed one, or -1.
 
-    Channels are contiguous ranges of ceil(tokens / channels) tokens. With in_rank [[1, 0], [1, 1], [0, 1]]
-    and 2 channels (tokens 0-1 and 2): rank_counts [2, 2], channel_counts [[2, 0], [1, 1]] (rank, channel) and
-    position [[0, -1], [1, 0], [-1, 1]].
+    Channels are contiguous ranges of ceil(tokens / channels) tokens.
+
+    Example:
+        With in_rank [[1, 0], [1, 1], [0, 1]] and 2 channels (tokens 0-1 and 2): rank_counts [2, 2],
+        channel_counts [[2, 0], [1, 1]] (rank, channel) and position [[0, -1], [1, 0], [-1, 1]].
     """
     num_tokens, num_ranks = in_rank.shape
     num_channels = channel_counts.shape[1]
@@ -96,10 +102,12 @@ def fill_handle(
 ):
     """Turn counts into the prefix sums of a handle.
 
-    For rank 1 of 2 with matrix [[2, 1], [1, 3]] (from, to): rank_prefix [[2, 1], [3, 4]]; sent_by_channel
-    [[1, 0], [1, 2]] gives channel_prefix [[1, 1], [1, 3]] (inclusive); received_by_channel [[1, 0], [1, 2]]
-    gives recv_channel_prefix [[0, 1], [0, 1]] (exclusive); position [[0, 0]] gives send_head [[2, 1]], since
-    rank 0 sends 2 rows to rank 0 and 1 row to rank 1 before.
+    Example:
+        For rank 1 of 2 with matrix [[2, 1], [1, 3]] (from, to): rank_prefix [[2, 1], [3, 4]]; sent_by_channel
+        [[1, 0], [1, 2]] gives channel_prefix [[1, 1], [1, 3]] (inclusive); received_by_channel
+        [[1, 0], [1, 2]] gives recv_channel_prefix [[0, 1], [0, 1]] (exclusive); position [[0, 0]] gives
+        send_head [[2, 1]], because the 2 rows that rank 0 sends to rank 0 and the 1 row that it sends to
+        rank 1 come before.
     """
     num_ranks, num_channels = sent_by_channel.shape
     for receiver in range(num_ranks):
@@ -124,15 +132,16 @@ def fill_handle(
 
 @kernel("int64(int64[:,::1], int32[::1], boolean[:,::1])")
 def first_contradiction(topk_idx, tokens_per_expert, in_rank):
-    """-1 if topk_idx agrees with the counts and with the mask; else where it does not.
+    """-1 if topk_idx agrees with the counts and with in_rank; else a code for the first contradiction.
 
-    An expert e whose count is wrong gives e. A token t and a rank r that topk_idx and in_rank disagree about
-    give -2 - (t * ranks + r). An id that is neither an expert nor -1, in slot k of token t, gives the number
-    of experts + (t * top-k + k).
+    An expert e whose count is wrong gives e. A token t and a rank r for which topk_idx and in_rank disagree
+    give -2 - (t * ranks + r). An id that is neither an expert nor -1, as choice k of token t, gives the
+    number of experts + (t * top-k + k).
 
-    With 1 expert per rank and topk_idx [[0, 1], [1, -1]], the counts [1, 2] and in_rank [[1, 1], [0, 1]] are
-    right; the counts [1, 1] give 1; in_rank [[1, 1], [1, 1]] gives -4, since token 1 does not go to rank 0.
-    With topk_idx [[0, 1], [1, 2]] it is 2 + 3.
+    Example:
+        With 1 expert per rank and topk_idx [[0, 1], [1, -1]], the counts [1, 2] and in_rank [[1, 1], [0, 1]]
+        are right; the counts [1, 1] give 1; in_rank [[1, 1], [1, 1]] gives -4, because token 1 does not go to
+        rank 0. With topk_idx [[0, 1], [1, 2]] it returns 2 + 3.
     """
     num_experts, num_ranks = tokens_per_expert.shape[0], in_rank.shape[1]
     experts_per_rank = num_experts // num_ranks
@@ -163,18 +172,20 @@ def first_contradiction(topk_idx, tokens_per_expert, in_rank):
 def check_handle(
     rank, rank_prefix, channel_prefix, recv_channel_prefix, recv_src_idx, in_rank, send_head, digests
 ):
-    """0 if the parts of a handle fit together, so that no kernel can reach outside; else what does not.
+    """0 if the parts of a handle are consistent, which keeps kernels within bounds; else what is wrong.
 
-    1: rank_prefix falls somewhere; 2: more rows than recv_src_idx has; 3: send_head of a peer is not first,
-    first + 1, ... for its tokens in order; 4: is_token_in_rank and send_head differ; 5: channel_prefix does
-    not count send_head; 6: recv_channel_prefix falls or leaves the rows of its peer.
+    1: rank_prefix decreases somewhere; 2: more rows than recv_src_idx has; 3: send_head of a peer is not
+    first, first + 1, ... for its tokens in order; 4: is_token_in_rank and send_head differ; 5: channel_prefix
+    does not count the rows of send_head; 6: recv_channel_prefix decreases or exceeds the rows of its peer.
 
-    Then `digests` are those of the rows to each rank, and after them those of the rows from each rank: of
-    rows with their tokens, and of where channels begin.
+    If it is 0, `digests` holds the digests of the rows to each rank, then those of the rows from each rank.
+    They cover the rows with their tokens, and the first row of each channel.
 
-    For rank 0 of 1 with 2 tokens in 1 channel: rank_prefix [[2]], channel_prefix [[2]], recv_channel_prefix
-    [[0]], recv_src_idx [0, 1], in_rank [[True], [True]] and send_head [[0], [1]] fit, and both digests are
-    m(-1) + m(0) + m(2**32 + 1), where m mixes a word; with send_head [[0], [2]] it is 3.
+    Example:
+        For rank 0 of 1 with 2 tokens in 1 channel: rank_prefix [[2]], channel_prefix [[2]],
+        recv_channel_prefix [[0]], recv_src_idx [0, 1], in_rank [[True], [True]] and send_head [[0], [1]] are
+        consistent, and both digests are m(-1) + m(0) + m(2**32 + 1), where m mixes a word; with send_head
+        [[0], [2]] it returns 3.
     """
     num_tokens, num_ranks = send_head.shape
     num_channels = channel_prefix.shape[1]
@@ -231,12 +242,14 @@ def check_handle(
 
 @kernel("int64(int64[:,::1])")
 def first_difference_of_digests(digests):
-    """-1 if every two ranks' digests agree; else sender * ranks + receiver of the first rows about which
-    they do not.
+    """-1 if the digests of all pairs of ranks agree; else sender * ranks + receiver of the first pair whose
+    digests differ.
 
-    Row r of `digests` is what rank r's handle says of its rows to each rank, then of those from each rank.
-    With [[1, 2, 1, 3], [3, 4, 2, 4]] all agree; with [[1, 2, 1, 3], [3, 4, 9, 4]] it is 1: rank 0 sent other
-    rows to rank 1 than rank 1 got.
+    Row r of `digests` holds the digests in rank r's handle: of its rows to each rank, then from each rank.
+
+    Example:
+        With [[1, 2, 1, 3], [3, 4, 2, 4]] all agree; with [[1, 2, 1, 3], [3, 4, 9, 4]] it returns 1: the rows
+        that rank 0 sent to rank 1 are not those that rank 1 received.
     """
     num_ranks = digests.shape[0]
     for sender in range(num_ranks):

@@ -1,6 +1,6 @@
 """Digests of handles: hashes that are the same on every device (`anyep/digests.py`).
 
-They are unsigned here, and so must be their sums: LLVM assumes that signed numbers do not overflow.
+They and their sums must be unsigned here: LLVM assumes that signed numbers do not overflow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKEN_BITS = digests.TOKEN_BITS
 
 @inlined
 def mixed(word):
-    """As `digests.mixed`, but 0 or more: 0 gives 7015083136346030574, 1 gives 2**64 - 841461272716353273."""
+    """Like `digests.mixed`, but unsigned: 0 gives 7015083136346030574, 1 gives 2**64 - 841461272716353273."""
     bits = np.uint64(word) + FIRST
     bits = (bits ^ (bits >> SHIFT_1)) * FACTOR_1
     bits = (bits ^ (bits >> SHIFT_2)) * FACTOR_2
@@ -30,11 +30,11 @@ def mixed(word):
 
 @inlined
 def row_word(row, token):
-    """As `digests.row_word`: row 1 and token 2 give 2**32 + 2."""
+    """Like `digests.row_word`: row 1 and token 2 give 2**32 + 2."""
     return (np.int64(row) << TOKEN_BITS) | np.int64(token)
 
 
 @inlined
 def channel_word(channel, first_row):
-    """As `digests.channel_word`: channel 0 and row 3 give -4."""
+    """Like `digests.channel_word`: channel 0 and row 3 give -4."""
     return -1 - row_word(channel, first_row)

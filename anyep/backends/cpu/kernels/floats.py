@@ -1,6 +1,6 @@
-"""Numbers of 16 bits and their float32, in integer arithmetic: the same bits on every machine.
+"""Conversions between 16-bit floats and float32, in integer arithmetic: the same bits on every machine.
 
-bf16 and fp16 are seen as uint16. On the way back the nearest is taken, ties to even.
+bf16 and fp16 are represented as uint16. Conversions from float32 round to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def float_of_fp16(bits):
 
 @inlined
 def fp16_of_float(value):
-    """1.0 is 0x3C00; from 65520 on it is infinity; every NaN is 0x7E00."""
+    """1.0 is 0x3C00; 65520 and above is infinity; every NaN is 0x7E00."""
     bits = bits_of_float(value)
     sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))

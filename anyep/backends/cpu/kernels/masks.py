@@ -1,4 +1,4 @@
-"""Masks: who goes on without whom, and the requests by which ranks are taken back."""
+"""Masks: the ranks that calls go on without, and the requests that unmask ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from anyep.backends.cpu.kernels.memory import int64_at
 
 @kernel("int64(int64, int64, int64[::1], boolean[::1], boolean[::1])")
 def adopt_masks(words, writer_stride, generations, masked, changed):
-    """Take over the newest generation of each rank that somebody wrote here; how many ranks have changed.
+    """Adopt the newest generation of each rank that any writer stored here; returns how many ranks changed.
 
-    Word r of writer w is the generation in which w knows r to be masked. With generations [0, 2] and the
-    words [0, 3] and [0, 1] (of two writers), rank 1 is masked in generation 3, and changed is [False, True].
-    What was read before is not read again after: whoever looks at the end of a call knows whether rows may
-    have been written over.
+    Word r of writer w is the generation in which w knows r to be masked. The fence orders all earlier reads
+    before these: a rank that calls this at the end of a call knows whether rows may have been overwritten.
+
+    Example:
+        With generations [0, 2] and the words [0, 3] and [0, 1] (of two writers), rank 1 is masked in
+        generation 3, and changed is [False, True].
     """
     fence()
     num_ranks = generations.shape[0]
@@ -33,9 +35,10 @@ def adopt_masks(words, writer_stride, generations, masked, changed):
 
 @kernel("void(int64[::1], int64[::1], int64, int64[::1])")
 def post_requests(requests, wake_ups, topic, words):
-    """Write an request to everyone; its first word, an even number, is one less while the rest is written.
+    """Write a request to every peer; its first word, an even number, is one less while the rest is written.
 
-    With words [4, 7] everyone finds 4 when 7 is there.
+    Example:
+        With words [4, 7] a peer that reads 4 also finds 7.
     """
     for index in range(requests.shape[0]):
         store_release(requests[index], words[0] - 1)
@@ -52,10 +55,11 @@ def post_requests(requests, wake_ups, topic, words):
 
 @kernel("void(int64[::1], int64[:,::1])")
 def read_requests(requests, words):
-    """Copy everyone's request (row p comes from peer p); where one is just being written, its first word is
-    0.
+    """Copy the request of every peer (row p comes from peer p); the first word of a request that is still
+    being written is 0.
 
-    With the requests [4, 7] and [3, 9] the rows begin with 4, 7 and with 0.
+    Example:
+        With the requests [4, 7] and [3, 9] the rows begin with 4, 7 and with 0.
     """
     for peer in range(requests.shape[0]):
         first = load_acquire(requests[peer])

@@ -35,7 +35,7 @@ _WORDS_AT_ONCE = 8
 
 @intrinsic
 def _stream_words(typing_context: Any, destination: Any, source: Any) -> Any:
-    """Copy 8 words of 16 bytes past the caches."""
+    """Copy 8 words of 16 bytes, bypassing the caches."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to = builder.inttoptr(arguments[0], _WORD.as_pointer())
@@ -53,10 +53,10 @@ def _stream_words(typing_context: Any, destination: Any, source: Any) -> Any:
 
 @inlined
 def copy_row(destination, source, num_bytes, streaming):
-    """Copy a row (16-byte aligned at its destination); a stream of many rows goes past the caches.
+    """Copy a row (16-byte aligned at its destination); with `streaming` the stores bypass the caches.
 
-    An ordinary store first reads the line that it is going to overwrite. For rows that nobody will look at
-    soon that is wasted. After streaming stores `drain_stores` must come before their flag.
+    An ordinary store first reads the cache line that it overwrites, which is wasted for rows that no process
+    reads soon. After streaming stores, call `drain_stores` before storing their flag.
     """
     if streaming:
         step = _WORD_BYTES * _WORDS_AT_ONCE
@@ -70,7 +70,7 @@ def copy_row(destination, source, num_bytes, streaming):
 
 @intrinsic
 def drain_stores(typing_context: Any) -> Any:
-    """Let streaming stores take effect before any store that follows."""
+    """Make streaming stores take effect before any later store."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if platform.machine() == "x86_64":

@@ -1,7 +1,7 @@
-"""What a handle between nodes says: its counts, whether they fit together, and whether all ranks' agree.
+"""Handles between nodes: their counts, whether their parts are consistent, and whether all ranks agree.
 
-A rank relays the tokens of the ranks with its own index, one on every node, to the ranks of its node. They
-are numbered by source node, then by token; `send_nvl_head` has a line for each.
+A rank relays the tokens of the ranks with its own index, one on every node, to the ranks of its node. These
+tokens are numbered by source node, then by token; `send_nvl_head` has one row for each.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ NODE_FACTOR = np.uint64(words.NODE_FACTOR)
 
 @inlined
 def row_and_mask(row, mask, node):
-    """A hash of a row, of who wants it on the receiver's node (a mask of 32 bits), and of its source node."""
+    """A hash of a row, its ranks on the receiver's node (a mask of 32 bits), and its source node."""
     word = row_word(row, np.int64(mask) & 0xFFFFFFFF)
     return mixed(np.uint64(word) + np.uint64(node) * NODE_FACTOR)
 
 
 @inlined
 def mask_of(in_rank, token, first, ranks_per_node):
-    """Which of some ranks, from `first` on, want a token: with in_rank [[0, 1, 1]] and 2 from 1 on, 3."""
+    """The ranks from `first` on that a token goes to, as bits: in_rank [[0, 1, 1]], 2 ranks from 1 on: 3."""
     mask = np.int64(0)
     for index in range(ranks_per_node):
         mask |= np.int64(in_rank[token, first + index]) << index
@@ -33,7 +33,7 @@ def mask_of(in_rank, token, first, ranks_per_node):
 
 @inlined
 def word_in(octets, first):
-    """4 bytes as a number, the lowest first: [1, 1, 0, 0] from 0 on are 257."""
+    """4 bytes as a little-endian number: [1, 1, 0, 0] from 0 on give 257."""
     word = np.int64(0)
     for index in range(4):
         word |= np.int64(octets[first + index]) << (8 * index)
@@ -44,8 +44,9 @@ def word_in(octets, first):
 def place_in_nodes(in_rank, ranks_per_node, by_channel, numbers):
     """Number the tokens that go to each node, and count them by channel.
 
-    With in_rank [[1, 0, 0, 0], [0, 1, 1, 1]], 2 nodes and 2 channels: by_channel [[1, 1], [0, 1]] (node,
-    channel) and numbers [[0, -1], [1, 0]] (token, node).
+    Example:
+        With in_rank [[1, 0, 0, 0], [0, 1, 1, 1]], 2 nodes and 2 channels: by_channel [[1, 1], [0, 1]] (node,
+        channel) and numbers [[0, -1], [1, 0]] (token, node).
     """
     num_tokens = in_rank.shape[0]
     num_nodes, num_channels = by_channel.shape
@@ -67,10 +68,11 @@ def place_in_nodes(in_rank, ranks_per_node, by_channel, numbers):
 
 @inlined
 def counts_marks(marks, column, num_columns, prefix):
-    """Whether a row of `prefix` counts, channel by channel, the tokens with a mark in some columns.
+    """Whether a row of `prefix` counts, channel by channel, the tokens with a mark in any of some columns.
 
-    With marks [[1, 0], [0, 1], [0, 0]] and 2 channels (tokens 0-1 and 2): [2, 2] counts both columns
-    together, [1, 1] the first one.
+    Example:
+        With marks [[1, 0], [0, 1], [0, 0]] and 2 channels (tokens 0-1 and 2): [2, 2] counts both columns
+        together, [1, 1] the first one.
     """
     num_tokens, num_channels = marks.shape[0], prefix.shape[0]
     per_channel = max(1, (num_tokens + num_channels - 1) // num_channels)
@@ -88,7 +90,7 @@ def counts_marks(marks, column, num_columns, prefix):
 
 @inlined
 def falls(prefix):
-    """Whether a prefix sum falls somewhere: [0, 2, 2] does not, [0, 2, 1] and [-1, 0] do."""
+    """Whether a prefix sum decreases somewhere: [0, 2, 2] does not, [0, 2, 1] and [-1, 0] do."""
     before = 0
     for index in range(prefix.shape[0]):
         if prefix[index] < before:
@@ -117,24 +119,25 @@ def read_node_handle(
     digests,
     counts,
 ):
-    """0 if the parts of a handle fit together, so that no kernel can reach outside; else what does not.
+    """0 if the parts of a handle are consistent, which keeps kernels within bounds; else what is wrong.
 
     1: send_rdma_head does not number the tokens of in_rank; 2: rdma_prefix or 3: gbl_prefix does not count
-    them; 4: recv_gbl_sum falls, or has more rows than there are; 5: recv_gbl_prefix leaves the rows of its
-    source; 6: recv_rdma_sum or recv_rdma_prefix falls; 7: recv_rdma_sum does not count what send_nvl_head
-    has; 8: what this rank sends to its own node is not what it relays there; 9: send_nvl_head does not number
-    the rows of its sources one after the other.
+    them; 4: recv_gbl_sum decreases, or has more rows than there are; 5: recv_gbl_prefix exceeds the rows of
+    its source; 6: recv_rdma_sum or recv_rdma_prefix decreases; 7: recv_rdma_sum does not count the rows of
+    send_nvl_head; 8: the tokens that this rank sends to its own node are not those that it relays there; 9:
+    send_nvl_head does not number the rows of its sources consecutively.
 
-    Then `digests` and `counts` are what a rank tells everyone of its handle. The digests are those of the
-    rows to each rank and from each rank (each with who else on the receiver's node wants it), and by node
-    those of the tokens that it sent and of those that it relays (each with the ranks that want it); all of
-    them tell where channels begin, too. The counts are the rows to each rank and from each rank, and for each
-    source node and rank of this node where the rows begin that it relays (-1: nowhere).
+    If it is 0, `digests` and `counts` hold what this rank sends to all ranks about its handle. The digests
+    are those of the rows to each rank and from each rank (each with the other ranks of the receiver's node
+    that it goes to), and by node those of the tokens that it sent and of those that it relays (each with the
+    ranks that it goes to); all of them include where channels begin. The counts are the rows to each rank and
+    from each rank, and for each source node and rank of this node the first row that it relays (-1: none).
 
-    For rank 0 of 2 nodes of 1, with 1 token that goes to rank 1 and nothing that comes, in 1 channel: in_rank
-    [[0, 1]], rdma_prefix and gbl_prefix [[0], [1]], send_rdma_head [[-1, 0]] and nothing else give 0, the
-    digests [m(-1), m(-1) + m(1), m(-1), m(-1), m(-1), m(-1) + m(0), m(-1), m(-1)], where m mixes a word, and
-    the counts [0, 1, 0, 0, -1, -1].
+    Example:
+        For rank 0 of 2 nodes of 1, with 1 token that goes to rank 1 and no row received, in 1 channel:
+        in_rank [[0, 1]], rdma_prefix and gbl_prefix [[0], [1]], send_rdma_head [[-1, 0]] and nothing else
+        give 0, the digests [m(-1), m(-1) + m(1), m(-1), m(-1), m(-1), m(-1) + m(0), m(-1), m(-1)], where m
+        mixes a word, and the counts [0, 1, 0, 0, -1, -1].
     """
     num_tokens, num_ranks = in_rank.shape
     num_nodes, num_channels = recv_rdma_prefix.shape
@@ -231,14 +234,15 @@ def read_node_handle(
 
 @kernel("int64(int64[:,::1], int32[:,::1], int64)")
 def first_difference(digests, counts, ranks_per_node):
-    """-1 if all ranks' handles are of one dispatch; else where they differ first.
+    """-1 if the handles of all ranks belong to one dispatch; else a code for the first difference.
 
-    Row r of `digests` and `counts` is what rank r's handle says. For the ranks a and b and n of them it gives
-    a * n + b if rank a sent another number of rows to b than b got; n * n more if b's are not those rows, or
-    not in the same channels; 2 n * n more if rank b relays other rows from rank a than a sent.
+    Row r of `digests` and `counts` comes from rank r's handle. With n ranks, the code is a * n + b if rank a
+    sent a different number of rows to rank b than b received; n * n more if b's rows are different ones, or
+    in different channels; 2 n * n more if rank b relays different rows from rank a than a sent.
 
-    With 2 nodes of 1 and counts [1, 2, 1, 2, ...] and [2, 3, 7, 3, ...]: 1, since rank 0 sent 2 rows to rank
-    1, which got 7.
+    Example:
+        With 2 nodes of 1 and counts [1, 2, 1, 2, ...] and [2, 3, 7, 3, ...] it returns 1, because rank 0 sent
+        2 rows to rank 1, which received 7.
     """
     num_ranks = counts.shape[0]
     num_nodes = num_ranks // ranks_per_node
@@ -286,15 +290,16 @@ def plan_lanes(
     first_relayed,
     relayed_to,
 ):
-    """Where the rows and tokens of a handle begin, channel by channel, and how many there are.
+    """Compute where the rows and tokens of a handle begin, channel by channel, and how many there are.
 
-    `first_row` and `num_rows` [channel, rank of this node, node]: what is received by way of a rank from a
-    node. `relayed` [node, channel] and `first_relayed` [channel, node]: the tokens that this rank relays.
-    `relayed_to` [rank of this node]: the rows that it gives to a rank.
+    `first_row` and `num_rows` [channel, rank of this node, node]: the rows received from a node through a
+    rank. `relayed` [node, channel] and `first_relayed` [channel, node]: the tokens that this rank relays.
+    `relayed_to` [rank of this node]: the rows that it relays to a rank.
 
-    With 2 nodes of 1 rank and 1 channel, and 3 rows from rank 0 and 2 from rank 1, which this rank relays to
-    itself: first_row [[[0, 3]]], num_rows [[[3, 2]]], relayed [[3], [2]], first_relayed [[0, 3]], relayed_to
-    [5].
+    Example:
+        With 2 nodes of 1 rank and 1 channel, and 3 rows from rank 0 and 2 from rank 1, which this rank relays
+        to itself: first_row [[[0, 3]]], num_rows [[[3, 2]]], relayed [[3], [2]], first_relayed [[0, 3]],
+        relayed_to [5].
     """
     num_nodes, num_channels = recv_rdma_prefix.shape
     for node in range(num_nodes):

@@ -1,4 +1,4 @@
-"""Notify: notify messages to every peer, and waiting for counters.
+"""Notify: sending notify messages to every peer, and waiting for counters.
 
 A notify message lies in the receiver's mailbox: header words, the sender's row of the count matrix, its rows
 for the receiver by channel, and its counts for the receiver's experts. Word 0 of the header is the call
@@ -27,13 +27,15 @@ from anyep.backends.cpu.kernels.memory import int32_at, int64_at
 def post_notify(
     mailboxes, wake_ups, topic, header, counts_at, with_counts, counts, channel_counts, expert_counts
 ):
-    """Write one notify message to each peer p; mailboxes[p] is this rank's mailbox there, wake-up counts[p]
-    its wake-up count.
+    """Write one notify message to each peer p; mailboxes[p] is this rank's mailbox there, wake_ups[p] the
+    peer's wake-up count.
 
-    With header [5, 1, ...] and 2 peers, both find 5 in word 0 when the rest is there. counts [3, 4] goes to
-    both; channel_counts [[1, 2], [4, 0]] goes row by row (peer 0 gets [1, 2]); of expert_counts [9, 8, 7, 6]
-    peer 1 gets [7, 6]. Without counts (a short notify message) only the header is written. There may be more
-    counts than peers.
+    Without counts (a short notify message) only the header is written. There may be more counts than peers.
+
+    Example:
+        With header [5, 1, ...] and 2 peers, a peer that reads 5 in word 0 finds the rest complete. counts
+        [3, 4] goes to both; channel_counts [[1, 2], [4, 0]] goes row by row (peer 0 gets [1, 2]); of
+        expert_counts [9, 8, 7, 6] peer 1 gets [7, 6].
     """
     num_peers, num_counts = mailboxes.shape[0], counts.shape[0]
     num_channels = channel_counts.shape[1]
@@ -58,11 +60,12 @@ def post_notify(
 
 @kernel("boolean(int64[::1], int64[::1], int64, int64, int64[:,::1])")
 def read_headers(mailboxes, own_header, first, end, headers):
-    """Copy the header of every peer's notify message (row p comes from peer p); whether words [first, end)
-    all agree.
+    """Copy the header of every peer's notify message (row p comes from peer p); returns whether words
+    [first, end) of all headers equal this rank's own.
 
-    With the notify messages [5, 0, 7] and [5, 0, 8] at two peers and own_header [5, 0, 7], words [1, 2)
-    agree, and words [1, 3) do not.
+    Example:
+        With the notify messages [5, 0, 7] and [5, 0, 8] from two peers and own_header [5, 0, 7], words [1, 2)
+        agree, and words [1, 3) do not.
     """
     agree = True
     for peer in range(mailboxes.shape[0]):
@@ -78,9 +81,10 @@ def read_headers(mailboxes, own_header, first, end, headers):
 def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):
     """Gather the count matrix (from, to), the rows of each peer by channel, and each local expert's tokens.
 
-    The notify messages of `post_notify`' example, read at peer 1 (with a like notify message from a second
-    sender that has counts [1, 1], channel_counts row [1, 0] and experts [0, 2]) give matrix [[3, 4], [1, 1]],
-    channel_counts [[4, 0], [1, 0]] and expert_totals [7, 8].
+    Example:
+        The notify message in the example of `post_notify`, read at peer 1 together with one from a second
+        sender that has counts [1, 1], channel_counts row [1, 0] and experts [0, 2], gives matrix
+        [[3, 4], [1, 1]], channel_counts [[4, 0], [1, 0]] and expert_totals [7, 8].
     """
     num_peers, num_channels = channel_counts.shape
     num_counts, local_experts = matrix.shape[1], expert_totals.shape[0]
@@ -97,10 +101,11 @@ def read_counts(mailboxes, counts_at, matrix, channel_counts, expert_totals):
 
 @kernel("void(int64[::1], int64[::1], int64, int64)")
 def signal(counters, wake_ups, topic, value):
-    """Release `value` at each of these addresses: all that was stored before is visible to who acquires it.
+    """Store `value` with release at each address: a peer that acquires it reads everything stored before.
 
-    With counters at two zeroed words and value 5, both hold 5. A peer that sleeps until 3 counters of this
-    topic have come (its wake-up count is topic << 32 | 3) then waits for 2.
+    Example:
+        With counters at two zeroed words and value 5, both hold 5. A peer that sleeps until 3 counters of
+        this topic have arrived (its wake-up count is topic << 32 | 3) then waits for 2.
     """
     for index in range(counters.shape[0]):
         store_release(counters[index], value)
@@ -111,14 +116,17 @@ def signal(counters, wake_ups, topic, value):
 
 @kernel("int64(int64[::1], int64, boolean[::1], int64, int64, int64, int64, int64[::1], int64)")
 def await_counters(counters, expected, missing, num_spins, max_polls, wake_up, topic, waited, started):
-    """Wait a while until every counter that is missing has reached `expected`; how many have not.
+    """Wait a while until every missing counter has reached `expected`; returns how many have not.
 
-    `missing` marks them, before and after. With words [5, 4, 0], expected 5 and missing [True, True, False]
-    it returns 1, and missing is [False, True, False]. Unless `waited` is empty, the nanoseconds since the
-    moment `started` are added to it for each counter that has come.
+    `missing` marks the missing counters, before and after. Unless `waited` is empty, the nanoseconds since
+    `started` are added to it for each counter that has arrived.
 
-    Spinning is for ranks that have a core each. Where ranks outnumber cores, whoever is waited for must get
-    to run, so `num_spins` is 0 there. `max_polls` is the number of polls in vain after which it returns.
+    Spinning is for ranks that have a core each. If ranks outnumber cores, the peer that is waited for must
+    get to run, so `num_spins` is 0. The kernel returns after `max_polls` unsuccessful polls.
+
+    Example:
+        With words [5, 4, 0], expected 5 and missing [True, True, False] it returns 1, and missing is
+        [False, True, False].
     """
     num_missing = 0
     for index in range(counters.shape[0]):

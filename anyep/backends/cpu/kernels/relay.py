@@ -1,13 +1,14 @@
-"""Several nodes: a token crosses the network once per node, to the rank of the sender's own index there. That
-one passes it on to those of its node that want it; on the way back it adds up its node's rows first.
+"""Several nodes: a token crosses the network once per node, to the rank with the sender's index there. That
+rank, the relay, forwards it to the ranks of its node that it goes to; in a combine it first sums its node's
+rows.
 
 Every rank is sender, relay and receiver at once, in one progress loop that never blocks on one side. Between
 nodes rows go through rings: `net[:, channel, node]`; within a node they go to windows, or through rings:
 `nvl[:, channel, rank]`. Both are stacks of addresses and counters, in the order of `SEND_ROWS` and so on; an
 address of 0 is a ring that is not used. Tails and heads are as in `rings`: a tail lies at the receiver, a
-head at the sender. What lies on another host is written where the engine takes it from.
+head at the sender. Data for another host is written to the memory that the engine sends from.
 
-These kernels keep their place in arrays that the caller holds, so a call may be continued after a return.
+These kernels keep their progress in arrays that the caller holds, so a call may be continued after a return.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ META_BYTES = 8
 
 @inlined
 def wanted_by(in_rank, token, node, ranks_per_node):
-    """The ranks of a node that want a token, as bits: of [.., 1, 0, 1] for ranks 4 to 6 of node 1 it is 5."""
+    """The ranks of a node that a token goes to, as bits: [.., 1, 0, 1] for ranks 4 to 6 of node 1 gives 5."""
     mask = 0
     for index in range(ranks_per_node):
         if in_rank[token, node * ranks_per_node + index]:
@@ -52,7 +53,7 @@ def wanted_by(in_rank, token, node, ranks_per_node):
 
 @inlined
 def publish(counter, number, peer, doorbells, sleepers):
-    """Let a peer see how far a tail or a head has come, say 7, and wake it if it sleeps."""
+    """Store a tail or head, such as 7, with release, and wake the peer that reads it if it sleeps."""
     store_release(counter, number)
     ring_bell(doorbells[peer], sleepers[peer])
 
@@ -71,7 +72,7 @@ def write_beside(
     topk_idx,
     topk_weights,
 ):
-    """Write what travels beside a row into its slot: source node and mask, scales, global ids, weights.
+    """Write what travels with a row into its ring entry: source node and mask, scales, global ids, weights.
 
     Ids have 32 bits there. They were checked before: each is an expert, or -1 for none.
     """
@@ -103,7 +104,7 @@ def write_to_window(
     first_expert,
     num_experts,
 ):
-    """Write a row and what is beside it to a receiver's window; `place` holds the addresses of its parts."""
+    """Write a row and what travels with it to a window; `place` holds the addresses of the window's parts."""
     copy_row(place[0] + row * row_bytes, x_row, row_bytes, streaming)
     copy_bytes(place[1] + META_BYTES * row, slot + slot_offsets[0], META_BYTES)
     if num_topk:
@@ -143,9 +144,10 @@ def relay_row(
     first_expert,
     experts_per_rank,
 ):
-    """Give a row to every rank of this node that wants it; False, and nothing done, if some ring is full.
+    """Forward a row to every rank of this node that it goes to; if some ring is full, do nothing and return
+    False.
 
-    Along a known routing that says who wants it, and the mask does not count.
+    With a known routing `send_nvl_head` names these ranks, and the mask is ignored.
     """
     ranks_per_node = places.shape[0]
     if not is_new:
@@ -240,22 +242,24 @@ def dispatch_between_nodes(
     doorbells,
     streaming,
 ):
-    """Send, relay and receive the rows of some channels; the number of lanes that are not done yet.
+    """Send, relay and receive the rows of some channels; returns the number of lanes that are not done yet.
 
     `limits` are the rows of a ring between nodes, the rows to send there at once, and the same within the
     node. By [channel, node]: `cursor` the next token to look at, `net_sent` and `net_taken` the rows sent to
     and taken from a node, `net_expected` how many come from it, `first_virtual` the number of the first of
     them in `send_nvl_head`. By [channel, rank of the node]: `nvl_sent`, `nvl_taken`, `nvl_expected`.
-    `next_row[channel, node, rank]` is where at a rank of this node the next row goes that comes from a node;
-    it is written to `send_nvl_head` unless that is known already. `next_result[channel, rank, node]` is the
-    same for what comes through this rank's own rings; `result` has the addresses of x, meta, ids, weights and
+    `next_row[channel, node, rank]` is the row at a rank of this node for the next row from a node; it is
+    written to `send_nvl_head` unless that is known already. `next_result[channel, rank, node]` is the same
+    for rows that come through this rank's own rings; `result` has the addresses of x, meta, ids, weights and
     scales.
 
-    It returns after `max_polls` polls in vain; if that is below 0, after so many rounds, whatever is left.
+    It returns after `max_polls` unsuccessful polls; if `max_polls` is negative, after -`max_polls` rounds,
+    even if rows are left.
 
-    With 2 nodes of 1 rank, one channel, and a token at rank 0 that goes to both: rank 0 writes it to its own
-    window as row 0, and to slot 0 of its ring at rank 1, whose tail becomes base + 1; rank 1 writes it to row
-    0 of its window, and the head becomes base + 1.
+    Example:
+        With 2 nodes of 1 rank, one channel, and a token at rank 0 that goes to both: rank 0 writes it to its
+        own window as row 0, and to entry 0 of its ring at rank 1, whose tail becomes base + 1; rank 1 writes
+        it to row 0 of its window, and the head becomes base + 1.
     """
     num_tokens, num_nodes = send_rdma_head.shape
     ranks_per_node = places.shape[0]
@@ -269,11 +273,11 @@ def dispatch_between_nodes(
     first_expert = first_rank * experts_per_rank
     num_polls = num_rounds = 0
     while True:
-        # Whatever comes after this look at the bell is seen below, or ends the sleep at once.
+        # Anything that arrives after this load is either found below or ends the sleep at once.
         bell = load_acquire(doorbells[first_rank + own_index])
         unfinished = 0
         progress = False
-        # An array that is not used any more would be freed, whoever knows its address.
+        # Keeps `scratch` alive: an array that is no longer used is freed, even if its address still is.
         scratch[0] = 0
         for channel in range(first_channel, end_channel):
             end_token = min(num_tokens, (channel + 1) * per_channel)
@@ -467,10 +471,12 @@ def sum_of_node(
     doorbells,
     sleepers,
 ):
-    """Add up a token's rows on this node into a slot; False, and nothing done, if some have not come yet.
+    """Sum a token's rows on this node into a ring entry; if some have not arrived, do nothing and return
+    False.
 
-    With rows [1, 2] of rank 0, which is read where it lies, and [3, 4] of rank 1, through a ring: the sum is
-    [4, 6], added up in the order of the ranks, and the head of that ring moves on by one.
+    Example:
+        With the row [1, 2] of rank 0, read in place, and [3, 4] of rank 1, through a ring: the sum is [4, 6],
+        added in the order of the ranks, and the head of that ring advances by one.
     """
     count = 0
     for index in range(x_of.shape[0]):
@@ -546,18 +552,19 @@ def combine_between_nodes(
     doorbells,
     streaming,
 ):
-    """Return rows, summed within this node, and add up this rank's own tokens; the lanes not done yet.
+    """Return rows, summed within this node, and sum this rank's own tokens; returns the lanes not done yet.
 
-    The arrays are those of `dispatch_between_nodes`; `cursor[channel]` is the next token to add up,
-    `own_virtual[0]` the first of this rank's own tokens in `send_nvl_head`. A rank of this node with `x_of`
-    set is read where its rows lie; the others push theirs through rings: `first_pushed[channel, rank, node]`
-    is the first row of x that goes back by way of a rank to a node, `pushed_before[channel, rank, node]` how
-    many go before it, with one entry more for the sum. Rings carry the rows for one node after those for
-    another, in ascending order, and all ranks serve the nodes in that order then: each waits for what comes
-    earlier only.
+    The arrays are those of `dispatch_between_nodes`; `cursor[channel]` is the next token to sum,
+    `own_virtual[0]` the first of this rank's own tokens in `send_nvl_head`. The rows of a rank of this node
+    with `x_of` set are read in place; the other ranks push theirs through rings:
+    `first_pushed[channel, rank, node]` is the first row of x that goes back through a rank to a node,
+    `pushed_before[channel, rank, node]` how many go before it, with one more entry for the total. Rings carry
+    the rows node by node in ascending order, and all ranks then serve the nodes in that order: each waits
+    only for earlier rows.
 
-    With 2 nodes of 1 rank and a token of rank 0 that went to both: rank 1 rounds 0 + its row, and puts it
-    into slot 0 of its ring at rank 0, which adds up its own row, rounded alike, and that slot.
+    Example:
+        With 2 nodes of 1 rank and a token of rank 0 that went to both: rank 1 rounds 0 + its row, and puts it
+        into entry 0 of its ring at rank 0, which adds its own row, rounded in the same way, and that entry.
     """
     num_tokens, num_nodes = send_rdma_head.shape
     ranks_per_node = x_of.shape[0]
@@ -577,11 +584,11 @@ def combine_between_nodes(
         in_order = in_order or x_of[index] == 0
     num_polls = num_rounds = 0
     while True:
-        # Whatever comes after this look at the bell is seen below, or ends the sleep at once.
+        # Anything that arrives after this load is either found below or ends the sleep at once.
         bell = load_acquire(doorbells[first_rank + own_index])
         unfinished = 0
         progress = False
-        # An array that is not used any more would be freed, whoever knows its address.
+        # Keeps `scratch` alive: an array that is no longer used is freed, even if its address still is.
         scratch[0] = 0
         for channel in range(first_channel, end_channel):
             # Push at most one chunk to each rank of this node.
@@ -658,7 +665,7 @@ def combine_between_nodes(
                             progress = True
                         is_done = number >= expected
                 else:
-                    # Add up the tokens of which every node's sum is there.
+                    # Sum the tokens for which the sums of all nodes have arrived.
                     token = cursor[channel]
                     first_token = token
                     while token < end_token:

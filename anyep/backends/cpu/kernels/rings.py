@@ -1,11 +1,11 @@
 """Rings: any amount of data through a fixed number of rows, sending and receiving in one progress loop.
 
-A ring for one (channel, sender) lies at the receiver. The sender's counter `tail` lies at the receiver
-too, the receiver's counter `head` at the sender: each is where it is polled. Both only grow; a row's
-slot is its number since the call began, modulo the rows of the ring. Before a call begins every ring is
+A ring for one (channel, sender) lies at the receiver. The sender's counter `tail` lies at the receiver too,
+the receiver's counter `head` at the sender: each lies where it is polled. Both only grow; a row's entry in
+the ring is its number since the call began, modulo the rows of the ring. Before a call begins every ring is
 empty (tail equals head).
 
-These kernels keep their place in the `sent` and `taken` arrays, so a call may be continued after a return.
+These kernels keep their progress in the `sent` and `taken` arrays, so a call may be continued after a return.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ from anyep.backends.cpu.kernels.windows import copy_scales
 
 @kernel("void(int64[:,::1], int64[:,::1])", Group.CONTROL)
 def read_counters(addresses, values):
-    """values[i, j] = the counter at addresses[i, j]; an address of 0 gives 0."""
+    """Read counters: values[i, j] = the counter at addresses[i, j]; an address of 0 gives 0.
+
+    Example:
+        With addresses of two words 5 and 7, [[first, 0], [0, second]], values is [[5, 0], [0, 7]].
+    """
     for row in range(addresses.shape[0]):
         for column in range(addresses.shape[1]):
             address = addresses[row, column]
@@ -85,18 +89,20 @@ def dispatch_through_rings(
     own_rank,
     streaming,
 ):
-    """Send and receive the rows of some channels; the number of (channel, peer) pairs that are not done yet.
+    """Send and receive the rows of some channels; returns how many (channel, peer) pairs are not done yet.
 
-    Arrays of [channel, peer]: `send_rows` the address of my ring at the peer (0: nothing goes there by ring),
-    `send_tail` the peer's counter that I advance, `send_head_counter` mine that the peer advances,
-    `send_base` their value when the call began; `recv_*` the same for what I receive. `cursor` is the next
-    token to look at, `sent` and `taken` count rows. `receive_range[peer * num_channels + channel]` is (first
-    row, rows) of the result; `result` the addresses of x, source indices, ids, weights and scales;
-    `slot_offsets` where source meta, scales, ids and weights lie in a slot, and the bytes of a slot;
-    `sleepers` and `doorbells` every rank's.
+    Arrays of [channel, peer]: `send_rows` the address of this rank's ring at the peer (0: no rows go there by
+    ring), `send_tail` the peer's counter that this rank advances, `send_head_counter` this rank's counter
+    that the peer advances, `send_base` their value when the call began; `recv_*` the same for received rows.
+    `cursor` is the next token to look at, `sent` and `taken` count rows.
+    `receive_range[peer * num_channels + channel]` is (first row, rows) of the result; `result` the addresses
+    of x, source indices, ids, weights and scales; `slot_offsets` the offsets of source meta, scales, ids and
+    weights in a ring entry, and the bytes of an entry; `sleepers` and `doorbells` those of every rank.
 
-    With 1 channel, 2 tokens for a peer and a ring of 2 rows: the sender fills slots 0 and 1 and sets tail to
-    base + 2; the receiver copies them to rows first and first + 1 and sets head to base + 2; both return 0.
+    Example:
+        With 1 channel, 2 tokens for a peer and a ring of 2 rows: the sender fills entries 0 and 1 and sets
+        tail to base + 2; the receiver copies them to rows first and first + 1 and sets head to base + 2; both
+        return 0.
     """
     num_tokens, num_peers = send_head.shape
     num_topk = topk_idx.shape[1]
@@ -104,7 +110,7 @@ def dispatch_through_rings(
     meta_at, scales_at, ids_at, weights_at, slot_bytes = slot_offsets
     num_polls = 0
     while True:
-        # Whatever comes after this look at the bell is seen below, or ends the sleep at once.
+        # Anything that arrives after this load is either found below or ends the sleep at once.
         bell = load_acquire(doorbells[own_rank])
         unfinished = 0
         progress = False
@@ -150,7 +156,7 @@ def dispatch_through_rings(
                         progress = True
                     if token < end_token:
                         unfinished += 1
-                # Take all that has arrived from this peer.
+                # Take all rows that have arrived from this peer.
                 if recv_rows[channel, peer]:
                     first_row = receive_range[peer * num_channels + channel, 0]
                     num_rows = receive_range[peer * num_channels + channel, 1]
@@ -239,15 +245,17 @@ def combine_through_rings(
     own_rank,
     streaming,
 ):
-    """Push rows back to their sources, and add up this rank's own; the number of lanes that are not done yet.
+    """Push rows back to their sources, and sum this rank's own; returns the number of lanes not done yet.
 
     The arrays are those of `dispatch_through_rings`; `send_range[peer * num_channels + channel]` is (first
-    row, rows) of x that go back to a peer. A peer with `x_of` set is read where its rows lie (pull); the
-    others' rows come through their rings in the order of this rank's tokens, so a token is summed when the
-    next row of every such ring that it needs is there. `cursor[channel]` is the next token to sum.
+    row, rows) of x that go back to a peer. The rows of a peer with `x_of` set are read in place (pull); the
+    rows of other peers come through their rings in the order of this rank's tokens, so a token is summed when
+    the next row of every ring that it needs has arrived. `cursor[channel]` is the next token to sum.
 
-    With one channel, a token that went to ranks 0 and 1 and rings from both: when both tails are base + 1,
-    out is slot 0 of rank 0's ring plus slot 0 of rank 1's ring, and both heads become base + 1.
+    Example:
+        With one channel, a token that went to ranks 0 and 1 and rings from both: when both tails are
+        base + 1, out is entry 0 of rank 0's ring plus entry 0 of rank 1's ring, and both heads become
+        base + 1.
     """
     num_tokens, num_peers = send_head.shape
     num_topk = combined_weights.shape[1]
@@ -258,7 +266,7 @@ def combine_through_rings(
     sums = np.empty(BLOCK, np.float32)
     num_polls = 0
     while True:
-        # Whatever comes after this look at the bell is seen below, or ends the sleep at once.
+        # Anything that arrives after this load is either found below or ends the sleep at once.
         bell = load_acquire(doorbells[own_rank])
         unfinished = 0
         progress = False
@@ -289,7 +297,7 @@ def combine_through_rings(
                     progress = True
                 if number < num_rows:
                     unfinished += 1
-            # Sum the tokens whose rows are all there.
+            # Sum the tokens whose rows have all arrived.
             token = cursor[channel]
             end_token = min(num_tokens, (channel + 1) * per_channel)
             while token < end_token:

@@ -1,4 +1,4 @@
-"""Signals that came over the network, stored into this rank's memory."""
+"""Signals that arrived over the network, stored into this rank's memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from anyep.backends.cpu.kernels.compiler import kernel
 
 @kernel("int64(int64, int64[::1], int64[::1])")
 def raise_words(base, offsets, values):
-    """Raise the 64-bit word at each offset to its value, in order; one that is as high already stays.
+    """Raise the 64-bit word at each offset to its value, in order; a word that is already as high stays.
 
-    Whoever acquires a raised word sees everything stored before. With words [5, 0], offsets [0, 8, 8] and
-    values [4, 1, 2], the words become [5, 2], and 2 is returned: so many were raised. Nobody else may store
-    to these words at the same time.
+    Returns how many were raised. A process that acquires a raised word reads everything stored before it. No
+    other thread or process may store to these words at the same time.
+
+    Example:
+        With words [5, 0], offsets [0, 8, 8] and values [4, 1, 2], the words become [5, 2], and 2 is returned.
     """
     num_raised = 0
     for index in range(offsets.shape[0]):

@@ -1,10 +1,9 @@
-"""Low latency: rows wait in fixed places of their sender's memory, and whoever wants them takes them there.
+"""Low latency: rows lie at fixed places in their sender's memory, and readers copy them from there.
 
-A sender puts each row into a message of its own send set, and a list of tokens for each reader and expert
-beside them, and closes with a completion record to each reader. The reader waits for all completion records
-and takes the rows: a dispatch packs them by expert, a combine adds them up by token. Only completion records
-are written into the memory of others, at places that never move: whoever was masked and does not know it yet
-can do no harm.
+A sender puts each row into a message of its own send set, with a list of tokens for each reader and expert,
+and closes with a completion record to each reader. The reader waits for all completion records and reads the
+rows: a dispatch packs them by expert, a combine sums them by token. Only completion records are written into
+the memory of other ranks, at places that never move: a masked rank that does not know it yet can do no harm.
 """
 
 from __future__ import annotations
@@ -48,11 +47,12 @@ COUNT_MASK = (1 << COUNT_BITS) - 1
 
 @kernel("void(int64, int64, int64, int64, int64, int64[:,::1], int64, int64, int64)")
 def send_tokens(first_token, end_token, x, hidden, travel, topk_idx, num_experts, messages, message_bytes):
-    """Put each token that goes anywhere into its message, cast as it travels.
+    """Put each token that goes to any expert into its message, cast to the format `travel`.
 
-    With topk_idx [[1], [-1]] and 2 experts only token 0 is written: as RAW its 2 * hidden bytes follow the
-    16-byte header at `messages`; as FP8 hidden bytes and their scales do. Token 1 would be `message_bytes`
-    further on.
+    Example:
+        With topk_idx [[1], [-1]] and 2 experts only token 0 is written: as RAW its 2 * hidden bytes follow
+        the 16-byte header at `messages`; as FP8 hidden bytes and their scales do. Token 1 would be
+        `message_bytes` further on.
     """
     for token in range(first_token, end_token):
         wanted = False
@@ -69,13 +69,15 @@ def send_tokens(first_token, end_token, x, hidden, travel, topk_idx, num_experts
 
 @kernel("void(int64[:,::1], int64[::1], int64[::1], int64[::1], boolean[::1], int64[::1])")
 def list_tokens(topk_idx, lists, list_strides, records, masked, counts):
-    """Leave a list of this rank's tokens for each expert of each reader, and their counts in his completion
-    record.
+    """Write a list of this rank's tokens for each expert of each reader, and their counts into the reader's
+    completion record.
 
     lists[r] is the address of the list for reader r's first expert, the next expert's is `list_strides[r]`
-    further on. With 1 expert on each of 2 readers and topk_idx [[1, 0], [-1, 1]], reader 0 finds the tokens
-    [0] and reader 1 finds [0, 1]; the ranges in their completion records are 1 and 2, as are the counts [1,
-    2]. A token that chose an expert twice is listed once. Nothing is left for a masked reader.
+    further on. A token that chose an expert twice is listed once. Nothing is written for a masked reader.
+
+    Example:
+        With 1 expert on each of 2 readers and topk_idx [[1, 0], [-1, 1]], reader 0 finds the tokens [0] and
+        reader 1 finds [0, 1]; the ranges in their completion records are 1 and 2, as are the counts [1, 2].
     """
     num_readers = lists.shape[0]
     local_experts = counts.shape[0] // num_readers
@@ -100,10 +102,11 @@ def list_tokens(topk_idx, lists, list_strides, records, masked, counts):
 
 @kernel("void(int64[::1], boolean[::1], int64[::1], int64, int64[::1])")
 def post_records(records, masked, wake_ups, topic, header):
-    """Close this rank's sending at every reader that is not masked.
+    """Write the completion record of this rank's sends to every reader that is not masked.
 
-    With header [7, 0, 4] a reader that acquires 7 in word 0 of its completion record finds 0 and 4 after it,
-    and all that was written before.
+    Example:
+        With header [7, 0, 4] a reader that acquires 7 in word 0 of its completion record finds 0 and 4 after
+        it, and all that was written before.
     """
     drain_stores()
     for reader in range(records.shape[0]):
@@ -120,10 +123,14 @@ def post_records(records, masked, wake_ups, topic, header):
 
 @kernel("int64(int64[::1], boolean[::1], int64[::1], int64, int64, int64[:,::1], int64[:,::1])")
 def read_records(records, masked, own_header, first, end, headers, ranges):
-    """Copy every sender's header and ranges (row s comes from sender s); the rows in all ranges together.
+    """Copy every sender's header and ranges (row s comes from sender s); returns the rows in all ranges.
 
-    It is -1 if the headers do not agree in the words [first, end). Of a masked sender all is 0. With the
-    headers [7, 0, 4] and [7, 0, 5] and one row each, words [1, 2) give 2 and words [1, 3) give -1.
+    It returns -1 if the headers do not agree in the words [first, end). The header and ranges of a masked
+    sender are 0.
+
+    Example:
+        With the headers [7, 0, 4] and [7, 0, 5] and one row each, words [1, 2) give 2 and words [1, 3) give
+        -1.
     """
     num_rows = 0
     agree = True
@@ -166,13 +173,16 @@ def pack_tokens(
     counts,
     stats,
 ):
-    """Take the rows of each local expert from their senders: in order of sender, then token.
+    """Copy the rows of each local expert from their senders: in order of sender, then token.
 
     ranges[s, e] counts the rows of sender s for expert e, lists[s] is the address of its list for expert 0,
-    messages[s] that of its first message. With ranges [[2], [1]] and the lists [0, 3] and [1], the rows of
-    expert 0 are tokens 0 and 3 of sender 0 and token 1 of sender 1: src_info [[0, 3, 1, ...]], layout_range
-    [[2, 2 << 32 | 1]], counts [3], and stats (unless it is empty) grows by 3. A row's scales, words of 4
-    bytes, go to a column: word w of row r of expert e to ((e * num_scale_words) + w) * rows_per_expert + r.
+    messages[s] that of its first message. A row's scales, words of 4 bytes, go to a column: word w of row r
+    of expert e to ((e * num_scale_words) + w) * rows_per_expert + r.
+
+    Example:
+        With ranges [[2], [1]] and the lists [0, 3] and [1], the rows of expert 0 are tokens 0 and 3 of sender
+        0 and token 1 of sender 1: src_info [[0, 3, 1, ...]], layout_range [[2, 2 << 32 | 1]], counts [3], and
+        stats (unless it is empty) grows by 3.
     """
     num_senders = ranges.shape[0]
     rows_per_expert = src_info.shape[1]
@@ -185,12 +195,12 @@ def pack_tokens(
             theirs = int32_at(lists[sender] + expert * list_strides[sender], count)
             tokens = src_info[expert, begin : begin + count]
             for index in range(count):
-                # Of a sender that has masked this rank, the list may be written over while it is read.
+                # A sender that has masked this rank may overwrite the list while it is read.
                 tokens[index] = min(max(theirs[index], np.int32(0)), np.int32(max_tokens - 1))
                 row = expert * rows_per_expert + begin + index
                 payload = messages[sender] + tokens[index] * message_bytes + LOW_LATENCY_HEADER_BYTES
                 copy_row(x + row * row_bytes, payload, row_bytes, streaming)
-            # A word after the other: neighbours in memory are neighbouring rows of the same word.
+            # One word after the other: neighbours in memory are neighbouring rows of the same word.
             for word in range(num_scale_words):
                 column = (expert * num_scale_words + word) * rows_per_expert + begin
                 to = uint32_at(scales + 4 * column, count)
@@ -206,11 +216,14 @@ def pack_tokens(
 
 @kernel("int64(int64[:,::1], int32[:,::1], int64)")
 def count_rows(layout_range, src_info, max_tokens):
-    """The rows of a handle, if its ranges and tokens are possible, so that no kernel can reach outside.
+    """The number of rows of a handle if its ranges and tokens are valid, which keeps kernels within bounds.
 
-    Else -1: a range does not begin where the one before ends; -2: it has more than `max_tokens` rows; -3: a
-    token is not in [0, max_tokens), or does not follow the one before. With at most 4 tokens and 2 senders,
-    ranges [[2, 2 << 32 | 1]] and src_info [[0, 3, 1, ...]] give 3; with [[3, 0, 1, ...]] it is -3.
+    Otherwise -1: a range does not begin where the previous one ends; -2: a range has more than `max_tokens`
+    rows; -3: a token is not in [0, max_tokens), or is not larger than the previous one.
+
+    Example:
+        With at most 4 tokens and 2 senders, ranges [[2, 2 << 32 | 1]] and src_info [[0, 3, 1, ...]] give 3;
+        src_info [[3, 0, 1, ...]] gives -3.
     """
     num_rows = 0
     for expert in range(layout_range.shape[0]):
@@ -245,9 +258,10 @@ def stage_rows(
     messages,
     message_bytes,
 ):
-    """Put the rows of each local expert into the messages of the same index, as they are or in LogFMT.
+    """Put the rows of each local expert into the messages of the same index, unchanged or in LogFMT.
 
-    With layout_range [[2, 2 << 32 | 1]] rows 0 to 2 of expert 0 are put there.
+    Example:
+        With layout_range [[2, 2 << 32 | 1]] rows 0 to 2 of expert 0 are put there.
     """
     last = layout_range.shape[1] - 1
     for expert in range(first_expert, end_expert):
@@ -265,11 +279,14 @@ def stage_rows(
 
 @kernel("void(int32[:,::1], int64[:,::1], int64[::1], int64[::1], int64[::1], boolean[::1])")
 def list_returns(src_info, layout_range, lists, list_strides, records, masked):
-    """Leave for each reader the list of its tokens whose rows this rank's experts return, and their ranges.
+    """Write for each reader the list of its tokens whose rows this rank's experts return, and their ranges.
 
-    lists[r] is the address of the list for reader r of expert 0's rows, the next expert's is
-    `list_strides[r]` further on. With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] reader 0 finds
-    the tokens [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 | 1.
+    lists[r] is the address of reader r's list for expert 0, the next expert's is `list_strides[r]` further
+    on.
+
+    Example:
+        With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] reader 0 finds the tokens [0, 3] and the
+        range 2, reader 1 finds [1] and the range 2 << 32 | 1.
     """
     for reader in range(lists.shape[0]):
         if not masked[reader]:
@@ -291,8 +308,8 @@ def _add_raw_row(sums, start, count, payload, weight):
 
 @inlined
 def _add_logfmt_row(sums, start, count, message, block_at, weight, values):
-    """Add the blocks of [start, start + count); `block_at` is where the first of them lies, the result where
-    the next one does."""
+    """Add the blocks of [start, start + count); `block_at` is the address of the first block, the result that
+    of the next block after them."""
     for offset in range(0, count, CHANNELS_PER_BLOCK):
         is_encoded = is_logfmt_block_encoded(message, (start + offset) // CHANNELS_PER_BLOCK)
         decode_logfmt_block(block_at, is_encoded, values)
@@ -322,13 +339,16 @@ def sum_tokens(
     out,
     hidden,
 ):
-    """Add up each token's rows where they lie: out = 0 + row * weight + ..., in top-k order, in float32.
+    """Sum each token's rows from their messages: out = 0 + row * weight + ..., in top-k order, in float32.
 
     ranges[r, e] says which rows of expert e of rank r are this rank's, lists[r] is the address of the list of
-    their tokens for expert 0, messages[r] that of the first row's message. With 1 expert per rank, topk_idx
-    [[1, 0]], weights [[0.5, 2]] and a row of 4s at rank 1, of 1s at rank 0, out is a row of 4s: 4 * 0.5 +
-    1 * 2. Experts that are none or masked are skipped. Returns -1, or token * top-k + slot where rank r
-    returned no row for a token that should have been there.
+    their tokens for expert 0, messages[r] that of the first row's message. Choices that are no expert, and
+    experts of masked ranks, are skipped. Returns -1, or token * top-k + choice if the row for that choice was
+    not returned.
+
+    Example:
+        With 1 expert per rank, topk_idx [[1, 0]], weights [[0.5, 2]] and a row of 4s at rank 1, of 1s at rank
+        0, out is a row of 4s: 4 * 0.5 + 1 * 2.
     """
     num_ranks, local_experts = ranges.shape
     num_topk = topk_idx.shape[1]
@@ -355,7 +375,7 @@ def sum_tokens(
                 place += 1
             if place == count or tokens[place] != token:
                 return token * num_topk + slot
-            # Not beyond it: the token may have chosen this expert twice.
+            # Do not advance past it: the token may have chosen this expert twice.
             taken[rank, local] = place
             row = local * rows_per_expert + (ranges[rank, local] >> COUNT_BITS) + place
             rows[num_rows] = messages[rank] + row * message_bytes

@@ -66,7 +66,7 @@ def store_block(row, start, sums, count, dtype):
 
 @inlined
 def sum_rows(out, rows, num_rows, bias_0, bias_1, hidden, dtype, sums):
-    """out = bias_0 + bias_1 + rows[0] + rows[1] + ...; an address of 0 is no bias; without any, from +0.0."""
+    """out = bias_0 + bias_1 + rows[0] + rows[1] + ...; an address of 0 means no bias (then from +0.0)."""
     for start in range(0, hidden, BLOCK):
         count = min(BLOCK, hidden - start)
         if bias_0:
@@ -110,10 +110,13 @@ def pull_and_sum(
     dtype,
     combined_weights,
 ):
-    """Read the rows of each token where they lie at the peers, and add them up, ranks ascending.
+    """Read the rows of each token in place at the peers, and sum them in ascending order of ranks.
 
-    `x_of[r]` is the address of rank r's rows. With send_head [[0, 2], [-1, 3]] the first row of out is row 0
-    of rank 0 plus row 2 of rank 1, and the second one is row 3 of rank 1. Top-k weights likewise, per slot.
+    `x_of[r]` is the address of rank r's rows. Top-k weights are summed likewise, per choice.
+
+    Example:
+        With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of rank 0 plus row 2 of rank 1, and the
+        second one is row 3 of rank 1.
     """
     num_ranks = x_of.shape[0]
     num_topk = combined_weights.shape[1]

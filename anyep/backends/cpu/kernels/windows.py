@@ -1,4 +1,4 @@
-"""Dispatch by window: rows go straight to their final place in the receiver's memory."""
+"""Dispatch by window: rows go directly to their final place in the receiver's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anyep.backends.cpu.kernels.memory import (
 
 @inlined
 def copy_scales(destination, source, token, stride_token, stride_scale, num_scales):
-    """One token's scales, of any stride (in 4-byte elements), row-major to `destination`."""
+    """Copy one token's scales, of any stride (in 4-byte elements), to `destination`, row-major."""
     to = uint32_at(destination, num_scales)
     start = source + 4 * token * stride_token
     for scale in range(num_scales):
@@ -46,9 +46,12 @@ def send_to_windows(
     """Read each token's row once and write it to every receiver with a window.
 
     `places[r]` holds the addresses of receiver r's x, source indices, top-k ids, top-k weights and scales, or
-    zeros where r has no window. With send_head [[0, 2], [-1, 3]] row 0 of x goes to row 0 at receiver 0 and
-    to row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source indices there are 0, 0 and 1. An
-    expert id is written as the receiver's local one; where the expert is not there, -1 and weight 0.
+    zeros if r has no window. An expert id is written as the receiver's local id; if the receiver does not
+    have the expert, the id is -1 and the weight 0.
+
+    Example:
+        With send_head [[0, 2], [-1, 3]] row 0 of x goes to row 0 at receiver 0 and to row 2 at receiver 1;
+        row 1 goes to row 3 at receiver 1; the source indices there are 0, 0 and 1.
     """
     num_receivers = places.shape[0]
     num_topk = topk_idx.shape[1]
@@ -77,7 +80,11 @@ def send_to_windows(
 
 @kernel("void(int64, int64, int64, int64, int64)")
 def copy_rows(destination, source, num_rows, row_bytes, streaming):
-    """Copy rows one by one; 2 rows of 16 bytes are 32 bytes."""
+    """Copy rows one by one.
+
+    Example:
+        2 rows of 16 bytes are 32 bytes.
+    """
     for row in range(num_rows):
         copy_row(destination + row * row_bytes, source + row * row_bytes, row_bytes, streaming)
     drain_stores()
@@ -90,15 +97,17 @@ def copy_rows(destination, source, num_rows, row_bytes, streaming):
 def choose_windows(
     headers, matrix, result_rows_at, num_offers_at, offers_at, bytes_per_row, bases, num_rows, offsets, places
 ):
-    """Decide for each receiver where in its window heap its rows go; every rank decides alike.
+    """Decide for each receiver where in its window heap its rows go; every rank makes the same decision.
 
-    A receiver gets `result_rows` of its notify message, or (where that is -1) as many rows as the matrix
-    says. Its window holds the results side by side, each aligned to 128 bytes, in the first of its offers
-    that is large enough; where none is, offsets is -1 and places are 0: its rows go through rings. Returns
-    the first receiver that would get more rows than its notify message allows, or -1.
+    A receiver has `result_rows` of its notify message, or (if that is -1) as many rows as the matrix says.
+    Its window holds the results side by side, each aligned to 128 bytes, in the first of its window offers
+    that is large enough; if none is, offsets is -1 and places are 0: its rows go through rings. Returns the
+    first receiver that would receive more rows than its notify message allows, or -1.
 
-    With one receiver of 3 rows, bytes_per_row [64, 4, 0, 0, 0] (256 + 128 bytes) and the offers (0, 256) and
-    (512, 1024) in a heap at 4096: num_rows [3], offsets [512], places [[4608, 4864, 4992, 4992, 4992]].
+    Example:
+        With one receiver of 3 rows, bytes_per_row [64, 4, 0, 0, 0] (256 + 128 bytes) and the offers (0, 256)
+        and (512, 1024) in a heap at 4096: num_rows [3], offsets [512], places
+        [[4608, 4864, 4992, 4992, 4992]].
     """
     for receiver in range(headers.shape[0]):
         rows = headers[receiver, result_rows_at]
@@ -128,7 +137,11 @@ def choose_windows(
 
 @kernel("void(int64, int64, int64, int64)")
 def pad_ids(ids, num_rows, num_result_rows, num_topk):
-    """Set the top-k ids past the received rows to -1; with 1 row of 2, [[3], [9]] becomes [[3], [-1]]."""
+    """Set the top-k ids past the received rows to -1.
+
+    Example:
+        With 1 row received of 2, [[3], [9]] becomes [[3], [-1]].
+    """
     all_ids = int64_at(ids, num_result_rows * num_topk)
     for index in range(num_rows * num_topk, num_result_rows * num_topk):
         all_ids[index] = -1
@@ -138,11 +151,13 @@ def pad_ids(ids, num_rows, num_result_rows, num_topk):
 def unpack_window(
     places, num_rows, num_result_rows, source_bytes, num_topk, num_scales, source, ids, weights, scales
 ):
-    """Copy what came beside the rows out of a window: where they are from, top-k ids and weights, scales.
+    """Copy what came with the rows out of a window: sources, top-k ids and weights, scales.
 
-    `places` are the addresses of the window's parts, the last four arguments those of the results; sources
-    are those of the handle, and stay as they are (`source_bytes` is 0) if it is not new. With 1 row received
-    where 2 were allowed for, and ids [[3], [?]] in the window, the ids become [[3], [-1]].
+    `places` are the addresses of the window's parts, the last four arguments those of the results. Sources
+    belong to the handle; if the handle is not new, they stay unchanged (`source_bytes` is 0).
+
+    Example:
+        With 1 row received, room for 2, and ids [[3], [?]] in the window, the ids become [[3], [-1]].
     """
     copy_bytes(source, places[1], source_bytes * num_rows)
     if num_topk:

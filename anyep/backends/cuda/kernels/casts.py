@@ -1,11 +1,12 @@
 """Casts of low-latency messages: bf16 to FP8 with scales, bf16 to LogFMT and back.
 
-`anyep/formats.py` says what the bits mean; they are those of the CPU's kernels. A helper works on tiles of
-blocks, [blocks, 128], and sees bf16 as its bits (uint16). Conversions are integer arithmetic: Triton's own
-are rounded differently by its interpreter. Whoever calls a helper compiles with `OPTIONS`: without them
-products and sums would be fused. Divisions are `tl.div_rn`, since `/` is only an approximation on a GPU.
+`anyep/formats.py` defines the bits; they equal those of the CPU's kernels. Helpers work on tiles of blocks,
+[blocks, 128], and handle bf16 as its bits (uint16). Conversions are integer arithmetic, because Triton's
+interpreter rounds Triton's own conversions differently. Kernels that call a helper are compiled with
+`OPTIONS`: without them products and sums would be fused. Divisions are `tl.div_rn`, because `/` is only an
+approximation on a GPU.
 
-The functions behind the kernels launch them on tensors, in torch's current stream.
+The function after each kernel launches it on tensors, in torch's current stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from anyep import formats
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 TILE_BLOCKS = 16
-"""With four warps, 16 values per thread; a part of the mask of LogFMT that lies in one of its words."""
+"""16 values per thread with four warps. The mask bits of these LogFMT blocks lie in one word of the mask."""
 
 CHANNELS = tl.constexpr(formats.CHANNELS_PER_BLOCK)
 FP8_MAX = tl.constexpr(formats.FP8_MAX)
@@ -30,7 +31,7 @@ E4M3_LARGEST = tl.constexpr(0x7E)
 E4M3_NAN = tl.constexpr(0x7F)
 
 BF16_AMAX_LIMIT = tl.constexpr(0x3F80)
-"""The bits of LOGFMT_AMAX_LIMIT; those of infinities and NaN are larger: such blocks are not encoded."""
+"""The bits of LOGFMT_AMAX_LIMIT. Infinities and NaN have larger bits: such blocks are not encoded."""
 NUM_STEPS = tl.constexpr(float(formats.LOGFMT_NUM_STEPS))
 MAX_OCTAVES = tl.constexpr(float(formats.LOGFMT_MAX_OCTAVES))
 MASK_BYTES = tl.constexpr(formats.LOGFMT_MASK_BYTES)
@@ -38,7 +39,7 @@ HEADER_BYTES = tl.constexpr(formats.LOGFMT_HEADER_BYTES)
 BLOCK_BYTES = tl.constexpr(formats.LOGFMT_BLOCK_BYTES)
 RAW_BLOCK_BYTES = tl.constexpr(formats.LOGFMT_RAW_BLOCK_BYTES)
 PLANE = tl.constexpr(formats.CHANNELS_PER_BLOCK // 4)
-"""High bits of codes this far apart share a byte."""
+"""Codes this far apart have their high bits in the same byte."""
 LOG2 = tl.constexpr(formats.LOG2_COEFFICIENTS)
 EXP2 = tl.constexpr(formats.EXP2_COEFFICIENTS)
 
@@ -57,13 +58,21 @@ def float_of_bits(bits):
 
 @triton.jit
 def bf16_bits_to_float(bits):
-    """0x3F80 is 1.0."""
+    """The float32 value of a bf16.
+
+    Example:
+    0x3F80 is 1.0.
+    """
     return float_of_bits(bits.to(tl.uint32) << 16)
 
 
 @triton.jit
 def float_to_bf16_bits(value):
-    """1.0 is 0x3F80; to nearest even; every NaN is 0x7FC0."""
+    """The bits of the nearest bf16, ties to even; every NaN becomes 0x7FC0.
+
+    Example:
+    1.0 is 0x3F80.
+    """
     bits = bits_of_float(value)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > FLOAT_INFINITY, 0x7FC0, rounded).to(tl.uint16)
@@ -71,14 +80,20 @@ def float_to_bf16_bits(value):
 
 @triton.jit
 def e4m3_of_float(value):
-    """1.0 is 0x38; to nearest even; from 448 on it is 448 (0x7E), also infinity; every NaN is 0x7F."""
+    """The bits of the nearest e4m3, ties to even; every NaN becomes 0x7F.
+
+    Values from 448 on, including infinity, become 448 (0x7E).
+
+    Example:
+    1.0 is 0x38.
+    """
     bits = bits_of_float(value)
     sign = (bits >> 24) & 0x80
     unlimited = bits & 0x7FFFFFFF
     magnitude = tl.minimum(unlimited, 0x43E00000)
     # Normal numbers: drop 20 bits, to nearest even, and re-bias the exponent (127 - 7 = 120).
     normal = (magnitude - (120 << 23) + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    # Subnormal ones: adding 2**14 lets the float unit round at the last bit of e4m3, which is 2**-9.
+    # Subnormal numbers: adding 2**14 makes the float unit round at the last bit of e4m3, which is 2**-9.
     subnormal = bits_of_float(float_of_bits(magnitude) + 16384.0) - 0x46800000
     result = tl.where(magnitude < (121 << 23), subnormal, normal) | sign
     return tl.where(unlimited > FLOAT_INFINITY, E4M3_NAN, result).to(tl.uint8)
@@ -86,11 +101,12 @@ def e4m3_of_float(value):
 
 @triton.jit
 def fp8_block(halves, POWER_OF_TWO: tl.constexpr):
-    """Cast blocks of bf16 to e4m3 (uint8, the same shape); with them come their scales (float32, [blocks]).
+    """Cast blocks of bf16 to e4m3 (uint8, the same shape) and their scales (float32, [blocks]).
 
+    Example:
     A block 1.0, -3.5, 0.0, ... becomes 0x70, 0xFE, 0x00, ... and the scale 2**-7.
     """
-    # Magnitudes of bf16 have the order of their bits.
+    # Magnitudes of bf16 are ordered like their bits.
     magnitudes = halves & 0x7FFF
     largest = tl.max(magnitudes.to(tl.int32), axis=1)
     is_nan = largest > BF16_INFINITY
@@ -98,11 +114,11 @@ def fp8_block(halves, POWER_OF_TWO: tl.constexpr):
     scale = amax * FP8_UNIT
     if POWER_OF_TWO:
         scale = float_of_bits((bits_of_float(scale) + 0x7FFFFF) & FLOAT_INFINITY)
-        # Exact, so that a product with it is the quotient.
+        # Exact: multiplying by it equals dividing by the scale.
         factor = tl.div_rn(1.0, scale)
     else:
         factor = tl.div_rn(FP8_MAX, amax)
-    # Beside an infinity the factor is 0: finite values become zeros, but the infinity itself would be NaN.
+    # In a block with an infinity the factor is 0: finite values become 0, but the infinity would become NaN.
     codes = e4m3_of_float(bf16_bits_to_float(halves) * factor[:, None])
     saturated = ((halves >> 8) & 0x80) | E4M3_LARGEST
     codes = tl.where(magnitudes == BF16_INFINITY, saturated.to(tl.uint8), codes)
@@ -113,11 +129,15 @@ def fp8_block(halves, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def ue8m0_of_scale(scale):
-    """The exponent (uint8) of a scale that is a power of two: of 2**-7 it is 120; of infinity and NaN 255."""
+    """The exponent (uint8) of a scale that is a power of two; 255 for infinity and NaN.
+
+    Example:
+    2**-7 gives 120.
+    """
     return ((bits_of_float(scale) >> 23) & 0xFF).to(tl.uint8)
 
 
-# Calls differ in their number of blocks, and are not to be compiled for each kind of number.
+# The number of blocks differs between calls: the kernel is not specialized for its value.
 @triton.jit(do_not_specialize=["num_blocks"])
 def cast_to_fp8_kernel(
     x,
@@ -130,10 +150,12 @@ def cast_to_fp8_kernel(
 ):
     """Cast blocks of bf16, x [num_blocks, 128], to FP8: data [num_blocks, 128], scales [num_blocks].
 
-    Rows that lie one after the other are such blocks, whatever their number. A row of 128 values 1.0, -3.5,
-    0.0, 0.0, ...: amax is 3.5, the scale 3.5 / 448 = 2**-7, and data 0x70 (128), 0xFE (-448), 0x00, ... With
-    POWER_OF_TWO a row 1.0, -3.0, 0.0, 0.0, ... has the scale 2**-7 too, not 3 / 448; its data is 0x70 (128),
-    0xFC (-384), 0x00, ... As UE8M0 that scale is the byte 120.
+    Any number of contiguous rows forms such blocks.
+
+    Example:
+    A row of 128 values 1.0, -3.5, 0.0, 0.0, ... has amax 3.5, the scale 3.5 / 448 = 2**-7, and data 0x70
+    (128), 0xFE (-448), 0x00, ... With POWER_OF_TWO a row 1.0, -3.0, 0.0, 0.0, ... also has the scale 2**-7,
+    not 3 / 448; its data is 0x70 (128), 0xFC (-384), 0x00, ... As UE8M0 that scale is the byte 120.
     """
     blocks = tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
     is_block = blocks < num_blocks
@@ -152,8 +174,8 @@ def cast_to_fp8(
 ) -> None:
     """Cast the rows of x [rows, hidden], bf16, to FP8: data [rows, hidden], scales [rows, hidden / 128].
 
-    Data is e4m3fn; scales are float32, or bytes with as_ue8m0, which needs power_of_two. All are contiguous,
-    and begin at multiples of 16 bytes. The example is that of `cast_to_fp8_kernel`.
+    Data is e4m3fn; scales are float32, or bytes with as_ue8m0, which needs power_of_two. All tensors are
+    contiguous and begin at multiples of 16 bytes. See `cast_to_fp8_kernel` for an example.
     """
     num_blocks = x.numel() // formats.CHANNELS_PER_BLOCK
     cast_to_fp8_kernel[(triton.cdiv(num_blocks, TILE_BLOCKS),)](
@@ -170,10 +192,14 @@ def cast_to_fp8(
 
 @triton.jit
 def log2_of_bf16(magnitude):
-    """The base-2 logarithm (float32) of a positive bf16, given by its bits: of 0x3F80 it is 0.0 exactly."""
+    """The base-2 logarithm (float32) of a positive bf16, given by its bits.
+
+    Example:
+    0x3F80 gives exactly 0.0.
+    """
     wide = magnitude.to(tl.uint32)
     is_subnormal = wide < 0x80
-    # A subnormal one is an integer times 2**-133; as a float32 that integer has an exponent like any other.
+    # A subnormal number is an integer times 2**-133; converted to float32, that integer is a normal number.
     whole = bits_of_float(wide.to(tl.int32).to(tl.float32))
     bits = tl.where(is_subnormal, whole, wide << 16)
     exponent = (bits >> 23).to(tl.int32) - tl.where(is_subnormal, 127 + 133, 127)
@@ -189,8 +215,12 @@ def log2_of_bf16(magnitude):
 
 @triton.jit
 def exp2_of_negative(power):
-    """2 to a power (float32) from -149 to 0: of -3.0 it is 0.125 exactly."""
-    # On a GPU this floor takes subnormal numbers as 0; sums of logarithms are none.
+    """2 to a power (float32) from -149 to 0.
+
+    Example:
+    -3.0 gives exactly 0.125.
+    """
+    # On a GPU this floor treats subnormal numbers as 0; sums of logarithms are never subnormal.
     whole = tl.floor(power)
     f = power - whole
     value = EXP2[5] * f + EXP2[4]
@@ -198,7 +228,7 @@ def exp2_of_negative(power):
     value = value * f + EXP2[2]
     value = value * f + EXP2[1]
     value = value * f + EXP2[0]
-    # A subnormal result has no exponent of its own: the last 32 octaves are a product, which rounds it once.
+    # A subnormal result has no exponent to add to: the last 32 octaves are a product, which rounds once.
     octaves = (whole.to(tl.int32) + 32).to(tl.uint32) << 23
     return float_of_bits(bits_of_float(value) + octaves) * (2.0**-32)
 
@@ -213,20 +243,22 @@ def logfmt_range(amax, amin):
 
 @triton.jit
 def logfmt_extremes(halves):
-    """The header fields of blocks (uint32, [blocks]): the largest magnitude, and the smallest but 0.
+    """The header fields of blocks (uint32, [blocks]): the largest and the smallest nonzero magnitude.
 
-    A block 0.5, -0.125, 0.0, ... gives 0x3F00 and 0x3E00; only one that is 0 everywhere gives 0 and 0.
+    Example:
+    A block 0.5, -0.125, 0.0, ... gives 0x3F00 and 0x3E00; only a block of zeros gives 0 and 0.
     """
     magnitudes = (halves & 0x7FFF).to(tl.int32)
-    # Zero wraps around to the largest number, and so is no minimum.
+    # Zero wraps around to the largest number, so it is not the minimum.
     smallest_less_one = tl.min((magnitudes - 1) & 0xFFFF, axis=1)
     return tl.max(magnitudes, axis=1).to(tl.uint32), ((smallest_less_one + 1) & 0xFFFF).to(tl.uint32)
 
 
 @triton.jit
 def encode_logfmt_block(halves, amax, amin):
-    """The codes of blocks with these extreme magnitudes: low bits [blocks, 128], high ones [blocks, 32].
+    """The codes of blocks with these extreme magnitudes: low bits [blocks, 128], high bits [blocks, 32].
 
+    Example:
     The block 0.5, -0.125, 0.25, 0.0, ... with 0x3F00 and 0x3E00 gives the bytes FF 01 00 00 ...
     and 01 02 01 00 ...
     """
@@ -237,7 +269,7 @@ def encode_logfmt_block(halves, amax, amin):
     magnitudes = wide & 0x7FFF
     u = (log2_of_bf16(magnitudes) - log_min[:, None]) * steps_per_octave[:, None]
     rounded = u + 0.5
-    # With equal magnitudes there are 0 steps per octave, and zero is not far below them any more.
+    # If all magnitudes are equal there are 0 steps per octave: then `rounded` does not identify zeros.
     is_zero = (magnitudes == 0) | (rounded < 0.0)
     codes = tl.where(is_zero, 0, rounded.to(tl.int32) + 1).to(tl.uint32) | ((wide & 0x8000) >> 6)
     tops = tl.reshape(codes >> 8, (halves.shape[0], 4, PLANE)) << (2 * tl.arange(0, 4))[None, :, None]
@@ -248,7 +280,7 @@ def encode_logfmt_block(halves, amax, amin):
 def decode_logfmt_block(low, high, amax, amin):
     """The values (float32, [blocks, 128]) of blocks with these header fields; low and high bits are uint8.
 
-    Byte i of `high`, [blocks, 128], is the one that has the high bits of code i: byte i % 32 of its block.
+    Byte i of `high`, [blocks, 128], is the byte that holds the high bits of code i: byte i % 32 of its block.
     """
     log_min, octaves = logfmt_range(amax, amin)
     step = tl.div_rn(octaves, NUM_STEPS)
@@ -263,7 +295,11 @@ def decode_logfmt_block(low, high, amax, amin):
 
 @triton.jit
 def count_bits(words):
-    """How many bits of each word (uint64) are set: of 0b1011 it is 3."""
+    """How many bits of each word (uint64) are set.
+
+    Example:
+    0b1011 gives 3.
+    """
     words = words - ((words >> 1) & 0x5555555555555555)
     words = (words & 0x3333333333333333) + ((words >> 2) & 0x3333333333333333)
     words = (words + (words >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -279,23 +315,25 @@ def is_logfmt_block_encoded(mask_low, mask_high, blocks):
 
 @triton.jit
 def logfmt_block_offsets(mask_low, mask_high, blocks):
-    """Where blocks (numbers below 128) begin in a message, in bytes; later bits of the mask do not matter.
+    """The byte offsets at which blocks (numbers below 128) begin in a message.
 
-    Each block has as many before it as its number says, encoded or not: with the mask 0b101, the blocks
-    0, 1, 2, 3 begin at 16, 180, 436 and 600.
+    A message holds every block, encoded or raw. An offset depends only on the mask bits of earlier blocks.
+
+    Example:
+    With the mask 0b101, the blocks 0, 1, 2, 3 begin at 16, 180, 436 and 600.
     """
     below = (tl.full(blocks.shape, 1, tl.uint64) << (blocks & 63).to(tl.uint64)) - 1
     is_low = blocks < 64
     num_encoded_low = count_bits(tl.where(is_low, mask_low & below, mask_low))
     num_encoded_high = count_bits(tl.where(is_low, 0, mask_high & below))
-    # As a multiple of 4, so that the compiler knows that it is one.
+    # Written as a multiple of 4 to tell the compiler that it is one.
     saved = (RAW_BLOCK_BYTES - BLOCK_BYTES) // 4 * (num_encoded_low + num_encoded_high)
     return 4 * (MASK_BYTES // 4 + RAW_BLOCK_BYTES // 4 * blocks - saved)
 
 
 @triton.jit
 def store_logfmt_blocks(message, offsets, halves, amax, amin, is_encoded, is_raw):
-    """Write blocks to their places in a message (pointer to uint8), encoded ones and raw ones."""
+    """Write encoded and raw blocks to their places in a message (pointer to uint8)."""
     low, high = encode_logfmt_block(halves, amax, amin)
     channels = tl.arange(0, CHANNELS)[None, :]
     header = message + offsets
@@ -331,7 +369,7 @@ def encode_logfmt(row, message, hidden, TILE_BLOCKS: tl.constexpr):
 
 @triton.jit
 def load_logfmt_blocks(message, blocks, is_block):
-    """Decode blocks of a message (pointer to uint8), where `is_block` says so: float32, [blocks, 128]."""
+    """Decode blocks of a message (pointer to uint8) for which `is_block` holds: float32, [blocks, 128]."""
     mask = message.to(tl.pointer_type(tl.uint64))
     mask_low, mask_high = tl.load(mask), tl.load(mask + 1)
     is_encoded = is_block & is_logfmt_block_encoded(mask_low, mask_high, blocks)
@@ -349,27 +387,28 @@ def load_logfmt_blocks(message, blocks, is_block):
 
 @triton.jit
 def encode_logfmt_kernel(x, messages, message_stride, hidden, TILE_BLOCKS: tl.constexpr):
-    """Encode the rows of x [rows, hidden], bf16, each into its message, `message_stride` bytes apart.
+    """Encode each row of x [rows, hidden], bf16, into its message; messages are `message_stride` bytes apart.
 
-    A row of two blocks, 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ..., makes 16 + 164 + 256 bytes:
+    A program encodes one message, `TILE_BLOCKS` blocks at a time: a power of two up to 64.
+
+    Example:
+    A row of two blocks, 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ..., becomes 16 + 164 + 256 bytes:
 
         01 00 00 ...        the mask: only the first block is below 1
-        00 3F 00 3E         0.5 and 0.125, so that 510 steps are 2 octaves
-        FF 01 00 00 ...     the codes 0x1FF, 0x201 (the sign is 0x200), 0x100, 0, 0, ...: their low bits,
-        01 02 01 00 ...     and their high ones
+        00 3F 00 3E         0.5 and 0.125: 510 steps are 2 octaves
+        FF 01 00 00 ...     the low bits of the codes 0x1FF, 0x201 (the sign is 0x200), 0x100, 0, 0, ...
+        01 02 01 00 ...     their high bits
         00 40 00 40 ...     2.0
-
-    A program makes a message, `TILE_BLOCKS` blocks at a time: a power of two up to 64.
     """
     row = tl.program_id(0).to(tl.int64)
     encode_logfmt(x + row * hidden, messages + row * message_stride, hidden, TILE_BLOCKS)
 
 
 def encode_logfmt_rows(x: torch.Tensor, messages: torch.Tensor) -> None:
-    """Encode the rows of x [rows, hidden], bf16, each into its row of messages, uint8.
+    """Encode each row of x [rows, hidden], bf16, into its row of messages, uint8.
 
-    A row of messages has the bytes for `hidden` values that are not encoded, and begins at a multiple of 8
-    bytes; what a message does not fill stays as it is. The example is that of `encode_logfmt_kernel`.
+    A row of messages has room for `hidden` values that are not encoded, and begins at a multiple of 8 bytes;
+    bytes after the end of a message are not changed. See `encode_logfmt_kernel` for an example.
     """
     num_rows, hidden = x.shape
     encode_logfmt_kernel[(num_rows,)](
@@ -381,10 +420,11 @@ def encode_logfmt_rows(x: torch.Tensor, messages: torch.Tensor) -> None:
 def decode_logfmt_kernel(messages, message_stride, out, hidden, TILE_BLOCKS: tl.constexpr):
     """Decode messages, `message_stride` bytes apart, into the rows of out [rows, hidden], float32.
 
-    The message of `encode_logfmt_kernel` becomes 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ...
-    again. With the header 00 3F 00 3F every code of its first block but 0 would mean 0.5.
+    A program decodes `TILE_BLOCKS` blocks of a message; the mask determines where they begin.
 
-    A program decodes `TILE_BLOCKS` blocks of a message: the mask tells it where they begin.
+    Example:
+    The message of `encode_logfmt_kernel` is decoded to 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ...
+    With the header 00 3F 00 3F every code of its first block except 0 would mean 0.5.
     """
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
@@ -397,7 +437,7 @@ def decode_logfmt_kernel(messages, message_stride, out, hidden, TILE_BLOCKS: tl.
 def decode_logfmt_rows(messages: torch.Tensor, out: torch.Tensor) -> None:
     """Decode each row of messages, uint8, into its row of out [rows, hidden], float32.
 
-    A row of messages begins at a multiple of 8 bytes. The example is that of `decode_logfmt_kernel`.
+    A row of messages begins at a multiple of 8 bytes. See `decode_logfmt_kernel` for an example.
     """
     num_rows, hidden = out.shape
     num_blocks = hidden // formats.CHANNELS_PER_BLOCK

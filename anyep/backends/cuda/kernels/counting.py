@@ -1,4 +1,4 @@
-"""Layout: who gets how many tokens, and where each token's row will lie."""
+"""Layout: how many tokens each rank gets, and where each token's row will lie."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ LAYOUT_EXPERTS = tl.constexpr(words_of.LAYOUT_EXPERTS)
 
 @triton.jit
 def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOPK_BLOCK: tl.constexpr):
-    """Which of a rank's experts some tokens chose, slot by slot, and whether a slot chose one of them at all.
+    """Find which of a rank's experts each choice of some tokens names, and whether it names one at all.
 
-    Of experts 2 and 3 at rank 1, a token's slots [3, 0] are [1, -2], and only the first is here.
+    Example:
+        With experts 2 and 3 at rank 1, a token's choices [3, 0] give [1, -2], and only the first is here.
     """
     slots = tl.arange(0, TOPK_BLOCK)
     is_slot = is_token[:, None] & (slots < num_topk)[None, :]
@@ -40,10 +41,13 @@ def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOP
 def first_wrong_id(
     topk_idx, num_tokens, num_topk, num_experts, TOPK_BLOCK: tl.constexpr, TILE_TOKENS: tl.constexpr
 ):
-    """The first place (token * top-k + slot) of an id that is neither an expert nor -1; -1 if there is none.
+    """The first place (token * top-k + choice) of an id that is neither an expert nor -1; -1 if none is.
 
-    Of 4 experts, the ids [[0, -1], [3, 4]] have one at 3. A program of its own looks at all ids: beside what
-    others do with them, the ids would not fit into registers.
+    A separate program looks at all ids: in the programs that also use the ids for other work, they would not
+    fit into registers.
+
+    Example:
+        With 4 experts, the ids [[0, -1], [3, 4]] have such an id at place 3.
     """
     slots = tl.arange(0, TOPK_BLOCK)
     wrong_tokens = tl.full((TILE_TOKENS,), NO_TOKEN, tl.int32)
@@ -65,16 +69,20 @@ def first_wrong_id(
 
 @triton.jit
 def wrong_word(HOW: tl.constexpr, where):
-    """As `constants.wrong_word`: the greatest of several is the first of the worst kind."""
+    """Like `constants.wrong_word`: the greatest of several words is the first of the worst kind."""
     return tl.full((), HOW, tl.int64) * (LAST_PLACE + 1) + LAST_PLACE - where
 
 
 @triton.jit
 def count_experts(local, is_here, first_expert, EXPERT_BLOCK: tl.constexpr):
-    """How many slots chose each of some experts: of the local choices [1, 3, 1], from expert 1 on, [2, 0]."""
+    """Count the choices of each of `EXPERT_BLOCK` experts, from `first_expert` on.
+
+    Example:
+        The local choices [1, 3, 1] give [2, 0] from expert 1 on.
+    """
     number = local - first_expert
     is_counted = is_here & (number >= 0) & (number < EXPERT_BLOCK)
-    # One tensor tells both: values and a mask that are flattened each by itself may come in different orders.
+    # One tensor holds both: values and a mask that are flattened separately may be in different orders.
     flat = tl.ravel(tl.where(is_counted, number, EXPERT_BLOCK))
     return tl.histogram(flat, EXPERT_BLOCK, mask=flat < EXPERT_BLOCK)
 
@@ -94,17 +102,19 @@ def count_layout(
     EXPERT_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Count tokens per rank (a token once per rank) and per expert (every slot), and mark token-in-rank.
+    """Count tokens per rank (a token once per rank) and per expert (every choice), and mark token-in-rank.
 
-    With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks: tokens_per_rank [1, 1],
-    tokens_per_expert [1, 1, 0, 1], in_rank [[1, 0], [0, 1]].
+    An id that is neither an expert nor -1 goes nowhere; the first such id is reported to the host, in words
+    at `told` in host memory.
 
-    An id that is neither an expert nor -1 goes nowhere; the first is reported to the host: with topk_idx
-    [[0, 1], [3, 9]] the words at `told`, in its memory, are [n + 1, n, 1, 1, 9, 4] if both first ones were n.
+    One program per rank and `EXPERT_BLOCK` of its experts looks at all tokens: nothing has to be cleared
+    before, which would take longer. One more program per rank is launched, of which the first looks for such
+    ids. `TOPK_BLOCK` is a power of two that holds a token's choices.
 
-    One program per rank and `EXPERT_BLOCK` of its experts looks at all tokens: so nothing has to be cleared
-    before, which would take longer. One more per rank is launched, of which the first looks for such ids.
-    `TOPK_BLOCK` is a power of two that holds a token's slots.
+    Example:
+        With topk_idx [[0, 1], [3, -1]] and 2 experts per rank on 2 ranks: tokens_per_rank [1, 1],
+        tokens_per_expert [1, 1, 0, 1], in_rank [[1, 0], [0, 1]]. With topk_idx [[0, 1], [3, 9]] the words at
+        `told` are [n + 1, n, 1, 1, 9, 4] if the first two were both n.
     """
     rank, first_expert = tl.program_id(0), tl.program_id(1) * EXPERT_BLOCK
     if first_expert >= local_experts:
@@ -135,7 +145,7 @@ def count_layout(
 
 @triton.jit
 def tell_of_wrong_id(told, topk_idx, place, num_topk, num_experts):
-    """Tell the host where an id is that is no expert, unless it has not yet read what it was told before."""
+    """Report the place of an id that is no expert, unless the host has not yet read the previous report."""
     words = told.to(tl.pointer_type(tl.int64))
     num_reports = tl.load(words + NUM_REPORTS, volatile=True)
     if num_reports == tl.load(words + NUM_READ, volatile=True):
@@ -146,7 +156,7 @@ def tell_of_wrong_id(told, topk_idx, place, num_topk, num_experts):
         tell_host(words + NUM_REPORTS, num_reports + 1)
 
 
-# What varies from call to call is not to be compiled in.
+# Values that vary from call to call must not be compiled in.
 @triton.jit(
     do_not_specialize=["num_tokens", "num_channels", "tokens_per_channel", "num_topk", "local_experts"]
 )
@@ -168,17 +178,20 @@ def place_tokens(
     EXPERT_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Number the rows that go to each rank, count them by channel, and check what the caller counted.
+    """Number the rows that go to each rank, count them by channel, and check the caller's counts.
 
-    Channels are contiguous ranges of `tokens_per_channel` tokens. With in_rank [[1, 0], [1, 1], [0, 1]] and 2
-    channels of 2 tokens: position [[0, -1], [1, 0], [-1, 1]] and channel_counts [[2, 0], [1, 1]] (rank,
-    channel). Where tokens_per_rank is not [2, 2] a word of `state` says so; and if there are choices of
-    experts (TOPK_BLOCK is not 0), also where they contradict in_rank or tokens_per_expert, or where one is
-    neither an expert nor -1.
+    Channels are contiguous ranges of `tokens_per_channel` tokens. A word of `state` says whether
+    tokens_per_rank is wrong. If there are choices of experts (TOPK_BLOCK is not 0), it also says whether they
+    contradict in_rank or tokens_per_expert, or whether one of them is neither an expert nor -1.
 
-    One program per rank and channel; and if there are choices, after those, one per rank and `EXPERT_BLOCK`
-    of its experts, and one more per rank, of which the first looks at all ids. `TOPK_BLOCK` is a power of two
-    that holds a token's slots.
+    There is one program per rank and channel. If there are choices, these are followed by one program per
+    rank and `EXPERT_BLOCK` of its experts, and by one more per rank, of which the first looks at all ids.
+    `TOPK_BLOCK` is a power of two that holds a token's choices.
+
+    Example:
+        With in_rank [[1, 0], [1, 1], [0, 1]] and 2 channels of 2 tokens: position [[0, -1], [1, 0], [-1, 1]]
+        and channel_counts [[2, 0], [1, 1]] (rank, channel). Where tokens_per_rank is not [2, 2], a word of
+        `state` says so.
     """
     rank, share = tl.program_id(0), tl.program_id(1)
     if share < num_channels:
@@ -240,10 +253,10 @@ def place_channel(
     TOPK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """The part of `place_tokens` for one rank and channel; what is wrong there, 0 if nothing is."""
+    """The part of `place_tokens` for one rank and channel; returns what is wrong there, 0 if nothing is."""
     first = tl.minimum(channel * tokens_per_channel, num_tokens)
     end = tl.minimum(first + tokens_per_channel, num_tokens)
-    # Counted again in each channel: to wait for the programs of earlier ones would take longer.
+    # Counted again in each channel: waiting for the programs of earlier channels would take longer.
     earlier = tl.zeros((TILE_TOKENS,), tl.int32)
     for start in range(0, first, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
@@ -285,7 +298,7 @@ def check_experts(
     EXPERT_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """The part of `place_tokens` for some experts of a rank: whether their tokens were counted right."""
+    """The part of `place_tokens` for some experts of a rank: check the counts of their tokens."""
     by_expert = tl.zeros((EXPERT_BLOCK,), tl.int32)
     if TOPK_BLOCK:
         for start in range(0, num_tokens, TILE_TOKENS):

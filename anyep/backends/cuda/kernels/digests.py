@@ -1,7 +1,7 @@
 """Digests of handles: hashes that are the same on every device (`anyep/digests.py`).
 
 A handle's digests are words: those of the rows to each rank, then those of the rows from each rank. The
-kernels of a dispatch fill them along with its handle; `digest_handle` makes those of any other handle.
+kernels of a dispatch fill them along with its handle; `digest_handle` computes those of any other handle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ TOKEN_BITS = tl.constexpr(numbers.TOKEN_BITS)
 
 @triton.jit
 def mixed(words):
-    """As `digests.mixed`, of words of 64 bits: 0 gives 7015083136346030574, 1 gives -841461272716353273."""
+    """Like `digests.mixed`, for 64-bit words.
+
+    Example:
+        0 gives 7015083136346030574, 1 gives -841461272716353273.
+    """
     words += FIRST
     words = (words ^ ((words >> SHIFT_1) & MASK_1)) * FACTOR_1
     words = (words ^ ((words >> SHIFT_2) & MASK_2)) * FACTOR_2
@@ -48,7 +52,7 @@ def mixed_channels(channels, first_rows, is_channel):
     return tl.where(is_channel, mixed(words), 0)
 
 
-# What varies from call to call is not to be compiled in.
+# Values that vary from call to call must not be compiled in.
 @triton.jit(do_not_specialize=["num_tokens", "num_recv_rows", "num_channels"])
 def digest_handle(
     constants,
@@ -65,14 +69,15 @@ def digest_handle(
     CHANNEL_BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Fill the digests of a handle, whatever it holds.
+    """Fill the digests of a handle with any contents.
 
-    For rank 0 of 1 with 2 tokens in 1 channel, rank_prefix [[2]], channel_prefix [[2]], recv_channel_prefix
-    [[0]], source [0, 1] and send_head [[0], [1]], both digests are m(-1) + m(0) + m(2**32 + 1), where m
-    mixes a word.
-
-    Program (p, 0) looks at the rows to rank p, program (p, 1) at those from rank p, `TILE_ROWS` at a time.
+    Program (p, 0) takes the rows to rank p, program (p, 1) those from rank p, `TILE_ROWS` at a time.
     `CHANNEL_BLOCK` is a power of two that holds the channels.
+
+    Example:
+        For rank 0 of 1 with 2 tokens in 1 channel, rank_prefix [[2]], channel_prefix [[2]],
+        recv_channel_prefix [[0]], source [0, 1] and send_head [[0], [1]], both digests are m(-1) + m(0) +
+        m(2**32 + 1), where m mixes a word.
     """
     peer, rank = tl.program_id(0), tl.load(constants + RANK).to(tl.int32)
     channels = tl.arange(0, CHANNEL_BLOCK)
@@ -88,7 +93,7 @@ def digest_handle(
     else:
         first = tl.load(rank_prefix + (peer - 1) * NUM_RANKS + rank, mask=peer > 0, other=0)
         end = tl.load(rank_prefix + peer * NUM_RANKS + rank)
-        # Of a handle that names more rows than it has, those that it has.
+        # If a handle names more rows than it has, only those that it has count.
         for start in range(tl.maximum(first, 0), tl.minimum(end, num_recv_rows), TILE_ROWS):
             rows = start + tl.arange(0, TILE_ROWS)
             is_row = (rows < end) & (rows < num_recv_rows)

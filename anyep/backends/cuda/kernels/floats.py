@@ -1,7 +1,7 @@
 """Rows of bf16, fp16 or float32: loaded as float32 to be summed, and rounded once when they are stored.
 
-Numbers of 16 bits are seen as their bits (uint16). The bits that are stored are those of the CPU's kernels:
-nearest, ties to even, and one NaN for each type; only a float32 NaN is whatever the addition made of it.
+16-bit numbers are handled as their bits (uint16). The stored bits equal those of the CPU's kernels: round to
+nearest, ties to even, and one NaN per type. The exception is float32, which keeps the NaN of the addition.
 
     window = values_at(address, DTYPE)
     sums += load_rows(window + rows[:, None] * hidden + columns[None, :], mask, DTYPE)
@@ -18,15 +18,18 @@ from anyep.backends.cuda.kernels.casts import bf16_bits_to_float, float_to_bf16_
 BF16 = tl.constexpr(1)
 FP16 = tl.constexpr(2)
 FP32 = tl.constexpr(3)
-"""The numbers that the CPU's kernels use."""
+"""The codes that the CPU's kernels use."""
 
 
 @triton.jit
 def bf16_of_float(value, IN_HARDWARE: tl.constexpr):
-    """The bits of the nearest bf16, ties to even: 1.0 is 0x3F80; every NaN is 0x7FC0.
+    """The bits of the nearest bf16, ties to even; every NaN becomes 0x7FC0.
 
-    The hardware has an instruction for it, which makes another NaN; Triton's interpreter would cut bits off
-    instead, so there it is integer arithmetic.
+    The hardware has an instruction for this, but it produces another NaN. Triton's interpreter would truncate
+    instead of rounding, so it uses integer arithmetic.
+
+    Example:
+    1.0 is 0x3F80.
     """
     if IN_HARDWARE:
         rounded = value.to(tl.bfloat16).to(tl.uint16, bitcast=True)
@@ -36,7 +39,11 @@ def bf16_of_float(value, IN_HARDWARE: tl.constexpr):
 
 @triton.jit
 def fp16_of_float(value):
-    """The bits of the nearest fp16, ties to even: 1.0 is 0x3C00, 65520 infinity; every NaN is 0x7E00."""
+    """The bits of the nearest fp16, ties to even; every NaN becomes 0x7E00.
+
+    Example:
+    1.0 is 0x3C00, and 65520 is infinity.
+    """
     rounded = value.to(tl.float16).to(tl.uint16, bitcast=True)
     return tl.where(value == value, rounded, 0x7E00).to(tl.uint16)
 
@@ -44,7 +51,7 @@ def fp16_of_float(value):
 @triton.jit
 def values_at(address, DTYPE: tl.constexpr):
     """The pointer to the values at an address (int64), which is a multiple of 16 bytes."""
-    # A pointer out of a table is not known to be aligned; ours are.
+    # The compiler cannot know the alignment of a pointer loaded from a table; these are aligned.
     if DTYPE == FP32:
         values = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
     else:
@@ -54,11 +61,14 @@ def values_at(address, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_rows(pointers, mask, DTYPE: tl.constexpr, STARTS_FROM_ZERO: tl.constexpr = False):
-    """The values there as float32: of the bf16 0x3F80 or the fp16 0x3C00 it is 1.0.
+    """Load values as float32.
 
-    Outside the mask it is -0.0, which changes no sum: +0.0 would change one that is -0.0 so far. A sum that
-    began with +0.0 never is; there +0.0 will do. (A load of 16 bits cannot have 0x8000 for what is masked:
-    Triton 3.6 would make 0xFFFF8000 of two of them.)
+    Masked-out values are -0.0, which changes no sum; +0.0 would change a sum that is -0.0 so far. A sum that
+    starts from +0.0 is never -0.0, so +0.0 is used there. (A 16-bit load cannot use 0x8000 for masked-out
+    values: Triton 3.6 would turn two of them into 0xFFFF8000.)
+
+    Example:
+    The bf16 0x3F80 and the fp16 0x3C00 are loaded as 1.0.
     """
     values = tl.load(pointers, mask=mask, other=0)
     if DTYPE == FP16:
@@ -66,14 +76,14 @@ def load_rows(pointers, mask, DTYPE: tl.constexpr, STARTS_FROM_ZERO: tl.constexp
     elif DTYPE != FP32:
         values = bf16_bits_to_float(values)
     if not STARTS_FROM_ZERO:
-        # By its bits: Triton takes the literal -0.0 for +0.0.
+        # Written as bits: Triton treats the literal -0.0 as +0.0.
         values = tl.where(mask, values, tl.full((), 0x80000000, tl.uint32).to(tl.float32, bitcast=True))
     return values
 
 
 @triton.jit
 def store_rows(pointers, sums, mask, DTYPE: tl.constexpr, IN_HARDWARE: tl.constexpr):
-    """Round float32 to the nearest value of the type, and store it."""
+    """Round float32 to the nearest value of the type and store it."""
     if DTYPE == BF16:
         tl.store(pointers, bf16_of_float(sums, IN_HARDWARE), mask=mask)
     elif DTYPE == FP16:

@@ -1,9 +1,9 @@
-"""Notify on the device: a notify message to every peer, and everyone's notify message before anything else.
+"""Notify on the device: each rank posts a notify message to every peer and waits for all of theirs first.
 
-A notify message lies in the receiver's mailbox: 64-bit words, the first of them the call's number, which is
-stored last. The number lives in the heap and is advanced here, so that a captured graph can be replayed. What
-is constant for a Buffer (`constants`), and what a call leaves for its later kernels (`state`), are tables;
-see anyep/backends/cuda/constants.py.
+A notify message lies in the receiver's mailbox as 64-bit words. Its first word is the call's number, which is
+stored last. The number lives in the heap and is advanced here, which lets a captured graph be replayed. The
+values that are constant for a Buffer (`constants`), and those that a call leaves for its later kernels
+(`state`), are tables; see anyep/backends/cuda/constants.py.
 """
 
 from __future__ import annotations
@@ -103,15 +103,20 @@ def words_at(address):
 
 @triton.jit
 def word_of(headers, is_rank, WORD: tl.constexpr):
-    """One word of every header: of the headers [1, 2] and [3, 4] word 1 is [2, 4]."""
+    """One word of every header.
+
+    Example:
+        Word 1 of the headers [1, 2] and [3, 4] is [2, 4].
+    """
     return tl.load(headers + WORD, mask=is_rank, other=0, volatile=True)
 
 
 @triton.jit
 def first_bad(bad, ranks, is_rank, RANK_BLOCK: tl.constexpr):
-    """What went wrong at the first rank where something did, as an outcome; 0 if nothing did.
+    """The outcome of the first rank where something went wrong; 0 if nothing did.
 
-    Of the codes [0, 1, 2] it is 1 + 16 * 1.
+    Example:
+        The codes [0, 1, 2] give 1 + 16 * 1.
     """
     first = tl.min(tl.where(is_rank & (bad > 0), ranks, RANK_BLOCK), axis=0)
     what = tl.sum(tl.where(ranks == first, bad, 0), axis=0)
@@ -120,11 +125,13 @@ def first_bad(bad, ranks, is_rank, RANK_BLOCK: tl.constexpr):
 
 @triton.jit
 def why_not_there(seen, expected, abort, constants, heaps, ranks, is_rank):
-    """For each flag that is not what was expected, why it was not waited for any longer.
+    """For each flag that does not have the expected value, the reason why the wait for it ended.
 
-    If there is one, this rank gives up, and everyone hears of it. With 5 expected, flags [5, 4, 6] and an
-    abort flag it is [0, 3, 3] (stopped); without the abort flag rank 1 is 1 (late). Rank 2 has left this call
-    out.
+    If there is such a flag, this rank gives up and tells every rank.
+
+    Example:
+        With 5 expected, flags [5, 4, 6] and a raised abort flag, the result is [0, 3, 3] (stopped); without
+        the abort flag, the entry of rank 1 is 1 (late). Rank 2 has skipped this call.
     """
     bad = tl.full(seen.shape, GOOD, tl.int32)
     if tl.max((seen != expected).to(tl.int32), axis=0) > 0:
@@ -136,7 +143,7 @@ def why_not_there(seen, expected, abort, constants, heaps, ranks, is_rank):
 
 @triton.jit
 def stop_everyone(constants, heaps, ranks, is_rank):
-    """Tell all ranks, this one included, that nobody should wait any more: this rank gives up."""
+    """Tell all ranks, including this one, to stop waiting: this rank gives up."""
     rank = tl.load(constants + RANK)
     there = tl.load(heaps + ranks, mask=is_rank, other=0)
     given_up = there + tl.load(constants + GIVEN_UP_AT) + rank * tl.load(constants + FLAG_STRIDE)
@@ -146,14 +153,14 @@ def stop_everyone(constants, heaps, ranks, is_rank):
 
 @triton.jit
 def has_given_up(constants):
-    """Whether this rank gave up in an earlier call, in a kernel or at its host: then it takes no part."""
+    """Whether this rank gave up in an earlier call, in a kernel or on its host; if so, it takes no part."""
     given_up = tl.load(constants + GIVEN_UP_AT) + tl.load(constants + RANK) * tl.load(constants + FLAG_STRIDE)
     return tl.load(words_at(tl.load(constants + OWN_HEAP) + given_up)) != 0
 
 
 @triton.jit
 def report(constants, state, outcome):
-    """Tell the host what went wrong, unless it has not yet read what went wrong before; once per call."""
+    """Report the outcome to the host, once per call, unless the host has not yet read the previous report."""
     if outcome != 0:  # noqa: SIM102 - what is not needed is not to be loaded
         if tl.load(state + IS_REPORTED) == 0:
             words = words_at(tl.load(constants + REPORT))
@@ -169,25 +176,25 @@ def report(constants, state, outcome):
 
 @triton.jit
 def outcome_so_far(state):
-    """What went wrong until now, when all programs that looked for bad rows are done."""
+    """The outcome up to now, once all programs that look for bad rows are done."""
     outcome = tl.load(state + OUTCOME, volatile=True)
     return tl.where(outcome == 0, tl.load(state + BAD_ROWS, volatile=True), outcome)
 
 
 @triton.jit
 def checksum(routing, ranks, is_rank, NUM_RANKS: tl.constexpr):
-    """A number that is the same for equal prefix matrices, and hardly ever for others."""
+    """A number that is equal for equal prefix matrices, and almost never for different ones."""
     is_pair = is_rank[:, None] & is_rank[None, :]
     index = ranks[:, None] * NUM_RANKS + ranks[None, :]
     prefix = tl.load(routing + index, mask=is_pair, other=0).to(tl.int64)
-    # Odd factors that differ: a sum alone would not see two entries that changed places.
+    # Different odd factors: a plain sum would not detect two entries that changed places.
     mixed = (prefix + 1) * (index.to(tl.int64) * 2654435761 + 40503)
     return tl.sum(tl.sum(tl.where(is_pair, mixed & 0xFFFFFFFFFFFF, 0), axis=1), axis=0) & 0xFFFFFFFF
 
 
 @triton.jit
 def address_in_window(bases, ranks, is_rank, offsets):
-    """Where an offset (>= 0) in each rank's windows lies here; its upper bits name a block of windows."""
+    """The address here of an offset (>= 0) in each rank's windows; its upper bits name a block of windows."""
     block = tl.maximum(offsets, 0) >> WINDOW_BLOCK_BITS
     base = tl.load(bases + ranks * MAX_WINDOW_BLOCKS + block, mask=is_rank, other=0)
     return base + (offsets & OFFSET_MASK)
@@ -195,20 +202,28 @@ def address_in_window(bases, ranks, is_rank, offsets):
 
 @triton.jit
 def aligned(num_bytes):
-    """Rounded up to 128: 130 gives 256."""
+    """Round up to a multiple of 128.
+
+    Example:
+        130 gives 256.
+    """
     return (num_bytes + 127) // 128 * 128
 
 
 @triton.jit
 def bytes_of_window(rows, row_bytes, num_topk, num_scales):
-    """What the results of so many rows take: 3 rows of 64 bytes without top-k and scales take 256 + 128."""
+    """The number of bytes that the results of `rows` rows take.
+
+    Example:
+        3 rows of 64 bytes without top-k and scales take 256 + 128.
+    """
     parts = aligned(rows * row_bytes) + aligned(rows * 4) + aligned(rows * num_topk * 8)
     return tl.maximum(parts + aligned(rows * num_topk * 4) + aligned(rows * num_scales * 4), 128)
 
 
 @triton.jit
 def write_targets(targets, place, rows, row_bytes, num_topk, num_scales, ranks, mask):
-    """Where the results lie in windows that begin at `place`, side by side; 0 is no window."""
+    """Store where each receiver's results lie: side by side from `place`, the window; 0 is no window."""
     has_target = place != 0
     table = targets + ranks * TARGET_WORDS
     tl.store(table, place, mask=mask)
@@ -225,11 +240,14 @@ def write_targets(targets, place, rows, row_bytes, num_topk, num_scales, ranks, 
 
 @triton.jit
 def choose_windows(headers, rows, ranks, is_rank, bases, targets):
-    """Where each receiver's results lie: in the first of its offers that is large enough.
+    """Find where each receiver's results lie: in the first of its offers that is large enough, as on the CPU.
 
-    As on the CPU: one receiver of 3 rows of 64 bytes (256 + 128 bytes) with the offers (0, 256) and
-    (512, 1024) in windows at 4096 has the places [4608, 4864, 4992, 4992, 4992] and 3 rows; one without such
-    an offer has [0, 0, 0, 0, 0]. Returns whether each has a place.
+    Returns whether each receiver has a place.
+
+    Example:
+        A receiver of 3 rows of 64 bytes (256 + 128 bytes) with the offers (0, 256) and (512, 1024) in windows
+        at 4096 has the places [4608, 4864, 4992, 4992, 4992] and 3 rows. A receiver without a large enough
+        offer has [0, 0, 0, 0, 0].
     """
     row_bytes, num_topk = word_of(headers, is_rank, ROW_BYTES), word_of(headers, is_rank, TOPK)
     num_scales, num_offers = word_of(headers, is_rank, SCALES), word_of(headers, is_rank, NUM_OFFERS)
@@ -257,9 +275,9 @@ def place_in_new_block(
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Give every receiver without a window one at `offset`, the begin of a block that all ranks just added.
+    """Give every receiver without a window one at `offset`, the start of a block that all ranks just added.
 
-    One program. After it no rows go through rings.
+    One program. After it, no rows go through rings.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -272,7 +290,7 @@ def place_in_new_block(
 
 @triton.jit
 def find_outputs(headers, rows, ranks, is_rank, bases, targets):
-    """Where each rank's rows, and their weights, lie for a combine; 0 where they do not lie in a window."""
+    """Find where each rank's rows and their weights lie for a combine; 0 where they are not in a window."""
     x_offset, weights_offset = word_of(headers, is_rank, X_OFFSET), word_of(headers, is_rank, WEIGHTS_OFFSET)
     has_target = x_offset >= 0
     x = address_in_window(bases, ranks, is_rank, x_offset)
@@ -298,9 +316,13 @@ def post_counts(
     CHANNEL_BLOCK: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
 ):
-    """Add this rank's counts to its notify messages: rows to each rank, rows to this peer by channel, and
-    tokens for its experts. Of counts [3, 4], channel_counts [[1, 2], [4, 0]] and expert_counts [9, 8, 7, 6]
-    peer 1 gets 3, 4, 4, 0, 7 and 6.
+    """Add this rank's counts to its notify messages.
+
+    These are the rows to each rank, the rows to the peer by channel, and the tokens for the peer's experts.
+
+    Example:
+        With counts [3, 4], channel_counts [[1, 2], [4, 0]] and expert_counts [9, 8, 7, 6], peer 1 gets 3, 4,
+        4, 0, 7 and 6.
     """
     words = (there + HEADER_BYTES).to(tl.pointer_type(tl.int32))
     is_count = is_rank[:, None] & is_rank[None, :]
@@ -324,8 +346,11 @@ def post_counts(
 
 @triton.jit
 def begin_digests(digests, channels, first_rows, is_channel, ranks, is_rank):
-    """Begin each rank's digest with where the channels of its rows begin: m(-1) + m(-1 - (2**32 + 3)) for
-    first_rows [0, 3], where m mixes a word."""
+    """Start each rank's digest with the first rows of its channels.
+
+    Example:
+        first_rows [0, 3] gives m(-1) + m(-1 - (2**32 + 3)), where m mixes a word.
+    """
     hashes = mixed_channels(tl.broadcast_to(channels[None, :], first_rows.shape), first_rows, is_channel)
     tl.store(digests + ranks, tl.sum(hashes, axis=1), mask=is_rank)
 
@@ -345,11 +370,14 @@ def post_digests(there, digests, is_told, NUM_RANKS: tl.constexpr, RANK_BLOCK: t
 
 @triton.jit
 def first_other_rows(here, ranks, is_rank, NUM_RANKS: tl.constexpr):
-    """The first rows, as sender * ranks + receiver, of which these two ranks' notify messages have different
-    digests; NO_PLACE if there are none.
+    """Find the first two ranks whose notify messages have different digests of the rows between them.
 
-    If the notify message of rank 0 has the digests [1, 2, 1, 3] and that of rank 1 has [3, 4, 9, 4] it is 1:
-    what rank 0 sent to rank 1 (2) is not what that got (9).
+    Returns sender * ranks + receiver, or NO_PLACE if there are no such ranks.
+
+    Example:
+        If the notify message of rank 0 has the digests [1, 2, 1, 3] and that of rank 1 has [3, 4, 9, 4], the
+        result is 1: the digest of the rows that rank 0 sent to rank 1 (2) differs from that of the rows that
+        rank 1 received (9).
     """
     words = words_at(here + HEADER_BYTES)
     is_pair = is_rank[:, None] & is_rank[None, :]
@@ -375,14 +403,17 @@ def read_counts(
     CHANNEL_BLOCK: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
 ):
-    """Turn the counts of everyone's notify messages into the prefix sums of a handle; the rows to each rank.
+    """Turn the counts in all notify messages into the prefix sums of a handle; return the rows to each rank.
 
-    `here` are the addresses of the notify messages. For rank 1 of 2 with the rows [2, 1] and [1, 3] in the
-    notify messages: rank_prefix [[2, 1], [3, 4]]. What is counted in channel_prefix, [[1, 0], [1, 2]],
-    becomes [[1, 1], [1, 3]] (inclusive); by channel [1, 0] and [1, 2] in the notify messages give
-    recv_channel_prefix [[0, 1], [0, 1]] (exclusive). Returned are the rows [3, 4]; totals are the tokens for
-    each local expert. The digests begin with where channels begin, here at 0 and 1 for each rank, in both
-    directions.
+    `here` holds the addresses of the notify messages. `totals` receives the tokens for each local expert. The
+    digests start with the first rows of the channels, in both directions.
+
+    Example:
+        For rank 1 of 2, with the rows [2, 1] and [1, 3] in the notify messages, rank_prefix is [[2, 1], [3,
+        4]] and the rows [3, 4] are returned. The counts in channel_prefix, [[1, 0], [1, 2]], become [[1, 1],
+        [1, 3]] (inclusive). The counts by channel in the notify messages, [1, 0] and [1, 2], give
+        recv_channel_prefix [[0, 1], [0, 1]] (exclusive). Channels begin at 0 and 1 for each rank, in both
+        directions.
     """
     words = (here + HEADER_BYTES).to(tl.pointer_type(tl.int32))
     is_pair = is_rank[:, None] & is_rank[None, :]
@@ -409,10 +440,8 @@ def read_counts(
     return tl.sum(matrix, axis=0).to(tl.int64)
 
 
-# What varies from call to call is not to be compiled in.
-@triton.jit(
-    do_not_specialize=["notify message", "totals", "rows_of", "ticket", "num_channels", "local_experts"]
-)
+# Values that vary from call to call must not be compiled in.
+@triton.jit(do_not_specialize=["message", "totals", "rows_of", "ticket", "num_channels", "local_experts"])
 def exchange_notify(
     constants,
     heaps,
@@ -439,21 +468,26 @@ def exchange_notify(
     CHANNEL_BLOCK: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
 ):
-    """Post this call's notify message to every peer, wait for theirs, and find where each one's rows lie.
+    """Post this call's notify message to every peer, wait for theirs, and find where each rank's rows lie.
 
-    One program. `message` is the address of this rank's header, in memory of the host. With the call number 4
-    in the heap it becomes 5, and so does the first word of the notify messages; if all notify messages agree
-    in the words of the signature the outcome in `state` is 0, else it is 2 (different) and the first rank
-    that differs. A notify message that does not come in time is an outcome of 1, and ends everyone's waits.
-    After that the outcome is 8 (out), and this rank posts no more notify messages: peers may still look for
-    the one of the call before.
+    One program. `message` is the address of this rank's header, in host memory. If the words of the signature
+    are equal in all notify messages, the outcome in `state` is 0; else it is 2 (different) and names the
+    first rank that differs. A notify message that does not arrive in time gives the outcome 1 and ends the
+    waits of all ranks. After that the outcome is 8 (out), and this rank posts no more notify messages: peers
+    may still look for its notify message of the previous call.
 
-    With blocks for channels and experts (powers of two that hold them) the notify messages have counts: by
-    rank, by channel (in channel_prefix) and by expert. `routing` is filled (as rank_prefix), the digests are
-    begun, and the host finds its rows at `totals` and everyone's at `rows_of`, closed by `ticket`, if that is
-    not 0. If a word of the state says that one of `topk_idx` is no expert, the host is told which. Without
-    them a checksum of `routing` must agree; and of each two ranks, the digests of the rows from one to the
-    other: if not, the outcome is 2 as well, and the host is told which two.
+    With blocks for channels and experts (powers of two that hold them), the notify messages have counts: by
+    rank, by channel (in channel_prefix) and by expert. `routing` is filled (as rank_prefix) and the digests
+    are started. If `ticket` is not 0, the host finds its rows at `totals` and those of all ranks at
+    `rows_of`, closed by `ticket`. If a word of the state says that an id in `topk_idx` is no expert, the host
+    is told which one.
+
+    Without these blocks, a checksum of `routing` must agree. The digests of the rows between each two ranks
+    must agree too; if they do not, the outcome is also 2, and the host is told which two ranks.
+
+    Example:
+        With the call number 4 in the heap, the number becomes 5, and so does the first word of the notify
+        messages.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -514,13 +548,13 @@ def exchange_notify(
     is_agreeing = (index >= REFUSED) & (index <= ROUTING)
     differ = tl.max((is_agreeing[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
     is_refused = word_of(headers_here, is_rank, REFUSED) != 0
-    # Notify messages are compared if all are there: who lacks one has given up, and must not take that for
-    # less.
+    # Notify messages are compared only if all have arrived: a rank that lacks one has given up, and that
+    # outcome must not be replaced.
     are_all_there = tl.max(bad, axis=0) == GOOD
     bad = tl.where(are_all_there & ((differ > 0) | is_refused), DIFFERENT, bad)
     if (not CHANNEL_BLOCK) and (not IS_REFUSED):
         other = first_other_rows(here, ranks, is_rank, NUM_RANKS)
-        # What else is different is why these are, too.
+        # Any other difference also explains why the digests differ.
         is_other = (other != NO_PLACE) & (tl.max(tl.where(is_rank, bad, GOOD), axis=0) == GOOD)
         bad = tl.where(is_other & (ranks == other // NUM_RANKS), DIFFERENT, bad)
         is_wrong = tl.where(is_other, wrong_word(OTHER_ROUTING, other), is_wrong)
@@ -554,9 +588,9 @@ def exchange_notify(
     outcome = tl.where(is_out, OUT + NUM_CODES * rank, first_bad(bad, ranks, is_rank, RANK_BLOCK))
     tl.store(state + USES_RINGS, uses_rings)
     tl.store(state + OUTCOME, outcome)
-    # Who refuses knows that the notify messages differ.
+    # A rank that refuses already knows that the notify messages differ.
     if (outcome != 0) & ((not IS_REFUSED) | (outcome % NUM_CODES != DIFFERENT)):
-        # The host explains it, and needs the notify messages for that.
+        # The host explains the outcome, and needs the notify messages for that.
         report_words = words_at(tl.load(constants + REPORT))
         if tl.load(report_words + NUM_REPORTS, volatile=True) == tl.load(
             report_words + NUM_READ, volatile=True
@@ -571,7 +605,7 @@ def exchange_notify(
         report(constants, state, outcome)
     if CHANNEL_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
         if ticket != 0:
-            # After the report: who finds the ticket reads it.
+            # After the report: the host reads the report when it finds the ticket.
             words = words_at(totals)
             tl.store(words + TOTAL_OUTCOME, outcome)
             tl.store(words + TOTAL_ROWS, tl.load(state + NUM_ROWS))
@@ -591,14 +625,17 @@ def barrier(
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Say at every peer that this rank's part of the call is done, and wait until all have said so here.
+    """Signal to every peer that this rank's part of the call is done, and wait for the signals of all peers.
 
-    One program; what kernels before it stored is visible to who acquires its flags. FLAGS_AT is the device
-    constant that says where the flags lie. In call 5 this rank's flags at its peers become 5; with flags [5,
-    4] here and no time left the outcome is 1 (late) + 16 * 1 (rank 1). A call that went wrong on all ranks
-    has no flags; one with a bad handle here alone has. UNLESS_RINGS: nor has one where some rows go through
-    rings. If this rank waited in vain before, in rings for example, it gives up here, and everyone hears of
-    it.
+    One program; a rank that acquires its flags sees everything that earlier kernels stored. FLAGS_AT is the
+    device constant that says where the flags lie. A call that went wrong on all ranks has no flags; a call
+    with a bad handle on this rank alone has. With UNLESS_RINGS, a call in which some rows go through rings
+    has no flags either. If this rank waited in vain before, for example in rings, it gives up here and tells
+    every rank.
+
+    Example:
+        In call 5, this rank's flags at its peers become 5. With flags [5, 4] here and no time left, the
+        outcome is 1 (late) + 16 * 1 (rank 1).
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -640,12 +677,16 @@ def fill_send_head(
     RANK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Where each token's row lies at each receiver: after the rows of lower ranks; and whether it has one.
+    """Find where each token's row lies at each receiver, after rows of lower ranks, and whether it has one.
 
-    For rank 1 with rank_prefix [[2, 1], ...] send_head [[0, 0], [-1, 1]], which numbers the rows that this
-    rank sends, becomes [[2, 1], [-1, 2]], and in_rank is [[1, 1], [0, 1]]. To the digests of the rows to
-    ranks 0 and 1 m(2 << 32) and m(1 << 32) + m((2 << 32) + 1) are added, where m mixes a word; but nothing in
-    a call that went wrong, of which nothing arrives either.
+    The hashes of the rows are added to the digests. In a call that went wrong nothing is added, since nothing
+    arrives either.
+
+    Example:
+        For rank 1 with rank_prefix [[2, 1], ...], send_head [[0, 0], [-1, 1]], which numbers the rows that
+        this rank sends, becomes [[2, 1], [-1, 2]], and in_rank is [[1, 1], [0, 1]]. m(2 << 32) is added to
+        the digest of the rows to rank 0, and m(1 << 32) + m((2 << 32) + 1) to that of the rows to rank 1,
+        where m mixes a word.
     """
     rank = tl.load(constants + RANK)
     is_good = tl.load(state + OUTCOME) == GOOD

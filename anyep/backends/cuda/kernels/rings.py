@@ -1,22 +1,22 @@
-"""Rings: any amount of rows through a fixed number of slots, sending and receiving in one kernel.
+"""Rings: any number of rows through a fixed number of places; one kernel both sends and receives.
 
-A ring for one (channel, sender) lies at the receiver: slots, each for a row and what goes with it. The
-counter `tail`, which the sender advances, lies there too; the receiver's counter `head` lies at the sender:
-each is where it is polled. They only grow, over all calls, and one program alone writes each: a call begins
-with what they hold, so no argument has to change from call to call. Row n of a ring lies in its slot n %
-ring_rows.
+The ring of one (channel, sender) lies at the receiver. It has `ring_rows` places, each for a row and its
+metadata, scales, ids and weights; row n lies in place n % ring_rows. The sender advances the counter `tail`,
+which lies at the receiver; the receiver advances the counter `head`, which lies at the sender: each counter
+lies where it is polled. Counters only grow, over all calls, and each is written by one program only. A call
+starts from their current values, so no argument has to change from call to call.
 
-The even programs of a kernel send and the odd ones receive; those of all ranks must be resident at once. With
-two programs per channel each serves one side of one channel. With fewer, each serves every n-th channel, one
-after the other, in ascending order. The number of programs may differ from rank to rank: the lowest channel
-that is not finished has all its senders and receivers at work (`tests/model/programs.py`).
+Even programs of a kernel send and odd ones receive; the programs of all ranks must be resident at once. With
+two programs per channel, each serves one side of one channel. With fewer, each serves every n-th channel, one
+after the other, in ascending order. The number of programs may differ between ranks: the lowest unfinished
+channel has all its senders and receivers at work (`tests/model/programs.py`).
 
-Who sends tokens, or sums them, takes the next tile of them when all peers are ready for it. Who drains rings,
-or pushes rows, takes what there is, and never waits for one peer alone: so nobody waits in a circle. A tile
-may not hold more tokens than a ring has slots.
+A program that sends tokens, or sums them, takes the next tile when all peers are ready for it. A program that
+drains rings, or pushes rows, takes what is available and never waits for a single peer; this rules out
+circular waits. A tile may not hold more tokens than a ring has places.
 
 A wait ends when nothing has moved in its channel for `timeout_ns`, or when the abort flag is raised; the
-outcome then names the rank that was waited for. Addresses and sizes of rows and slots are multiples of 16
+outcome then names the rank that was waited for. Addresses and sizes of rows and places are multiples of 16
 bytes.
 """
 
@@ -48,7 +48,7 @@ NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
 TARGET_WORDS = tl.constexpr(constants.TARGET_WORDS)
 TARGET_ROWS = tl.constexpr(constants.TARGET_ROWS)
-PLACE_WEIGHTS = tl.constexpr(3)
+TARGET_WEIGHTS = tl.constexpr(3)
 USES_RINGS = tl.constexpr(constants.USES_RINGS)
 WAITED_FOR = tl.constexpr(constants.WAITED_FOR)
 TAIL_AT = tl.constexpr(constants.TAIL_AT)
@@ -56,7 +56,7 @@ TAIL_AT = tl.constexpr(constants.TAIL_AT)
 VARYING = [
     *(
         "results",
-        "abort flag",
+        "abort",
         "timeout_ns",
         "rank",
         "ring_rows",
@@ -68,7 +68,7 @@ VARYING = [
     *("num_channels", "num_tokens", "tokens_per_channel", "num_scales", "stride_token", "stride_scale"),
     *("num_topk", "experts_per_rank"),
 ]
-"""Numbers that differ between calls, or between ranks: kernels are not compiled for some of them."""
+"""Numbers that differ between calls or ranks; kernels are not specialized for their values."""
 
 
 class Area(NamedTuple):
@@ -86,12 +86,12 @@ class Area(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """The rings of a channel between this rank and its peers, as their sender or their receiver sees them."""
+    """The rings of a channel between this rank and its peers, from the sender's or the receiver's side."""
 
     ranks: Any
     is_rank: Any
     rows: Any
-    """Addresses of their first slots."""
+    """Addresses of their first places."""
     ours: Any
     """The counters that this side advances; they lie at the peers."""
     theirs: Any
@@ -101,7 +101,7 @@ class Rings(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """How long this rank waits, and where it says that it was in vain."""
+    """How long this rank waits, and where it writes the outcome if the wait fails."""
 
     rank: Any
     timeout_ns: Any
@@ -110,7 +110,7 @@ class Waiting(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What lies in a slot after the row: where, in bytes, and how many."""
+    """What follows the row in a place of a ring: offsets in bytes, and counts."""
 
     meta_at: Any
     scales_at: Any
@@ -122,17 +122,20 @@ class Beside(NamedTuple):
 
 @triton.jit
 def rings_of(area, channel, TO_PEERS: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
-    """A channel's rings to the peers, whose slots and tails lie there and whose heads lie here; or from them.
+    """A channel's rings to the peers (`TO_PEERS`) or from them.
 
-    On rank 1 of 2, with heaps at 0 and 1024, rows at 96 and 3 slots of 16 bytes: channel 0 has its rings to
-    the peers at 144 and 1168, those from them at 1120 and 1168. With tails at 16, heads at 48 and strides of
-    8, it advances the tails at 24 and 1048, and the peers advance the heads at 1072 and 1080.
+    The places and tails of rings to peers lie at the peers, and their heads lie here.
+
+    Example:
+    On rank 1 of 2, with heaps at 0 and 1024, rows at 96 and 3 places of 16 bytes: channel 0 has its rings to
+    the peers at 144 and 1168, and those from the peers at 1120 and 1168. With tails at 16, heads at 48 and
+    strides of 8, it advances the tails at 24 and 1048, and the peers advance the heads at 1072 and 1080.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
     here = tl.load(area.heaps + area.rank)
     there = tl.load(area.heaps + ranks, mask=is_rank, other=0)
-    # The size of a slot is a multiple of 16, and the compiler is to know it.
+    # Tells the compiler that the size is a multiple of 16.
     slot_bytes = area.slot_bytes // 16 * 16
     ring_bytes = area.ring_rows.to(tl.int64) * slot_bytes
     if TO_PEERS:
@@ -156,9 +159,10 @@ def rings_of(area, channel, TO_PEERS: tl.constexpr, NUM_RANKS: tl.constexpr, RAN
 
 @triton.jit
 def slots_at(rings, rank, counters, numbers):
-    """The addresses of some slots of a rank's ring: those `numbers` after the one that its counter is at.
+    """The addresses of the places that lie `numbers` after the counter of a rank's ring.
 
-    With 3 slots of 16 bytes at 1168, a counter at 4 and numbers [0, 1, 2, 3]: [1184, 1200, 1168, 1184].
+    Example:
+    With 3 places of 16 bytes at 1168, a counter at 4 and numbers [0, 1, 2, 3]: [1184, 1200, 1168, 1184].
     """
     next_slot = value_of(counters % rings.num_slots, rings.ranks, rank)
     slots = (next_slot.to(tl.uint32) + numbers.to(tl.uint32)) % rings.num_slots.to(tl.uint32)
@@ -173,7 +177,11 @@ def any_of(conditions):
 
 @triton.jit
 def value_of(values, ranks, rank):
-    """One rank's value out of a vector: with values [7, 9], rank 1 has 9."""
+    """One rank's value out of a vector.
+
+    Example:
+    With values [7, 9], rank 1 has 9.
+    """
     return tl.sum(tl.where(ranks == rank, values, 0), axis=0)
 
 
@@ -190,30 +198,32 @@ def float32_at(addresses):
 @triton.jit
 def words_at(addresses):
     """Pointers to the words of rows, which begin at multiples of 16 bytes."""
-    # The compiler cannot know that they do: the addresses came out of a table.
+    # The compiler cannot know the alignment: the addresses were loaded from a table.
     return tl.multiple_of(addresses.to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
 def next_channel(channel, num_channels, outcome):
-    """The channel that a program serves after this one, from `num_channels` on if there is none.
+    """The channel that a program serves after this one; `num_channels` or more if there is none.
 
-    Of 6 programs, of which 3 send, and 8 channels: the program that served channel 1 serves 4, 7, and no
-    other one; after a failure none at all.
+    Example:
+    With 6 programs, 3 of which send, and 8 channels, the program that served channel 1 then serves 4 and 7,
+    and no others; after a failure it serves none at all.
     """
     channel += tl.num_programs(0) // 2
     if channel < num_channels:
-        # The abort flag is raised then, and all ranks give up.
+        # After a failure the abort flag is raised, and all ranks give up.
         channel = tl.where(is_good(outcome), channel, num_channels)
     return channel
 
 
 @triton.jit
 def lanes(rank_prefix, recv_channel_prefix, rank, channel, num_channels, rings, NUM_RANKS: tl.constexpr):
-    """This rank's rows of a channel, for each peer: where they begin and where they end.
+    """The begin and the end of this rank's rows of a channel, for each peer.
 
+    Example:
     On rank 1, with rank_prefix [[0, 2], [0, 3]] and recv_channel_prefix [[0, 1], [0, 0]]: in channel 0 the
-    rows [0, 1) are peer 0's and [2, 2), which are none, peer 1's; in channel 1 [1, 2) and [2, 3).
+    rows are [0, 1) for peer 0 and [2, 2) (none) for peer 1; in channel 1 they are [1, 2) and [2, 3).
     """
     ranks, is_rank = rings.ranks, rings.is_rank
     by_peer = rank_prefix + ranks * NUM_RANKS + rank
@@ -227,7 +237,8 @@ def lanes(rank_prefix, recv_channel_prefix, rank, channel, num_channels, rings, 
 
 @triton.jit
 def is_good(outcome):
-    """Whether nothing went wrong so far. Other programs may write it now, but all warps see the same."""
+    """Whether nothing has failed so far. Other programs may write the outcome now, but all warps of this
+    program read the same value."""
     return load_acquire(outcome, None) == 0
 
 
@@ -235,8 +246,10 @@ def is_good(outcome):
 def rows_of_tile(send_head, tokens, is_token, is_wanted, ranks, NUM_RANKS: tl.constexpr):
     """How many rows the tokens of a tile have at each wanted rank, and the first of them.
 
-    With send_head [[4, 0], [-1, 1]] for 2 tokens: counts [1, 2], first rows [4, 0]. A later token's row at a
-    rank follows that of the one before without a gap.
+    At each rank, a token's row follows that of the token before it without a gap.
+
+    Example:
+    With send_head [[4, 0], [-1, 1]] for 2 tokens: counts [1, 2], first rows [4, 0].
     """
     at = send_head + tokens[:, None] * NUM_RANKS + ranks[None, :]
     rows = tl.load(at, mask=is_token[:, None] & is_wanted[None, :], other=-1)
@@ -246,11 +259,11 @@ def rows_of_tile(send_head, tokens, is_token, is_wanted, ranks, NUM_RANKS: tl.co
 
 @triton.jit
 def is_hopeless(deadline, waiting):
-    """Whether to wait no longer: the abort flag is raised, perhaps by this program, when its deadline has
-    passed, or when the host says that a rank is gone.
+    """Whether to stop waiting, because the abort flag is raised. This program raises it when its deadline has
+    passed, or when the host reports that a rank is gone.
 
-    Warps read different times. One thread raises the abort flag, and all warps see the same abort flag: were
-    they to go by their own clocks, some would leave a loop whose barriers hold up the others.
+    Warps read different times, so they do not decide by their own clocks: some would leave a loop while the
+    others wait at its barriers. One thread raises the abort flag, and all warps read the same flag.
     """
     abort = waiting.abort.to(tl.pointer_type(tl.int64))
     now = nanoseconds()
@@ -262,10 +275,10 @@ def is_hopeless(deadline, waiting):
 
 @triton.jit
 def wait_for_counters(counters, seen, expected, waiting):
-    """Spin until every counter has reached what is expected of it; what they hold then.
+    """Spin until every counter has reached its expected value; return the values read last.
 
-    They are known to hold `seen` at least, and are looked at only where that is not enough. Who raised the
-    abort flag may have left because all was done: so the last look comes after it.
+    Counters hold at least `seen`; only those for which that is not enough are read. The rank that raised the
+    abort flag may have left because it had finished, so counters are read once more after the flag.
     """
     if any_of(seen < expected):
         deadline = nanoseconds() + waiting.timeout_ns
@@ -280,13 +293,15 @@ def wait_for_counters(counters, seen, expected, waiting):
 
 @triton.jit
 def give_up(is_missing, rings, waiting):
-    """Say whom this rank waited for in vain, unless something is said already; the abort flag is raised.
+    """Write the outcome that names the rank this rank waited for, unless an outcome is written already; the
+    abort flag is raised.
 
+    Example:
     If rank 2 is missing, and this rank itself raised the abort flag, the outcome is 1 (late) + 16 * 2; if
-    another one did, it is 3 (stopped) + 16 * 2.
+    another rank raised it, the outcome is 3 (stopped) + 16 * 2.
     """
     is_other = is_missing & (rings.ranks != waiting.rank)
-    # Its own rows are missing only if it waits for somebody else, too.
+    # A rank's own rows are missing only if it also waits for another rank.
     silent = tl.min(tl.where(is_other, rings.ranks, rings.ranks.shape[0]), axis=0)
     silent = tl.where(any_of(is_other), silent, waiting.rank)
     raised_by = load_acquire(waiting.abort.to(tl.pointer_type(tl.int64)), None) - 1
@@ -297,7 +312,7 @@ def give_up(is_missing, rings, waiting):
 
 @triton.jit
 def copy_rows(source, target, is_row, row_words, TILE_WORDS: tl.constexpr, STAGES: tl.constexpr):
-    """Copy rows of words from some addresses to others; STAGES - 1 pieces of them are on their way."""
+    """Copy rows of words from `source` to `target` addresses, with STAGES - 1 pieces in flight."""
     for start in tl.range(0, row_words, TILE_WORDS, num_stages=STAGES):
         words = start + tl.arange(0, TILE_WORDS)
         mask = is_row[:, None] & (words < row_words)[None, :]
@@ -349,19 +364,22 @@ def dispatch_through_rings(
     TILE_WORDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Send this rank's tokens to all receivers without a window, and take what comes if it has none itself.
+    """Send this rank's tokens to all receivers without a window; receive rows if it has no window itself.
 
     `targets[r]` begins with 0 where rank r has no window, and ends with the number of rows that it has room
-    for. At the address `results` are those of this rank's x, source indices, ids, weights and scales, 0 where
-    there are none. With one channel, rings of 3 slots with counters that stand at 2, and no windows: rank 0
-    has send_head [[0, -1], [1, 0]]. Its row 1 lies in slot 2 of the ring at rank 1, where the tail becomes 3,
-    and from there becomes row 0 of rank 1's result, with source index 1; the head at rank 0 is 3 then. To
-    rank 0 itself its rows come through the slots 2 and 0, and both counters become 4. Ids and weights are
-    those that `send_to_windows` writes. Nothing is done if the outcome of what came before, the first word of
-    the call's state, is not 0, or if no rows go through rings.
+    for. The address `results` holds the addresses of this rank's x, source indices, ids, weights and scales,
+    0 for those that are absent. Ids and weights are those that `send_to_windows` writes. The kernel does
+    nothing if the outcome so far, the first word of the call's state, is not 0, or if no rows go through
+    rings.
 
-    x is seen as words of 4 bytes; ids travel as int32. `SCALE_BLOCK` and `TOPK_BLOCK` are powers of two that
-    hold a token's scales and slots; 0 where there are none.
+    x is read as words of 4 bytes; ids travel as int32. `SCALE_BLOCK` and `TOPK_BLOCK` are powers of two that
+    hold a token's scales and choices; 0 where there are none.
+
+    Example:
+    With one channel, rings of 3 places whose counters are at 2, and no windows, rank 0 has send_head
+    [[0, -1], [1, 0]]. The row of its token 1 goes into place 2 of the ring at rank 1, whose tail becomes 3;
+    rank 1 makes it row 0 of its result, with source index 1, and the head at rank 0 becomes 3. Rank 0's rows
+    to itself go through places 2 and 0, and both counters become 4.
     """
     channel = tl.program_id(0) // 2
     area = Area(
@@ -384,7 +402,7 @@ def dispatch_through_rings(
         num_scales=num_scales,
         num_topk=num_topk,
     )
-    # A row is a multiple of 4 words, and the compiler is to know it.
+    # Tells the compiler that a row is a multiple of 4 words.
     row_words = row_words // 4 * 4
     if is_good(outcome) & (tl.load(outcome + USES_RINGS) != 0):
         tl.store(outcome + WAITED_FOR, TAIL_AT)
@@ -464,7 +482,7 @@ def send_tokens(
     TILE_WORDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Send the tokens of a channel, tile by tile: a row is read once, and written to each ring it goes to."""
+    """Send the tokens of a channel, tile by tile: each row is read once and written to all its rings."""
     ranks = rings.ranks
     by_ring = rings.is_rank & (tl.load(targets + TARGET_WORDS * ranks, mask=rings.is_rank, other=1) == 0)
     sent = tl.load(rings.ours, mask=by_ring, other=0, volatile=True)
@@ -475,7 +493,7 @@ def send_tokens(
     while token < end_token:
         tokens = (token + tl.arange(0, TILE_TOKENS)).to(tl.int64)
         is_token = tokens < end_token
-        # What is little is asked for first, so that it comes while we look for room.
+        # Small loads are issued first: they complete while the program waits for room.
         if TOPK_BLOCK:
             is_slot = is_token[:, None] & (slots < beside.num_topk)[None, :]
             index = tokens[:, None] * beside.num_topk + slots[None, :]
@@ -543,9 +561,9 @@ def take_rows(
     TILE_WORDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Take the rows of a channel from all rings as they come: those of each peer become rows [begin, end).
+    """Take the rows of a channel from all rings as they arrive: those of each peer become rows [begin, end).
 
-    No row from `num_rows` on is written.
+    Rows from `num_rows` on are not written.
     """
     ranks = rings.ranks
     numbers = tl.arange(0, TILE_TOKENS)
@@ -647,19 +665,21 @@ def combine_through_rings(
 ):
     """Push this rank's rows back to their sources, unless they lie in a window, and sum its own tokens' rows.
 
-    `targets[r]` holds the address of rank r's rows, or 0 where they come through rings, that of their
-    weights, and their number. The rows of a channel come in the order of its tokens. With one channel, rings
-    of 3 slots with counters that stand at 2, and no windows: rank 0 has send_head [[0, -1], [1, 0]]. Its
-    first row of out is what it put itself into slot 2 of its ring to itself; the second one is slot 0 of that
-    ring plus slot 2 of the ring from rank 1. The heads are 4 and 3 then. Sums are in float32, ranks
-    ascending, starting from bias_0 + bias_1, or from bias_0, or from +0.0; top-k weights likewise, per slot,
-    without bias. A row that a window does not have is left out: BAD_ROWS is then 5 (bad handle) + 16 * its
-    rank. Nothing is done if the outcome of what came before, the first word of the call's state, is not 0, or
-    if no rows go through rings.
+    `targets[r]` holds the address of rank r's rows, or 0 if they come through rings, the address of their
+    weights, and their number. The rows of a channel arrive in the order of its tokens. Sums are in float32,
+    ranks ascending, starting from bias_0 + bias_1, or from bias_0, or from +0.0. Top-k weights are summed
+    likewise, per choice, without bias. A row that a window does not have is left out: BAD_ROWS is then 5 (bad
+    handle) + 16 * its rank. The kernel does nothing if the outcome so far, the first word of the call's
+    state, is not 0, or if no rows go through rings.
 
-    x is seen as words of 4 bytes, out and biases as their bits (uint16) or as float32. Rows are pushed in
+    x is read as words of 4 bytes, out and biases as their bits (uint16) or as float32. Rows are pushed in
     tiles of `TILE_TOKENS` x `TILE_WORDS`, and summed in tiles of `TILE_TOKENS` x `TILE_VALUES`. `TOPK_BLOCK`
-    is a power of two that holds a token's slots; 0 where there are none.
+    is a power of two that holds a token's choices; 0 where there are none.
+
+    Example:
+    With one channel, rings of 3 places whose counters are at 2, and no windows, rank 0 has send_head
+    [[0, -1], [1, 0]]. Its first row of out is the row that it put into place 2 of its ring to itself; the
+    second is place 0 of that ring plus place 2 of the ring from rank 1. The heads become 4 and 3.
     """
     tl.static_assert(TILE_WORDS != TILE_VALUES, "tiles of one shape get one layout, which suits one of them")
     channel = tl.program_id(0) // 2
@@ -675,7 +695,7 @@ def combine_through_rings(
         slot_bytes=slot_bytes,
     )
     waiting = Waiting(rank=rank, timeout_ns=timeout_ns, abort=abort, outcome=outcome)
-    # A row is a multiple of 4 words, and the compiler is to know it.
+    # Tells the compiler that a row is a multiple of 4 words.
     row_words = hidden // 4 * 4 if DTYPE == FP32 else hidden // 8 * 4
     if is_good(outcome) & (tl.load(outcome + USES_RINGS) != 0):
         tl.store(outcome + WAITED_FOR, TAIL_AT)
@@ -750,9 +770,9 @@ def push_rows(
     TILE_WORDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Push the rows [begin, end) of a channel to each peer, as there is room in its ring.
+    """Push the rows [begin, end) of a channel to each peer, as its ring has room.
 
-    Rows from `num_rows` on are not read: what is in their slots then is of no use.
+    Rows from `num_rows` on are not read: the contents of their places in the ring are then undefined.
     """
     ranks = rings.ranks
     numbers = tl.arange(0, TILE_TOKENS)
@@ -816,12 +836,12 @@ def sum_tokens(
     TILE_VALUES: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
 ):
-    """Add up the rows of a channel's tokens, tile by tile: from windows where they lie, else from rings."""
+    """Add up the rows of a channel's tokens, tile by tile, reading them from windows or from rings."""
     ranks, is_rank = rings.ranks, rings.is_rank
     hidden = row_words if DTYPE == FP32 else 2 * row_words
     place = targets + TARGET_WORDS * ranks
     windows = tl.load(place, mask=is_rank, other=1)
-    weight_windows = tl.load(place + PLACE_WEIGHTS, mask=is_rank, other=0)
+    weight_windows = tl.load(place + TARGET_WEIGHTS, mask=is_rank, other=0)
     num_rows = tl.load(place + TARGET_ROWS, mask=is_rank, other=0)
     by_ring = windows == 0
     slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
@@ -880,5 +900,5 @@ def sum_tokens(
             taken += counts
             release_max(rings.ours, taken, counts > 0)
             token += TILE_TOKENS
-    # Not as the outcome, by which programs decide whether to begin: all must take their part.
+    # Not written to the outcome: programs decide by it whether to begin, and all of them must take part.
     tl.store(waiting.outcome + BAD_ROWS, bad.to(tl.int64), mask=bad != GOOD)

@@ -1,16 +1,16 @@
-"""Low latency on the GPU: rows wait in fixed places of their sender's memory, and readers take them there.
+"""Low latency on the GPU: rows wait in fixed places of the sender's memory, and readers take them from there.
 
-A dispatch is `open_call` and `send_tokens` here, and `receive_records` and `pack_tokens` where the rows go; a
-combine is `open_call`, `return_rows`, `receive_records` and `sum_tokens`. One after the other on a stream:
-what a kernel stored is there for the next one. The last program of a sending kernel posts the completion
-records, the last one of a kernel that takes rows closes the call. A call without rows is opened and posted at
-once, and closed by `finish_call`.
+A dispatch is `open_call` and `send_tokens` on the sender, and `receive_records` and `pack_tokens` on the
+receiver; a combine is `open_call`, `return_rows`, `receive_records` and `sum_tokens`. They run one after the
+other on a stream: each kernel sees what the previous ones stored. The last program of a sending kernel posts
+the completion records; the last program of a kernel that takes rows closes the call. A call without rows is
+opened and posted at once, and closed by `finish_call`.
 
-A call's number, its outcome and what its completion records said are in its own `state`, so that its two
-halves may lie far apart, and a captured graph can be replayed. Where something went wrong no later kernel of
-the call takes anything. `generations` says who is masked: those whose number is odd. Tables hold addresses,
-one per rank, for either set of slots; those of messages are multiples of 16, as are the sizes of messages.
-Kernels that cast or sum are compiled without fused products: see `casts.OPTIONS`.
+A call's number, its outcome and the contents of its completion records are in its own `state`: its two halves
+may lie far apart, and a captured graph can be replayed. Where something went wrong, no later kernel of the
+call takes anything. `generations` says which ranks are masked: those whose number is odd. Tables hold
+addresses, one per rank, for either set of slots; the addresses of messages are multiples of 16, as are the
+sizes of messages. Kernels that cast or sum are compiled without fused products: see `casts.OPTIONS`.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ RANGES = tl.constexpr(words_of.RANGES)
 EXPERTS_WORD = tl.constexpr(5)
 
 NO_ROWS_MISSING = 2**63 - 1
-"""What `sum_tokens` leaves alone if it finds all rows."""
+"""The value that `sum_tokens` leaves unchanged if it finds all rows."""
 NONE_MISSING = tl.constexpr(NO_ROWS_MISSING)
 BY_HANDLE = 1
 BY_IDS = 2
-"""In the word REFUSED of a completion record: the handle's contents are wrong, or an id is no expert. Others
-say where the reason stands."""
+"""In the word REFUSED of a completion record: the handle's contents are wrong, or an id is no expert. Other
+values say where the reason is written."""
 REFUSED_BY_HANDLE = tl.constexpr(BY_HANDLE)
 REFUSED_BY_IDS = tl.constexpr(BY_IDS)
 
@@ -125,8 +125,11 @@ REFUSED_BY_IDS = tl.constexpr(BY_IDS)
 
 @triton.jit
 def known_generations(constants, generations, ranks, is_rank):
-    """The generation of every rank: the largest that anyone has told here. After [0, 1] from rank 0 and
-    [0, 0] from rank 1 it is [0, 1]: rank 1 is masked."""
+    """The generation of every rank: the largest that any rank has reported here.
+
+    Example:
+        After [0, 1] from rank 0 and [0, 0] from rank 1, the result is [0, 1]: rank 1 is masked.
+    """
     own = tl.load(constants + OWN_HEAP)
     rows = words_at(own + tl.load(constants + MASK_AT) + ranks * tl.load(constants + MASK_STRIDE))
     is_pair = is_rank[:, None] & is_rank[None, :]
@@ -136,10 +139,11 @@ def known_generations(constants, generations, ranks, is_rank):
 
 @triton.jit
 def hear_the_host(constants, ranks, is_rank):
-    """Take over into the heap what hosts have told this one: who is gone, and everyone's generations.
+    """Copy into the heap what hosts have told this host: which ranks are gone, and all generations.
 
-    If the host's word for rank 1 is 1, so is the one here; if its rows say that rank 1 has generation 3, this
-    rank's own row here says so, too.
+    Example:
+        If the host's word for rank 1 is 1, the word here becomes 1. If the host's rows say that rank 1 has
+        generation 3, this rank's own row here says so, too.
     """
     own, host = tl.load(constants + OWN_HEAP), tl.load(constants + AT_HOST)
     is_asked = is_rank & (host != 0)
@@ -155,7 +159,7 @@ def hear_the_host(constants, ranks, is_rank):
 
 @triton.jit
 def tell_generations(constants, heaps, generations, known, ranks, is_rank, RANK_BLOCK: tl.constexpr):
-    """Pass on what is new to this rank, to everyone, before it does anything else."""
+    """Pass on the generations that are new to this rank, to every rank, before it does anything else."""
     is_new = is_rank & (known > tl.load(generations + ranks, mask=is_rank, other=0))
     if tl.max(is_new.to(tl.int32), axis=0) > 0:
         row = tl.load(constants + MASK_AT) + tl.load(constants + RANK) * tl.load(constants + MASK_STRIDE)
@@ -172,10 +176,12 @@ def tell_generations(constants, heaps, generations, known, ranks, is_rank, RANK_
 def mask_rank(
     constants, heaps, masked, generation: tl.int64, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr
 ):
-    """Tell everyone, this rank included, the generation of a rank; -1 is no rank.
+    """Tell every rank, including this one, the generation of rank `masked`; -1 is no rank.
 
-    One program, launched beside kernels that may wait. With masked 1 and generation 3 of 2 ranks, word 1 of
-    this rank's row becomes 3 at both.
+    One program, launched beside kernels that may wait.
+
+    Example:
+        With masked 1 and generation 3 on 2 ranks, word 1 of this rank's row becomes 3 on both.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_told = (ranks < NUM_RANKS) & (masked >= 0)
@@ -203,13 +209,16 @@ def await_flags(
     is_rank,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Wait until every rank that is not masked has raised its flag here; the outcome, and who is there.
+    """Wait until every unmasked rank has raised its flag here; return the outcome and which ranks are there.
 
-    Of ranks that do not come in time, or have given up, the outcome names the first; where ranks can be
-    masked they are, and the call goes on without them. `flags_at` is the device constant that says where the
-    flags lie. With flags [7, 6], 7 expected and no time left the outcome is 1 (late) + 16 * 1 (rank 1); or it
-    is 0, and rank 0 alone is there. To stats the nanoseconds are added that each rank was waited for. Only
-    for programs of one warp: each reads its own clock.
+    If ranks do not arrive in time or have given up, the outcome names the first of them. Where ranks can be
+    masked, these ranks are masked instead, and the call goes on without them. `flags_at` is the device
+    constant that says where the flags lie. The nanoseconds that each rank was waited for are added to
+    `stats`. Only for programs of one warp: each warp reads its own clock.
+
+    Example:
+        With flags [7, 6], 7 expected and no time left, the outcome is 1 (late) + 16 * 1 (rank 1); where ranks
+        can be masked, it is 0, and only rank 0 is there.
     """
     rank = tl.load(constants + RANK)
     own = tl.load(constants + OWN_HEAP)
@@ -235,11 +244,11 @@ def await_flags(
             is_gone = load_acquire(given_up, is_rank) != 0
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
             is_waited_for = (seen < expected) & ~is_gone
-            # Who is masked himself waits for nobody, nor who has given up.
+            # A rank that is masked or has given up waits for no rank.
             is_in = tl.max((is_open & ~is_gone & (ranks == rank)).to(tl.int32), axis=0) > 0
             goes_on = (tl.max(is_waited_for.to(tl.int32), axis=0) > 0) & is_in
         else:
-            # Relaxed, and before the flags: then all are on their way at once.
+            # Relaxed, and before the flags: then all loads are in flight at once.
             raised = tl.atomic_add(words_at(abort), 0, sem="relaxed", scope="sys")
             said = abort_of_host(abort, is_time)
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
@@ -256,7 +265,7 @@ def await_flags(
         is_gone = ranks < 0
         if tl.min(seen, axis=0) < expected:
             is_gone = load_acquire(given_up, is_rank) != 0
-            # Who is gone may have sent all before: so one more look.
+            # A rank that is gone may have sent everything before, so the flags are read once more.
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
         is_in = tl.max((is_open & (ranks == rank)).to(tl.int32), axis=0) > 0
         has_given_up = tl.max((is_gone & (ranks == rank)).to(tl.int32), axis=0) > 0
@@ -265,16 +274,16 @@ def await_flags(
         known = tl.where(is_late & is_in & ~has_given_up & (ranks != rank), generation, known)
         tell_generations(constants, heaps, generations, known, ranks, is_rank, RANK_BLOCK)
         is_open = is_rank & (known % 2 == 0)
-        # Ranks that are late are masked: they are no reason to fail, but for who has given up himself.
+        # Late ranks are masked: they are no reason to fail, unless this rank has given up itself.
         why = tl.where(has_given_up, STOPPED, tl.where(ranks == rank, LATE, GOOD))
         late = first_bad(tl.where(is_late, why, GOOD), ranks, is_rank, RANK_BLOCK)
         outcome = tl.where(is_in, late, rank * NUM_CODES + MASKED)
     else:
         if tl.min(seen, axis=0) < expected:
-            # A rank may raise the abort flag because all flags came and it has left: so one more look.
+            # A rank may raise the abort flag because all flags arrived and it has left: read them once more.
             is_aborted(abort)
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
-        # A flag may be further on: of the first calls of a round nothing is expected.
+        # A flag may be larger than expected: the first calls of a round expect nothing.
         bad = why_not_there(tl.minimum(seen, expected), expected, abort, constants, heaps, ranks, is_rank)
         outcome = first_bad(bad, ranks, is_open, RANK_BLOCK)
     if outcome != 0:
@@ -283,13 +292,12 @@ def await_flags(
     return outcome, is_open
 
 
-# The steps that all calls have
+# Steps common to all calls
 
 
 @triton.jit
 def record_of(constants, address, number):
-    """Where the completion records of a call begin in the heap at this address: there are two sets of
-    them."""
+    """Where the completion records of a call begin in the heap at `address`, which has two sets of them."""
     return (
         address + tl.load(constants + RECORD_AT) + number % NUM_SETS * tl.load(constants + RECORD_SET_STRIDE)
     )
@@ -297,11 +305,14 @@ def record_of(constants, address, number):
 
 @triton.jit
 def post_records(constants, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
-    """Close this rank's sending at every reader that is not masked.
+    """Post this rank's completion record, which closes its sending, to every reader that is not masked.
 
-    With number 7 and the header [-, 0, 4, ...] in the state, a reader that acquires 7 in word 0 of its
-    completion record finds 0 and 4 after it, and all that was written before. If the handle or an id was
-    found to be wrong the completion record says so; if the call went wrong in another way nothing is posted.
+    If the handle or an id was found to be wrong, the completion record says so; if the call went wrong in
+    another way, nothing is posted.
+
+    Example:
+        With number 7 and the header [-, 0, 4, ...] in the state, a reader that acquires 7 in word 0 of its
+        completion record finds 0 and 4 after it, and everything that was written before.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -336,10 +347,12 @@ def close_call(
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Tell every sender that this rank needs nothing more of what he wrote, and the host what went wrong.
+    """Tell every sender that this rank is done with the sender's data, and the host what went wrong.
 
-    In call 7 this rank's words in the set of odd calls become 7 at everyone, unless the call failed. Who
-    finds that he was masked meanwhile may have read what was written over.
+    A rank that finds that it was masked meanwhile may have read data that was overwritten.
+
+    Example:
+        In call 7, this rank's words in the set of odd calls become 7 on every rank, unless the call failed.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -369,14 +382,16 @@ def close_call(
 
 @triton.jit
 def is_last(counter):
-    """Whether all other programs of the kernel have been here before; to the last one it is visible what they
-    stored. `counter` is 0 at first."""
+    """Whether all other programs of the kernel have been here before; the last one sees what they stored.
+
+    `counter` is 0 at first.
+    """
     num_programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
     tl.debug_barrier()
     return tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_programs - 1
 
 
-# What varies from call to call is not to be compiled in.
+# Values that vary from call to call must not be compiled in.
 @triton.jit(do_not_specialize=["kind", "max_tokens", "hidden", "num_experts", "travel", "refused"])
 def open_call(
     constants,
@@ -395,20 +410,24 @@ def open_call(
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Take the next number, and wait until nobody needs what this rank's call before the last one wrote.
+    """Take the next call number, and wait until no rank needs what this rank wrote two calls before.
 
-    One program. With 6 in the heap the call is number 7, if all ranks that are not masked have told that they
-    have packed call 5: the outcome in its state is 0. Its completion records will say what it is: [7,
-    refused, kind, max_tokens, hidden, num_experts, travel]; if it `POSTS` they are posted at once. Unless it
-    `ADVANCES` the number stays as it was, and the next call finds its slots free. Of a rank that has given up
-    before, say rank 2, the outcome is 8 (out) + 16 * 2, and no completion records are posted.
+    One program. The call's completion records will say what it is: [number, refused, kind, max_tokens,
+    hidden, num_experts, travel]; if it `POSTS`, they are posted at once. Unless it `ADVANCES`, the number
+    stays unchanged, and the next call finds its slots free. On a rank that has given up before, the outcome
+    is 8 (out), and no completion records are posted.
+
+    Example:
+        With 6 in the heap, the call is number 7. If all unmasked ranks have reported that they packed call 5,
+        the outcome in its state is 0. If this is rank 2 and it has given up before, the outcome is 8 (out) +
+        16 * 2.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
     own = tl.load(constants + OWN_HEAP)
     number_at = words_at(own + tl.load(constants + CALLS_AT))
     number = tl.load(number_at) + 1
-    # Now: in the wait that comes it may give up.
+    # Read before the wait below, in which this rank may give up.
     is_out = has_given_up(constants)
     if ADVANCES:
         tl.store(number_at, number)
@@ -435,7 +454,7 @@ def open_call(
 
     flags_at = tl.load(constants + PACKED_AT) + number % NUM_SETS * tl.load(constants + PACKED_SET_STRIDE)
     flags = words_at(own + flags_at + ranks * tl.load(constants + FLAG_STRIDE))
-    # The first calls of a round need no telling: before it everyone was done.
+    # The first calls of a round wait for no flags: every rank was done before the round.
     expected = tl.where((number & NUMBER_IN_ROUND) > NUM_SETS, number - NUM_SETS, 0)
     outcome, _ = await_flags(
         constants,
@@ -474,13 +493,13 @@ def receive_records(
     RANK_BLOCK: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,
 ):
-    """Wait for everyone's completion record, and copy the ranges in them: row s of those in the state is
-    sender s's.
+    """Wait for all completion records, and copy their ranges: row s of those in the state is sender s's.
 
-    With the headers [7, 0, 4, ...] and [7, 0, 5, ...] the outcome is 2 (different) + 16 * 1 (rank 1), and the
-    host gets all headers to say what the ranks disagree about. Of a masked sender all is 0.
+    One program; ranges are copied in tiles of `TILE_EXPERTS` experts. Everything of a masked sender is 0.
 
-    One program; ranges are copied in tiles of `TILE_EXPERTS` experts.
+    Example:
+        With the headers [7, 0, 4, ...] and [7, 0, 5, ...] the outcome is 2 (different) + 16 * 1 (rank 1), and
+        the host gets all headers to report what the ranks disagree about.
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
@@ -541,7 +560,7 @@ def finish_call(
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Close a call that takes no rows, as `close_call` says. One program."""
+    """Close a call that takes no rows, as `close_call` does. One program."""
     close_call(constants, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
 
 
@@ -550,9 +569,11 @@ def finish_call(
 
 @triton.jit
 def look_for_wrong_ids(state, ids, places, num_experts, is_told):
-    """Remember the first place of an id that is neither an expert nor -1.
+    """Record the first place of an id that is neither an expert nor -1.
 
-    Of 4 experts, the ids [-1, 4] at the places [6, 7] leave 7 in the state, if there was none or a later one.
+    Example:
+        With 4 experts, the ids [-1, 4] at the places [6, 7] leave 7 in the state, if it held none or a later
+        one.
     """
     is_wrong = (ids < -1) | (ids >= num_experts)
     place = tl.min(tl.where(is_wrong, places, NONE_MISSING), axis=0)
@@ -562,8 +583,13 @@ def look_for_wrong_ids(state, ids, places, num_experts, is_told):
 
 @triton.jit
 def refuse_wrong_ids(constants, state, topk_idx, NUM_TOPK: tl.constexpr):
-    """If some program found an id that is no expert the state says so, and which: with 7 as the first place
-    and 2 ids per token, the word IS_WRONG is 3 << 32 | 1. For one program, after all others."""
+    """If some program found an id that is no expert, record that in the state, and which id it is.
+
+    For one program, after all others.
+
+    Example:
+        With 7 as the first place and 2 ids per token, the word IS_WRONG is 3 << 32 | 1.
+    """
     place = tl.load(state + WRONG_PLACE, volatile=True)
     if place != NONE_MISSING:
         tl.store(state + IS_WRONG, (place // NUM_TOPK << COUNT_BITS) | (place % NUM_TOPK))
@@ -592,7 +618,7 @@ def cast_token(
     NUM_SHARES: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
-    """Put a share of a token that goes anywhere into its message, cast as it travels."""
+    """Put a share of a token into its message, cast to its travel format, if it goes to any expert."""
     slots = tl.arange(0, SLOT_BLOCK)
     experts = tl.load(topk_idx + token * NUM_TOPK + slots, mask=slots < NUM_TOPK, other=-1)
     is_wanted = tl.max(((experts >= 0) & (experts < num_experts)).to(tl.int32), axis=0) > 0
@@ -600,7 +626,7 @@ def cast_token(
     source = x + token * hidden
     payload = messages + token * message_bytes + MESSAGE_HEADER_BYTES
     for start in range(share * TILE_BLOCKS * CHANNELS, hidden, NUM_SHARES * TILE_BLOCKS * CHANNELS):
-        # What goes nowhere is loaded, too: else the load would wait for the choices.
+        # Tokens that go nowhere are loaded, too: otherwise the load would wait for the choices.
         if TRAVEL == RAW:
             columns = start + tl.arange(0, TILE_BLOCKS * CHANNELS)
             values = tl.load(source + columns, mask=columns < hidden)
@@ -632,7 +658,7 @@ def list_tokens(
     SLOT_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """List the tokens that chose an expert, each once, and leave their number in the completion record."""
+    """List the tokens that chose an expert, each once, and store their number in the completion record."""
     slots = tl.arange(0, SLOT_BLOCK)
     count = tl.full((), 0, tl.int32)
     for start in range(0, num_tokens, TILE_TOKENS):
@@ -669,20 +695,22 @@ def send_tokens(
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Put each token that goes anywhere into its message, list the tokens of each expert for its rank, and
-    post the completion records.
+    """Put tokens that go anywhere into messages, list the tokens of each expert, and post completion records.
 
-    With topk_idx [[1, 0], [-1, 1]] and 1 expert on each of 2 ranks both tokens are written: as RAW the 2 *
-    hidden bytes of token 1 follow a 16-byte header, `message_bytes` after those of token 0; as FP8 hidden
-    bytes and their scales do. Reader 0 finds the list [0], and 1 in its completion record; reader 1 finds [0,
-    1] and 2. A token that chose an expert twice is listed once. Nothing is left for a masked reader. With
-    topk_idx [[1, 0], [-1, 5]] the outcome is 9 (bad ids), and the completion records say that this call is
-    refused.
+    The tokens of each expert are listed for its rank. A token that chose an expert twice is listed once.
+    Nothing is written for a masked reader.
 
     messages[set, r] is the address of rank r's first message, lists[set, r] that of the list for reader r's
-    first expert; the next expert's is `list_stride` further on. The first programs list an expert's tokens
-    each, `TILE_TOKENS` at a time; then `NUM_SHARES` programs cast each token, `TILE_BLOCKS` blocks of 128
-    values at a time. x is uint16.
+    first expert; the next expert's list is `list_stride` further on. Each of the first programs lists the
+    tokens of one expert, `TILE_TOKENS` at a time; then `NUM_SHARES` programs cast each token, `TILE_BLOCKS`
+    blocks of 128 values at a time. x is uint16.
+
+    Example:
+        With topk_idx [[1, 0], [-1, 1]] and 1 expert on each of 2 ranks, both tokens are written: as RAW, the
+        2 * hidden bytes of token 1 follow a 16-byte header, `message_bytes` after those of token 0; as FP8,
+        hidden bytes and their scales do. Reader 0 finds the list [0], and 1 in its completion record; reader
+        1 finds [0, 1] and 2. With topk_idx [[1, 0], [-1, 5]] the outcome is 9 (bad ids), and the completion
+        records say that this call is refused.
     """
     program = tl.program_id(0)
     num_experts = NUM_RANKS * local_experts
@@ -709,7 +737,7 @@ def send_tokens(
                     TILE_TOKENS,
                 )
         else:
-            # A pointer out of a table is not known to be aligned; ours are.
+            # The compiler cannot know that a pointer loaded from a table is aligned; these pointers are.
             own = tl.load(messages + table + tl.load(constants + RANK)).to(tl.pointer_type(tl.uint8))
             token = (program - num_experts) // NUM_SHARES
             cast_token(
@@ -765,14 +793,17 @@ def pack_tokens(
     """Take the rows of each local expert from their senders, in order of sender, then token; close the call.
 
     The ranges in the state count the rows of sender s for expert e, lists[set, s] is the address of its list
-    for expert 0, messages[set, s] that of its first message. With ranges [[2], [1]] and the lists [0, 3] and
-    [1], the rows of expert 0 are tokens 0 and 3 of sender 0 and token 1 of sender 1: src_info [[0, 3, 1,
-    ...]], layout_range [[2, 2 << 32 | 1]], counts [3], and stats grows by 3. A row's scales, words of 4
-    bytes, go to a column: word w of row r of expert e to ((e * num_scale_words) + w) * rows_per_expert + r.
+    for expert 0, messages[set, s] that of its first message. A row's scales, words of 4 bytes, go to a
+    column: word w of row r of expert e goes to ((e * num_scale_words) + w) * rows_per_expert + r.
 
     Program (e, s, i) takes the i-th share of what sender s has for expert e, `TILE_ROWS` rows at a time, in
     pieces of `TILE_WORDS` words: each thread then moves 16 bytes at a time. x and scales are words of 4
     bytes.
+
+    Example:
+        With ranges [[2], [1]] and the lists [0, 3] and [1], the rows of expert 0 are tokens 0 and 3 of sender
+        0 and token 1 of sender 1: src_info [[0, 3, 1, ...]], layout_range [[2, 2 << 32 | 1]], counts [3], and
+        stats grows by 3.
     """
     expert = tl.program_id(0)
     sender = tl.program_id(1)
@@ -797,12 +828,12 @@ def pack_tokens(
     max_tokens = rows_per_expert // NUM_RANKS
     place = tl.load(lists + table + sender) + expert.to(tl.int64) * list_stride
     listed = place.to(tl.pointer_type(tl.int32))
-    # A pointer out of a table is not known to be aligned; ours are.
+    # The compiler cannot know that a pointer loaded from a table is aligned; these pointers are.
     their_messages = tl.multiple_of(tl.load(messages + table + sender).to(tl.pointer_type(tl.uint8)), 16)
     for first in range(share * TILE_ROWS, count, tl.num_programs(2) * TILE_ROWS):
         indices = first + tl.arange(0, TILE_ROWS)
         is_row = indices < count
-        # Of a sender that has masked this rank, the list may be written over while it is read; and a compiler
+        # The list of a sender that has masked this rank may be overwritten while it is read, and the compiler
         # may read it more than once.
         tokens = tl.load(listed + indices, mask=is_row, other=0)
         tokens = tl.minimum(tl.maximum(tokens, 0), max_tokens - 1)
@@ -847,9 +878,9 @@ def list_returns(
     RANK_BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Copy an expert's range and tokens of one reader, if they are possible; else the outcome says so.
+    """Copy an expert's range and tokens of one reader, if they are valid; else report a bad handle.
 
-    A range begins where the one before ends and has `max_tokens` rows at most; its tokens are in order, and
+    A range begins where the previous one ends and has at most `max_tokens` rows; its tokens are in order, and
     below that number.
     """
     readers = tl.arange(0, RANK_BLOCK)
@@ -857,7 +888,7 @@ def list_returns(
     begin = tl.sum(tl.where(readers < reader, row & COUNT_MASK, 0), axis=0)
     theirs = tl.sum(tl.where(readers == reader, row, 0), axis=0)
     count = theirs & COUNT_MASK
-    # The ranges before are judged by others, but what is read here must lie inside.
+    # Other programs check the ranges before, but everything that is read here must lie inside.
     is_wrong = (theirs >> COUNT_BITS != begin) | (count > max_tokens) | (begin > reader * max_tokens)
     tl.store(ranges + expert, theirs, mask=is_open & ~is_wrong)
     tokens_at = src_info + expert * rows_per_expert + tl.where(is_wrong, 0, begin)
@@ -888,7 +919,7 @@ def stage_rows(
     NUM_SHARES: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
-    """Put a share of an expert's rows into the messages of the same index, as they are or in LogFMT."""
+    """Put a share of an expert's rows into the messages of the same index, unchanged or in LogFMT."""
     last = tl.load(layout_range + expert * NUM_RANKS + NUM_RANKS - 1)
     end = (last >> COUNT_BITS) + (last & COUNT_MASK)
     num_rows = tl.minimum(tl.maximum(end, 0), rows_per_expert).to(tl.int32)
@@ -932,20 +963,23 @@ def return_rows(
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Put the rows of each local expert into the messages of the same index, list for each reader its tokens
-    whose rows are returned, and post the completion records.
+    """Put the rows of local experts into messages of the same index, list them, and post completion records.
 
-    With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]] rows 0 to 2 of expert 0 are put there;
-    reader 0 finds the tokens [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 | 1. Nothing is
-    left for a masked reader. With tokens [[3, 0, 1]] the outcome is 5 (bad handle), and the completion
-    records say that this call is refused; and so they do where one of the `num_ids` ids by which rows will be
-    added up is neither an expert nor -1, and the outcome is 9 (bad ids).
+    The list for each reader holds its tokens whose rows are returned. Nothing is written for a masked reader.
+    If one of the `num_ids` ids by which rows will be added up is neither an expert nor -1, the outcome is 9
+    (bad ids), and the completion records say that this call is refused.
 
     messages[set, r] is the address of rank r's first message, lists[set, r] that of the list for reader r of
-    expert 0's rows; the next expert's is `list_stride` further on. The first programs leave a list each, for
-    (expert, reader), and look at some ids; then `NUM_SHARES` programs copy each expert's rows, `TILE_BLOCKS`
-    blocks of 128 values at a time, as they are or in LogFMT. Without the latter, the rows are in their places
-    already. x is uint16.
+    expert 0's rows; the next expert's list is `list_stride` further on. Each of the first programs writes the
+    list of one (expert, reader) and checks some ids; then `NUM_SHARES` programs copy each expert's rows,
+    `TILE_BLOCKS` blocks of 128 values at a time, unchanged or in LogFMT. If these copying programs are not
+    launched, the rows are already in place. x is uint16.
+
+    Example:
+        With src_info [[0, 3, 1]] and layout_range [[2, 2 << 32 | 1]], rows 0 to 2 of expert 0 are put into
+        messages; reader 0 finds the tokens [0, 3] and the range 2, reader 1 finds [1] and the range 2 << 32 |
+        1. With tokens [[3, 0, 1]] the outcome is 5 (bad handle), and the completion records say that this
+        call is refused.
     """
     program = tl.program_id(0)
     num_lists = NUM_RANKS * local_experts
@@ -1004,9 +1038,10 @@ def return_rows(
 
 @triton.jit
 def find_places(listed, counts, token, SLOT_BLOCK: tl.constexpr, TILE_LIST: tl.constexpr):
-    """Where a token is in each of these lists (pointers to int32), -1 where it is not.
+    """Find the place of a token in each of these lists (pointers to int32); -1 where it is not listed.
 
-    Token 3 in the lists [0, 3], [1] and [3, 4] is at [1, -1, 0].
+    Example:
+        Token 3 in the lists [0, 3], [1] and [3, 4] is at [1, -1, 0].
     """
     places = tl.full((SLOT_BLOCK,), -1, tl.int32)
     for first in range(0, tl.max(counts, axis=0), TILE_LIST):
@@ -1020,7 +1055,7 @@ def find_places(listed, counts, token, SLOT_BLOCK: tl.constexpr, TILE_LIST: tl.c
 
 @triton.jit
 def sum_raw_rows(addresses, slots, weights, columns, hidden, NUM_TOPK: tl.constexpr):
-    """0 + row * weight + ... of the messages at these addresses, slot by slot; address 0 is no message."""
+    """0 + row * weight + ... of the messages at these addresses, by choice; address 0 is no message."""
     sums = tl.zeros(columns.shape, tl.float32)
     for slot in tl.static_range(NUM_TOPK):
         address = tl.sum(tl.where(slots == slot, addresses, 0), axis=0)
@@ -1036,7 +1071,7 @@ def sum_raw_rows(addresses, slots, weights, columns, hidden, NUM_TOPK: tl.conste
 
 @triton.jit
 def sum_logfmt_rows(addresses, slots, weights, blocks, hidden, NUM_TOPK: tl.constexpr):
-    """The same of messages in LogFMT: sums [blocks, 128]."""
+    """Like `sum_raw_rows`, for messages in LogFMT: sums [blocks, 128]."""
     sums = tl.zeros((blocks.shape[0], CHANNELS), tl.float32)
     for slot in range(NUM_TOPK):
         address = tl.sum(tl.where(slots == slot, addresses, 0), axis=0)
@@ -1074,17 +1109,20 @@ def sum_tokens(
     TILE_BLOCKS: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
 ):
-    """Add up each token's rows where they lie: out = 0 + row * weight + ..., in top-k order, in float32; and
-    close the call.
+    """Add up each token's rows where they lie, and close the call.
 
-    The ranges in the state say which rows of expert e of rank r are this rank's, lists[set, r] is the address
-    of the list of their tokens for expert 0, messages[set, r] that of the first row's message. With 1 expert
-    per rank, topk_idx [[1, 0]], weights [[0.5, 2]] and a row of 4s at rank 1, of 1s at rank 0, out is a row
-    of 4s: 4 * 0.5 + 1 * 2. No expert (-1) and masked ones are skipped. Where rank r returned no row for a
-    token that should have been there, the outcome is 7 (missing), and the host hears of the first such.
+    out = 0 + row * weight + ..., in top-k order, in float32. The ranges in the state say which rows of expert
+    e of rank r are this rank's, lists[set, r] is the address of the list of their tokens for expert 0,
+    messages[set, r] that of the first row's message. Choices of no expert (-1) and of masked ranks are
+    skipped. Where rank r returned no row for a token that should have been there, the outcome is 7 (missing),
+    and the first such row is reported to the host.
 
-    Program (t, i) takes the i-th share of token t's values, `TILE_BLOCKS` blocks of 128 at a time. It looks
-    at the lists of all slots at once, at `TILE_LIST` tokens of each. out is uint16.
+    Program (t, i) takes the i-th share of token t's values, `TILE_BLOCKS` blocks of 128 at a time. It
+    searches the lists of all choices at once, `TILE_LIST` tokens of each at a time. out is uint16.
+
+    Example:
+        With 1 expert per rank, topk_idx [[1, 0]], weights [[0.5, 2]] and a row of 4s at rank 1, of 1s at rank
+        0, out is a row of 4s: 4 * 0.5 + 1 * 2.
     """
     token = tl.program_id(0).to(tl.int64)
     is_good = (tl.load(state + OUTCOME) == 0) & (token < num_tokens)

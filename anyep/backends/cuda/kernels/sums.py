@@ -1,4 +1,4 @@
-"""Combine: add the rows of a token, in float32, in the order of the ranks, and round once."""
+"""Combine: add up the rows of each token in float32, in rank order, and round once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUTCOME = tl.constexpr(words_of.OUTCOME)
 USES_RINGS = tl.constexpr(words_of.USES_RINGS)
 
 
-# What varies from call to call is not to be compiled in.
+# These vary from call to call: the kernel is not specialized for their values.
 @triton.jit(do_not_specialize=["own_x", "own_rank", "num_tokens", "num_topk"])
 def pull_and_sum(
     out,
@@ -49,15 +49,17 @@ def pull_and_sum(
     """Read the rows of each token where they lie at the peers, and add them up, ranks ascending.
 
     `targets[r]` holds the addresses of rank r's rows and of their top-k weights, and the number of the rows.
+    This rank's own rows are at the address `own_x`. Sums start from bias_0 + bias_1, or from bias_0, or from
+    +0.0. Top-k weights are summed likewise, per choice, without bias; TOPK_BLOCK is 0 if there are none. A
+    row that rank r does not have is left out: BAD_ROWS in `state` is then 5 (bad handle) + 16 * r. The kernel
+    does nothing if the outcome so far is not 0, or if some rows come through rings.
+
+    Example:
     With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of rank 0 plus row 2 of rank 1, and the
-    second one is row 3 of rank 1. Sums start from bias_0 + bias_1, or from bias_0, or from +0.0. Top-k
-    weights likewise, per slot, without bias; TOPK_BLOCK is 0 where there are none. Nothing is done if the
-    outcome of what came before is not 0, or if some rows come through rings. A row that rank r does not have
-    is left out: BAD_ROWS in `state` is then 5 (bad handle) + 16 * r. This rank's own rows are at `own_x`, an
-    address.
+    second is row 3 of rank 1.
     """
     is_mine = (tl.load(state + OUTCOME) == 0) & (tl.load(state + USES_RINGS) == 0)
-    # In pieces of rows, so that no program is left with a whole row while the others are done.
+    # Work is split into pieces of rows: no program still has a whole row to do when the others are done.
     num_pieces = tl.cdiv(hidden, TILE_VALUES)
     num_tiles = tl.where(is_mine, tl.cdiv(num_tokens, TILE_TOKENS) * num_pieces, 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -112,7 +114,11 @@ def sum_tile(
     TILE_VALUES: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
 ):
-    """Add up pieces of some tokens' rows: with 3 pieces per row, tile 4 is piece 1 of the second tokens."""
+    """Add up one piece of the rows of `TILE_TOKENS` tokens.
+
+    Example:
+    With 3 pieces per row, tile 4 is piece 1 of the second group of tokens.
+    """
     num_pieces = tl.cdiv(hidden, TILE_VALUES)
     tokens = tile // num_pieces * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     is_token = tokens < num_tokens
@@ -133,7 +139,7 @@ def sum_tile(
         source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
         is_row = is_there[:, None] & is_column[None, :]
         sums += load_rows(source, is_row, DTYPE, NUM_BIASES == 0)
-    # Not before the loop: addresses that live through it would cost the registers that rows need.
+    # Computed after the loop: addresses that live through it would take registers that the rows need.
     target = out + tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
     store_rows(target, sums, is_token[:, None] & is_column[None, :], DTYPE, IN_HARDWARE)
 
@@ -151,7 +157,7 @@ def sum_weights(
     TOPK_BLOCK: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr,
 ):
-    """Add up the tokens' top-k weights, if there are any; and look for rows that do not exist."""
+    """Add up the tokens' top-k weights, if there are any, and check for rows that do not exist."""
     ranks = tl.arange(0, RANK_BLOCK)
     num_chunks = tl.cdiv(num_tokens, CHUNK_TOKENS)
     # Last programs first: they had fewer tiles.
@@ -185,12 +191,13 @@ def copy_for_peers(
     NUM_RANKS: tl.constexpr,
     TILE_WORDS: tl.constexpr,
 ):
-    """Copy the rows whose tokens are those of other ranks, to the same places in a window.
+    """Copy the rows of other ranks' tokens to the same places in a window.
 
-    On rank 1 of 2 with rank_prefix [[2, 1], [3, 4]] rows 1 to 3 are its own: of 5 rows, the last one beyond
-    what came, rows 0 and 4 are copied.
+    x is read as words of 4 bytes; programs take `TILE_WORDS` at a time.
 
-    x is seen as words of 4 bytes; programs take `TILE_WORDS` at a time.
+    Example:
+    On rank 1 of 2 with rank_prefix [[2, 1], [3, 4]] rows 1 to 3 are its own. Of 5 rows, the last of which is
+    beyond the rows that were received, rows 0 and 4 are copied.
     """
     row_words = row_words // 4 * 4
     limit = num_rows.to(tl.int64)
@@ -202,7 +209,7 @@ def copy_for_peers(
         tl.program_id(0).to(tl.int64) * TILE_WORDS, num_words, tl.num_programs(0) * TILE_WORDS
     ):
         words = start + tl.arange(0, TILE_WORDS)
-        # Own rows are left out: behind them the places are that much further on.
+        # This rank's own rows are skipped: the words after them lie that much further on.
         at = tl.where(words < first * row_words, words, words + (end - first) * row_words)
         at = tl.max_contiguous(tl.multiple_of(at, 4), 4)
         tl.store(window + at, tl.load(x + at, mask=words < num_words), mask=words < num_words)

@@ -21,43 +21,48 @@ NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
 @triton.jit
 def num_rows_there(targets, receiver):
-    """The rows of a receiver's window; none where it has no window."""
+    """The number of rows of a receiver's window; 0 where it has no window."""
     has_window = tl.load(targets + TARGET_WORDS * receiver) != 0
     return tl.where(has_window, tl.load(targets + TARGET_WORDS * receiver + TARGET_ROWS), 0).to(tl.int32)
 
 
 @triton.jit
 def rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS: tl.constexpr):
-    """Where the rows of some tokens lie at all receivers, -1 for no row: a part of send_head, as it is."""
+    """Where the rows of some tokens lie at all receivers, -1 for no row: a part of send_head, unchanged."""
     index = tokens[:, None] * NUM_RECEIVERS + receivers[None, :]
     return tl.load(send_head + index, mask=is_token[:, None] & (receivers < NUM_RECEIVERS)[None, :], other=-1)
 
 
 @triton.jit
 def rows_at(targets, receivers, NUM_RECEIVERS: tl.constexpr):
-    """How many rows each receiver has room for."""
+    """The number of rows that each receiver has room for."""
     return tl.load(targets + TARGET_WORDS * receivers + TARGET_ROWS, mask=receivers < NUM_RECEIVERS, other=0)
 
 
 @triton.jit
 def refuse_rows_beyond(state, rows, limit, receivers):
-    """If a receiver does not have a row, `state` says so: 5 (bad handle) + 16 * receiver; of several, any.
+    """Record in `state` that a receiver lacks a row: 5 (bad handle) + 16 * receiver; of several, any one.
 
-    Of 2 rows at each receiver the rows [[0, 2], [-1, 1]] are too many for receiver 1.
+    Example:
+        With 2 rows at each receiver, the rows [[0, 2], [-1, 1]] are too many for receiver 1.
     """
     problem = receivers.to(tl.int64) * NUM_CODES + BAD_HANDLE
-    # Each value by itself: to find the first would take a meeting of all threads.
+    # Each value by itself: finding the first one would require all threads to synchronize.
     said = state + BAD_ROWS + 0 * rows
     tl.store(said, tl.broadcast_to(problem[None, :], rows.shape), mask=rows >= limit[None, :])
 
 
 @triton.jit
 def is_below(rows, limit):
-    """0 <= rows < limit, in one comparison: of [-1, 0, 3] only the 0 is below 3."""
+    """Whether 0 <= rows < limit, in one comparison.
+
+    Example:
+        Of [-1, 0, 3], only the 0 is below 3.
+    """
     return rows.to(tl.uint32, bitcast=True) < limit.to(tl.uint32, bitcast=True)
 
 
-# What varies from call to call is not to be compiled in.
+# Values that vary from call to call must not be compiled in.
 @triton.jit(do_not_specialize=["num_tokens", "num_topk", "experts_per_rank"])
 def send_to_windows(
     x,
@@ -86,22 +91,24 @@ def send_to_windows(
     """Read each token's row once and write it to every receiver with a window.
 
     `targets[r]` holds the addresses of receiver r's x, source indices, top-k ids, top-k weights and scales,
-    or zeros where r has no window, and the number of its rows. With send_head [[0, 2], [-1, 3]] row 0 of x
-    goes to row 0 at receiver 0 and to row 2 at receiver 1; row 1 goes to row 3 at receiver 1; the source
-    indices there are 0, 0 and 1. An expert id is written as the receiver's local one; where the expert is not
-    there, -1 and weight 0. Nothing is sent if the outcome of what came before is not 0, nor if ALL_OR_NONE
-    and some receiver has no window. A row that receiver r does not have is not written: BAD_ROWS in `state`
-    is then 5 (bad handle) + 16 * r.
+    or zeros where r has no window, and the number of its rows. An expert id is written as the receiver's
+    local id; where the expert is not on the receiver, -1 and weight 0 are written. Nothing is sent if the
+    outcome so far is not 0, or if ALL_OR_NONE is set and some receiver has no window. A row that receiver r
+    does not have is not written: BAD_ROWS in `state` is then 5 (bad handle) + 16 * r.
 
-    x is seen as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
+    x is read as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
     `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Source indices and top-k are sent in
     chunks of `CHUNK_TOKENS` tokens. The other blocks are powers of two that hold the receivers, a token's
-    scales and its slots; 0 where there are none.
+    scales and its choices; 0 where there are none.
+
+    Example:
+        With send_head [[0, 2], [-1, 3]], row 0 of x goes to row 0 at receiver 0 and to row 2 at receiver 1;
+        row 1 goes to row 3 at receiver 1. The source indices there are 0, 0 and 1.
     """
     is_good = tl.load(state + OUTCOME) == 0
     if ALL_OR_NONE:
         is_good = is_good & (tl.load(state + USES_RINGS) == 0)
-    # In pieces of rows, so that no program is left with a whole row while the others are done.
+    # In pieces of rows: otherwise a program may still have a whole row left when the others are done.
     num_pieces = tl.cdiv(row_words, TILE_WORDS)
     num_tiles = tl.where(is_good, tl.cdiv(num_tokens, TILE_TOKENS) * num_pieces, 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -112,7 +119,7 @@ def send_to_windows(
         source = x + tokens.to(tl.int64)[:, None] * row_words + words[None, :]
         values = tl.load(source, mask=is_token[:, None] & is_word[None, :])
         if SCALE_BLOCK:
-            # They go with the first piece of their row: both are on their way at once.
+            # Scales go with the first piece of their row: both are in flight at once.
             is_first = tile % num_pieces == 0
             columns = tl.arange(0, SCALE_BLOCK)
             is_scale = is_first & (columns < num_scales)
@@ -121,7 +128,7 @@ def send_to_windows(
         for receiver in tl.static_range(NUM_RECEIVERS):
             rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
             place = tl.load(targets + TARGET_WORDS * receiver)
-            # A pointer out of a table is not known to be aligned; ours are.
+            # The compiler cannot know that a pointer loaded from a table is aligned; these pointers are.
             window = tl.multiple_of(place.to(tl.pointer_type(tl.int32)), 16)
             target = window + rows.to(tl.int64)[:, None] * row_words + words[None, :]
             is_sent = is_below(rows, num_rows_there(targets, receiver))
@@ -133,7 +140,7 @@ def send_to_windows(
                     )
                     to = rows.to(tl.int64)[:, None] * num_scales + columns[None, :]
                     tl.store(scales_there + to, carried, mask=is_sent[:, None] & is_scale[None, :])
-    # The rest is little, but it takes its time for each chunk. Last programs first: they had fewer tiles.
+    # The rest is little data, but each chunk takes time. Last programs first: they had fewer tiles.
     num_chunks = tl.where(is_good, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
     for chunk in range(tl.num_programs(0) - 1 - tl.program_id(0), num_chunks, tl.num_programs(0)):
         tokens = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
@@ -164,7 +171,7 @@ def send_sources(
     NUM_RECEIVERS: tl.constexpr,
     RECEIVER_BLOCK: tl.constexpr,
 ):
-    """Tell all receivers at once which token each row of theirs is: it takes as long as to tell one."""
+    """Tell all receivers at once which token each of their rows is: it takes as long as telling one."""
     receivers = tl.arange(0, RECEIVER_BLOCK)
     rows = rows_of_tokens(send_head, tokens, is_token, receivers, NUM_RECEIVERS)
     limit = rows_at(targets, receivers, NUM_RECEIVERS)
@@ -190,16 +197,17 @@ def send_choices(
     NUM_RECEIVERS: tl.constexpr,
     TOPK_BLOCK: tl.constexpr,
 ):
-    """Send some tokens' top-k ids and weights, as each receiver is to see them.
+    """Send the top-k ids and weights of some tokens in the form that each receiver needs.
 
-    Of the ids [0, 3] with 2 experts per rank receiver 1 gets [-1, 1].
+    Example:
+        With 2 experts per rank, receiver 1 gets [-1, 1] for the ids [0, 3].
     """
     slots = tl.arange(0, TOPK_BLOCK)
     is_slot = is_token[:, None] & (slots < num_topk)[None, :]
     index = tokens[:, None] * num_topk + slots[None, :]
     ids = tl.load(topk_idx + index, mask=is_slot, other=-1)
     weights = tl.load(topk_weights + index, mask=is_slot, other=0.0)
-    # Not unrolled: what all receivers need at once would not fit into registers.
+    # Not unrolled: the values for all receivers at once would not fit into registers.
     for receiver in range(NUM_RECEIVERS):
         rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
         is_sent = is_below(rows, num_rows_there(targets, receiver))[:, None] & is_slot
@@ -229,14 +237,16 @@ def unpack_window(
 ):
     """Copy the source indices out of this rank's window, for a handle that outlives it; pad the top-k ids.
 
-    With 1 row received where 2 were allowed for, and ids [[3], [?]], the ids become [[3], [-1]] (if PAD).
-    Without a window the indices are there already. Programs take blocks of `BLOCK` indices and ids.
+    Without a window, the indices are already in place. Programs take blocks of `BLOCK` indices and ids. The
+    hashes of the rows from each rank are added to the digest of these rows; the digests of the rows from each
+    rank follow those of the rows to each rank.
 
-    To the digests of the rows from each rank, which follow those of the rows to each rank, the hashes of its
-    rows are added: for rank 0 with rank_prefix [[1, 0], [3, 0]] and the indices [4, 0, 2] that is m(4) for
-    rank 0 and m(1 << 32) + m((2 << 32) + 2) for rank 1, where m mixes a word.
+    Example:
+        With 1 row received where 2 were allowed for, and ids [[3], [?]], the ids become [[3], [-1]] (if PAD).
+        For rank 0 with rank_prefix [[1, 0], [3, 0]] and the indices [4, 0, 2], m(4) is added for rank 0 and
+        m(1 << 32) + m((2 << 32) + 2) for rank 1, where m mixes a word.
     """
-    # Of a call that went wrong nothing has arrived: whoever reads its ids finds no expert in them.
+    # In a call that went wrong nothing has arrived: a reader of its ids finds no expert in them.
     num_rows = tl.where(tl.load(state + OUTCOME) == 0, tl.load(state + NUM_ROWS), 0)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sources = tl.load(targets + TARGET_WORDS * rank + 1)
