@@ -21,6 +21,7 @@ import torch.distributed as dist
 from anyep.errors import InvalidCall, PeerLost
 from tests.support import world as world_module
 from tests.support.commands import is_gone, wait_until
+from tests.support.patience import scaled
 from tests.support.programs import ROOT, Program, run_program
 from tests.support.world import RankContext, RankDied, RankErrors, RankHung, World, get_world, shared_world
 
@@ -233,8 +234,11 @@ def test_a_rank_that_hangs_is_shown_and_replaced() -> None:
 
 
 def test_a_stack_is_shown_even_where_python_cannot_run() -> None:
-    with World(1) as world, pytest.raises(RankErrors, match="in hang_holding_the_gil"):
-        world.run(hang_holding_the_gil, timeout=0.5)
+    with World(1) as world:
+        # Its imports take time, too.
+        assert world.run(who) == [(0, 1)]
+        with pytest.raises(RankErrors, match="in hang_holding_the_gil"):
+            world.run(hang_holding_the_gil, timeout=scaled(0.5))
 
 
 def test_a_dead_rank_is_noticed_at_once() -> None:
