@@ -19,14 +19,13 @@ check_requirements()
 
 # ruff: noqa: E402 - the imports below need a torch that is new enough
 from anyep import arguments, ending, gradients, low_latency_arguments, settings, sizes
-from anyep.backends.base import CombineInput, NormalOps, Payload
+from anyep.backends.base import CombineInput, LowLatencyInput, LowLatencyTokens, NormalOps, Payload
 from anyep.calls import Call, Kind
 from anyep.connection import NETWORKS, Options
 from anyep.control.status import RankStatus
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
-from anyep.modes.low_latency import LowLatency, Tokens
-from anyep.modes.low_latency import Outputs as LowLatencyOutputs
+from anyep.modes.low_latency import LowLatencyMode
 from anyep.modes.normal import Dispatch
 from anyep.rendezvous import rendezvous_of
 from anyep.session import Session
@@ -538,7 +537,7 @@ class Buffer:
         session, mode = self._check_low_latency()
         call = mode.begin(Kind.LOW_LATENCY_DISPATCH)
 
-        def check() -> Tokens:
+        def check() -> LowLatencyTokens:
             self._before_low_latency(session, mode, async_finish)
             low_latency_arguments.check_not_both(async_finish, return_recv_hook)
             arguments.check_devices(
@@ -597,7 +596,7 @@ class Buffer:
         session, mode = self._check_low_latency()
         call = mode.begin(Kind.LOW_LATENCY_COMBINE)
 
-        def check() -> LowLatencyOutputs:
+        def check() -> LowLatencyInput:
             self._before_low_latency(session, mode, async_finish)
             low_latency_arguments.check_not_both(async_finish, return_recv_hook)
             arguments.check_devices(
@@ -694,18 +693,18 @@ class Buffer:
         session.control.check_works()
         mode.unmask(range(self.group_size))
 
-    def _check_low_latency(self) -> tuple[Session, LowLatency]:
+    def _check_low_latency(self) -> tuple[Session, LowLatencyMode]:
         session = self._check_usable()
         if session.low_latency is None:
             raise InvalidCall("this Buffer has no low-latency mode: make it with low_latency_mode=True")
         return session, session.low_latency
 
-    def _before_low_latency(self, session: Session, mode: LowLatency, run_async: bool) -> None:
+    def _before_low_latency(self, session: Session, mode: LowLatencyMode, run_async: bool) -> None:
         """Raise errors of earlier calls."""
         session.normal.ops.before(run_async)
         mode.listen()
 
-    def _check_shrinking(self) -> tuple[Session, LowLatency]:
+    def _check_shrinking(self) -> tuple[Session, LowLatencyMode]:
         found = self._check_low_latency()
         if not self.enable_shrink:
             raise InvalidCall("this Buffer has no masks: make it with enable_shrink=True")

@@ -42,6 +42,8 @@ NUM_MAX_CHANNELS: Final = 128
 NUM_MAILBOXES: Final = 2
 NUM_SLOT_SETS: Final = 2
 STATUS_BYTES: Final = 8192
+TEXT_BYTES: Final = 1080
+"""Of a reason for a failure or a refusal."""
 NOTIFY_HEADER_BYTES: Final = 256
 RECORD_HEADER_BYTES: Final = 64
 REJOIN_HEADER_BYTES: Final = 64
@@ -264,6 +266,11 @@ class LowLatencySlots:
     @cached_property
     def message_bytes(self) -> int:
         return max(self.sizes.dispatch_message_bytes, self.sizes.combine_message_bytes)
+
+    @cached_property
+    def rows_per_expert(self) -> int:
+        """The rows that an expert has room for."""
+        return self.num_ranks * self.sizes.num_max_tokens
 
     def send_offset(self, slot_set: int) -> int:
         return self.start + slot_set * self.sizes.send_bytes

@@ -8,9 +8,10 @@ import torch
 
 from anyep import formats
 from anyep.arguments import check_devices, check_num_experts, check_tensor, check_topk_idx, check_x
-from anyep.control.records import Format
+from anyep.backends.base import LowLatencyInput, LowLatencyTokens
 from anyep.errors import InvalidCall, whole_number
-from anyep.modes.low_latency import LowLatency, Outputs, Tokens
+from anyep.modes.low_latency import LowLatencyMode
+from anyep.records import Format
 from anyep.sizes import LowLatencySizes, check_fp8_hidden, low_latency_sizes
 
 WRONG_RANGES = (
@@ -66,7 +67,7 @@ def check_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool, hidden: int)
 
 
 def check_tokens(
-    mode: LowLatency,
+    mode: LowLatencyMode,
     num_ranks: int,
     x: Any,
     topk_idx: Any,
@@ -77,7 +78,7 @@ def check_tokens(
     use_fp8: bool,
     round_scale: bool,
     use_ue8m0: bool,
-) -> Tokens:
+) -> LowLatencyTokens:
     """What a dispatch sends."""
     rows = check_x("x", x, (torch.bfloat16,))
     ids = check_topk_idx(topk_idx, rows.shape[0])
@@ -89,7 +90,7 @@ def check_tokens(
     travel = check_format(use_fp8, round_scale, use_ue8m0, sizes.hidden)
     mode.check_sizes(sizes)
     mode.check_ids(ids, sizes.num_experts)
-    return Tokens(
+    return LowLatencyTokens(
         rows,
         ids,
         sizes,
@@ -104,7 +105,7 @@ def check_tokens(
     )
 
 
-def check_handle(mode: LowLatency, num_ranks: int, handle: Any, device: torch.device) -> HandleParts:
+def check_handle(mode: LowLatencyMode, num_ranks: int, handle: Any, device: torch.device) -> HandleParts:
     """The contents of a handle, if they are valid; a copy is as good as the original."""
     if not isinstance(handle, tuple | list) or len(handle) != 5:
         raise InvalidCall(
@@ -129,7 +130,7 @@ def check_handle(mode: LowLatency, num_ranks: int, handle: Any, device: torch.de
 
 
 def check_outputs(
-    mode: LowLatency,
+    mode: LowLatencyMode,
     num_ranks: int,
     x: Any,
     topk_idx: Any,
@@ -140,7 +141,7 @@ def check_outputs(
     out: Any,
     wait_stats: Any,
     device: torch.device,
-) -> Outputs:
+) -> LowLatencyInput:
     """What a combine adds up."""
     if zero_copy and use_logfmt:
         raise InvalidCall(
@@ -169,7 +170,7 @@ def check_outputs(
         checked_out = check_tensor("out", out, (torch.bfloat16,), (ids.shape[0], sizes.hidden))
         if not checked_out.is_contiguous():
             raise InvalidCall("out is not contiguous: it is written in place, pass a contiguous tensor")
-    return Outputs(
+    return LowLatencyInput(
         rows,
         ids,
         weights.contiguous(),

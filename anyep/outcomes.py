@@ -8,6 +8,7 @@ Kernels never raise, and the host may not read the word at once: a later call on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 GOOD: Final = 0
@@ -44,3 +45,15 @@ def code_of(outcome: int) -> int:
 
 def rank_of(outcome: int) -> int:
     return outcome // NUM_CODES
+
+
+def still_missing(seen: Sequence[int], expected: int, reported: int) -> list[int]:
+    """The ranks to name for a failed wait. A kernel reports the first missing rank, but that rank may have
+    arrived since, like others that were only late and have failed for the same reason as this rank.
+
+    >>> still_missing([7, 6, 5, 7], expected=7, reported=0)
+    [1, 2]
+    >>> still_missing([7, 7], expected=7, reported=0)
+    [0]
+    """
+    return [rank for rank, flag in enumerate(seen) if flag < expected] or [reported]

@@ -15,6 +15,7 @@ from anyep.backends.base import Windows
 from anyep.backends.cpu.between_nodes import BetweenNodes, CallRings, Proxy, Traffic
 from anyep.backends.cpu.lifetime import CpuLifetime
 from anyep.backends.cpu.memory import WarmMemory
+from anyep.backends.cpu.ops_low_latency import CpuLowLatencyOps
 from anyep.backends.cpu.ops_normal import CpuNormalOps, Way
 from anyep.backends.cpu.rows import RowMover
 from anyep.backends.cpu.within_node import WithinNode
@@ -22,11 +23,13 @@ from anyep.connection import Connection, Options, connect, made_on_all_ranks, rd
 from anyep.control.plane import ControlPlane
 from anyep.layout import ControlRegion
 from anyep.machine import num_cores
-from anyep.modes.low_latency import LowLatency
+from anyep.modes.low_latency import LowLatencyMode
+from anyep.modes.masks import Masks
 from anyep.modes.normal import NormalMode
 from anyep.relay import RelayPlan
 from anyep.rendezvous import Rendezvous
 from anyep.rings import NetworkRings, NodeRings, Rings
+from anyep.transport.low_latency import LowLatencyTransport
 from anyep.transport.proxy import RingProxy
 from anyep.transport.remote import Transport
 
@@ -58,7 +61,7 @@ class Session:
     """The `DeviceControl` of a rank on a GPU."""
 
     def __init__(self, group: Any, rendezvous: Rendezvous, check_options: Callable[[], Options]) -> None:
-        self.low_latency: LowLatency | None = None
+        self.low_latency: LowLatencyMode | None = None
         self.lifetime: Lifetime | None = None
         self.traffic = Traffic()
         """What this rank has sent where there are several nodes."""
@@ -117,18 +120,26 @@ class Session:
             control, CpuNormalOps(mover, self._way(mover, connection.transport), stream, memory), rings
         )
         if options.low_latency_mode:
-            self.low_latency = LowLatency(
-                cpu,
+            start = self.region.num_bytes + options.num_nvl_bytes
+            masks = Masks(control, self.region)
+            remote = None
+            if connection.transport is not None:
+                remote = LowLatencyTransport(
+                    connection.transport, self.region, control.rank, self.heap.address
+                )
+            low_latency_ops = CpuLowLatencyOps(
                 control,
                 self.region,
                 connection.heaps,
-                self.region.num_bytes + options.num_nvl_bytes,
-                options.num_rdma_bytes,
+                start + options.num_rdma_bytes,
+                masks,
+                options.enable_shrink,
                 stream,
                 team,
                 memory,
-                options.enable_shrink,
+                remote,
             )
+            self.low_latency = LowLatencyMode(control, low_latency_ops, masks, start, options.num_rdma_bytes)
         self.lifetime = CpuLifetime(control, stream, team)
 
     def _way(self, mover: RowMover, transport: Transport | None) -> Way:
@@ -167,17 +178,18 @@ class Session:
         options = self.options
         low_latency = None
         if options.low_latency_mode:
-            from anyep.modes.gpu_low_latency import GpuLowLatency
+            from anyep.backends.cuda.ops_low_latency import GpuLowLatencyOps
 
-            start = self.region.num_bytes + options.num_nvl_bytes
-            self.low_latency = low_latency = GpuLowLatency(
+            low_latency = GpuLowLatencyOps(
                 gpu_connection.device_control,
                 gpu_connection.reports,
+                self.control,
                 gpu_connection.ranks_on_gpu,
-                start,
-                options.num_rdma_bytes,
                 options.enable_shrink,
             )
+            masks = Masks(self.control, self.region, low_latency.kernel_masks)
+            start = self.region.num_bytes + options.num_nvl_bytes
+            self.low_latency = LowLatencyMode(self.control, low_latency, masks, start, options.num_rdma_bytes)
         rings = self._rings(connection)
         ops = GpuNormalOps(
             gpu_connection.device_control,

@@ -15,11 +15,13 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from anyep import formats
 from anyep.calls import Array, Call, Phase, Stall
 from anyep.errors import AnyEPError
 from anyep.events import EventHandle, EventOverlap
-from anyep.layout import SOURCE_INDEX_BYTES, ControlBlock, Window, window_of
-from anyep.sizes import Config, TokenLayout, token_layout
+from anyep.layout import SOURCE_INDEX_BYTES, ControlBlock, LowLatencySlots, Window, window_of
+from anyep.records import Format
+from anyep.sizes import Config, LowLatencySizes, TokenLayout, token_layout
 
 T = TypeVar("T")
 MIN_WINDOW_BYTES: Final = 128
@@ -193,6 +195,7 @@ class Control(Protocol):
         step: Callable[[int], int],
         stalled: Callable[[], Stall],
         progress: Callable[[], int] = ...,
+        give_up: Callable[[Sequence[int], AnyEPError], None] | None = None,
     ) -> None: ...
     def poll_until_done(self, look: Callable[[], tuple[int, bool]]) -> int: ...
 
@@ -334,3 +337,185 @@ class NormalOps(Protocol):
 
     def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> NormalCall:
         """The operations of a call."""
+
+
+# Low-latency mode
+
+
+@dataclass(frozen=True)
+class LowLatencyTokens:
+    """What a low-latency dispatch sends, and the statistics that it updates."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    sizes: LowLatencySizes
+    travel: Format
+    expert_stats: torch.Tensor | None
+    wait_stats: torch.Tensor | None
+
+    @property
+    def num_scale_words(self) -> int:
+        """Words of 4 bytes that travel with each row."""
+        if self.travel is Format.BF16:
+            return 0
+        num_scales = self.sizes.hidden // formats.CHANNELS_PER_BLOCK
+        return num_scales // 4 if self.travel is Format.FP8_UE8M0 else num_scales
+
+
+class LowLatencyResults(NamedTuple):
+    """What a low-latency dispatch fills: rows by expert, and where they came from."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    counts: torch.Tensor
+    src_info: torch.Tensor
+    layout_range: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LowLatencyInput:
+    """What a low-latency combine sums, where it writes the sums, and the statistics that it updates."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+    src_info: torch.Tensor
+    layout_range: torch.Tensor
+    num_rows: int
+    sizes: LowLatencySizes
+    use_logfmt: bool
+    zero_copy: bool
+    out: torch.Tensor | None
+    wait_stats: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LowLatencyWork:
+    """The two halves of a call, and the tensors that they use; only its backend knows what they take."""
+
+    send: Callable[..., None]
+    receive: Callable[..., None]
+    tensors: tuple[torch.Tensor | None, ...] = ()
+    stream: Any = None
+    is_captured: bool = False
+    """Whether it belongs to a CUDA graph, which may be replayed at any time."""
+
+
+@dataclass
+class Agreement:
+    """Whether a call with the current slots has succeeded on all ranks, as far as the host knows."""
+
+    holds: bool = False
+
+
+class LowLatencyControl(Control, Protocol):
+    """The part of the control plane that low-latency operations use."""
+
+    def await_counters(
+        self,
+        counters: Array,
+        expected: int,
+        missing: Array,
+        num_spins: int,
+        topic: int,
+        waited: Array = ...,
+        started: int = 0,
+    ) -> int: ...
+    def stall(
+        self, counters: Array, missing: Array, what: str, expected: int, ranks: Sequence[int] | None = None
+    ) -> Stall: ...
+    def publish_refusal(self, text: int, reason: str) -> None: ...
+    def disagreement(
+        self,
+        call: Call,
+        headers: Array,
+        text: int,
+        signature_words: Mapping[Any, str],
+        for_people: Callable[[int, Any], str],
+    ) -> AnyEPError: ...
+
+
+class Mask(Protocol):
+    """Which ranks calls go on without."""
+
+    masked: Array
+    """By rank."""
+
+    def look(self) -> None:
+        """Adopt what peers have published, and raise if this rank is masked."""
+
+    def mask(self, ranks: Sequence[int], reason: str) -> None:
+        """Go on without these ranks, and tell every rank."""
+
+
+class LowLatencyOps(Protocol):
+    """Low-latency mode on one device."""
+
+    agreement: Agreement
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether calls are recorded into a CUDA graph."""
+
+    def before_call(self) -> None:
+        """Raise, before a call takes its number, if this rank knows that it is masked."""
+
+    def listen(self) -> None:
+        """Look for errors of earlier calls; those that end this rank's part are raised."""
+
+    def raise_earlier(self) -> None:
+        """Raise the error of an earlier call that the host did not wait for; at the end of a call."""
+
+    def check_ids(self, topk_idx: torch.Tensor, num_experts: int) -> None:
+        """Refuse ids that are neither experts nor -1, here or in a kernel."""
+
+    def count_rows(self, layout_range: torch.Tensor, src_info: torch.Tensor, max_tokens: int) -> int:
+        """The rows of a handle as far as the host knows them; below 0 if its contents are impossible."""
+
+    def check_zero_copy(self) -> None:
+        """Raise where zero copy is not possible."""
+
+    def check_not_captured(self, function: str) -> None:
+        """Raise if calls are recorded into a CUDA graph, in which this function cannot be."""
+
+    def use_slots(self, slots: LowLatencySlots) -> None:
+        """Let later calls have these slots."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result."""
+
+    def dispatch(
+        self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults
+    ) -> LowLatencyWork: ...
+    def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> LowLatencyWork: ...
+    def run(
+        self, call: Call, work: LowLatencyWork, run_async: bool, on_end: Callable[[], None]
+    ) -> EventHandle | None:
+        """Do both halves; `on_end` is called when the host needs to know no more about the call."""
+
+    def send(self, call: Call, work: LowLatencyWork) -> None:
+        """Do the first half."""
+
+    def receive(self, call: Call, work: LowLatencyWork, on_end: Callable[[], None]) -> None:
+        """Do the second half."""
+
+    def release(self, call: Call, work: LowLatencyWork) -> None:
+        """Let the senders go on whose rows of a call will not be received."""
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        """Tell the peers that this rank's call was wrong."""
+
+    def clean(self, call: Call, sizes: LowLatencySizes) -> None:
+        """Return when all ranks want these sizes and need nothing of earlier calls."""
+
+    def next_combine_rows(self, call: Call, slots: LowLatencySlots) -> torch.Tensor:
+        """Where a combine with zero copy looks for its rows; waits until they may be written."""
+
+    def before_unmask(self) -> None:
+        """Wait for earlier calls, and raise their errors."""
+
+    def unmask(self, work: Callable[[], int], generations: Array) -> int:
+        """Run a round that unmasks ranks, after all earlier calls; the call number to go on from.
+
+        `generations` are those of the ranks, as the round leaves them.
+        """

@@ -24,7 +24,7 @@ from anyep.calls import Array, Call, Phase, Stall, Topic
 from anyep.control.blame import Blame
 from anyep.control.liveness import Processes
 from anyep.control.notify import SIGNATURE_WORDS, word_for_people
-from anyep.control.status import TEXT_BYTES, RankStatus, State, StatusBlock
+from anyep.control.status import RankStatus, State, StatusBlock
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
 from anyep.headers import NUM_WORDS, SIGNATURE, Field, signature
 from anyep.layout import (
@@ -32,6 +32,7 @@ from anyep.layout import (
     NOTIFY_HEADER_BYTES,
     NUM_MAILBOXES,
     RECORD_HEADER_BYTES,
+    TEXT_BYTES,
     ControlBlock,
     ControlRegion,
 )

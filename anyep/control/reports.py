@@ -8,7 +8,7 @@ A kernel that finds an error writes a report into memory of the host. The next c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -23,6 +23,7 @@ from anyep.control.plane import ControlPlane
 from anyep.errors import AnyEPError, InvalidCall, no_expert
 from anyep.headers import NUM_WORDS, REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field
 from anyep.layout import NUM_MAILBOXES
+from anyep.outcomes import still_missing
 
 WAITS: Final = {
     constants.MAILBOX_AT: ("notify message", Phase.NOTIFY),
@@ -198,18 +199,6 @@ class Reports:
         """Stop watching the peers, and end the kernels' access to the host's memory; none may be running."""
         self.stop_watching()
         self.device_control.close()
-
-
-def still_missing(seen: Sequence[int], expected: int, reported: int) -> list[int]:
-    """The ranks to name for a failed wait. A kernel reports the first missing rank, but that rank may have
-    arrived since, like others that were only late and have failed for the same reason as this rank.
-
-    >>> still_missing([7, 6, 5, 7], expected=7, reported=0)
-    [1, 2]
-    >>> still_missing([7, 7], expected=7, reported=0)
-    [0]
-    """
-    return [rank for rank, flag in enumerate(seen) if flag < expected] or [reported]
 
 
 def contradiction(wrong: int, num_ranks: int) -> str:

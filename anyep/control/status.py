@@ -15,9 +15,8 @@ import numpy as np
 from anyep.backends import cpu
 from anyep.backends.cpu.heap import Block
 from anyep.calls import FUNCTIONS, Phase, name_of_call
-from anyep.layout import STATUS_BYTES, StatusWord
+from anyep.layout import STATUS_BYTES, TEXT_BYTES, StatusWord
 
-TEXT_BYTES: Final = 1080
 FAILURE_TEXT_AT: Final = 512
 REFUSAL_TEXTS_AT: Final = (1600, 2800, 4000, 5200)
 """Two texts for normal-mode calls, two for low-latency ones; they alternate like mailboxes and slots."""

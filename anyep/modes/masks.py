@@ -20,10 +20,12 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
+from anyep import diagnosis
+from anyep.backends import cpu
 from anyep.calls import CALLS_PER_ROUND, Array, Call, Phase, Stall, Topic
 from anyep.control.plane import ControlPlane
 from anyep.errors import AnyEPError, Disagreement, Masked
@@ -43,12 +45,25 @@ class Layout(NamedTuple):
     sizes: tuple[int, int, int]
 
 
+class KernelMasks(Protocol):
+    """The masks that the kernels of a GPU know."""
+
+    def newest(self) -> Array:
+        """The newest generation of each rank that a kernel has found or was told."""
+
+    def tell(self, rank: int, generation: int) -> None:
+        """Tell every rank's kernels the generation of a rank."""
+
+
 class Masks:
     """One rank's view of which ranks are masked."""
 
-    def __init__(self, backend: Any, control: ControlPlane, region: ControlRegion) -> None:
-        self.backend = backend
+    def __init__(
+        self, control: ControlPlane, region: ControlRegion, kernels: KernelMasks | None = None
+    ) -> None:
+        """`kernels` are those of this rank's GPU, if there is one: they mask ranks, too."""
         self.control = control
+        self._kernels = kernels
         self.rank = control.rank
         self.num_ranks = control.num_ranks
         mask, request = region.blocks.mask, region.blocks.rejoin
@@ -71,15 +86,24 @@ class Masks:
         return bool(self.masked[self.rank])
 
     def adopt(self) -> None:
-        """Adopt the masks that peers have published, and pass them on."""
+        """Adopt the masks that peers have published, and those that kernels have found, and pass them on."""
+        if self._kernels is not None:
+            self._adopt_from_kernels(self._kernels.newest())
         self.adopt_from_hosts()
+
+    def _adopt_from_kernels(self, newest: Array) -> None:
+        for rank in np.flatnonzero(newest > self.generations).tolist():
+            self.generations[rank] = newest[rank]
+            if newest[rank] % 2 and not self.masked[rank]:
+                log.warning("rank %d goes on without rank %d", self.rank, rank)
+            self.masked[rank] = newest[rank] % 2 == 1
+            # Kernels told kernels: hosts must learn of it before anything else from this rank.
+            self._tell_hosts(rank)
 
     def adopt_from_hosts(self) -> None:
         """The same, without masks that only kernels have published."""
         with self._lock:
-            if self.backend.adopt_masks(
-                self._own, self._stride, self.generations, self.masked, self._changed
-            ):
+            if cpu.adopt_masks(self._own, self._stride, self.generations, self.masked, self._changed):
                 for rank in np.flatnonzero(self._changed):
                     self._tell(int(rank))
 
@@ -108,15 +132,16 @@ class Masks:
         log.warning("rank %d goes on without rank %d: %s", self.rank, rank, reason)
 
     def _tell(self, rank: int) -> None:
+        self._tell_hosts(rank)
+        if self._kernels is not None:
+            self._kernels.tell(rank, int(self.generations[rank]))
+
+    def _tell_hosts(self, rank: int) -> None:
         self.control.signal(self._at_peers + 8 * rank, Topic.MASK, int(self.generations[rank]))
 
     def masked_out(self) -> Masked:
         """The error that a masked rank raises."""
-        return Masked(
-            f"the other ranks go on without rank {self.rank}: it did not answer in time, or was masked by a"
-            f" call; all of them together can take it back by"
-            f" low_latency_update_mask_buffer({self.rank}, mask=False)"
-        )
+        return diagnosis.masked_out(self.rank)
 
     def take_back(self, call: Call, ranks: Sequence[int], layout: Layout) -> tuple[int, Layout]:
         """Unmask ranks, in a round of these ranks and all unmasked ones; some may not be masked at all.
@@ -145,7 +170,6 @@ class _Round:
     def __init__(self, masks: Masks, ranks: list[int], layout: Layout) -> None:
         self._masks = masks
         self._control = masks.control
-        self._backend = masks.backend
         self._rank = masks.rank
         self._returning = np.zeros(masks.num_ranks, np.bool_)
         self._returning[ranks] = True
@@ -165,9 +189,7 @@ class _Round:
         header[SIZES] = self._layout.sizes
         words = np.concatenate([header, masks.generations << 1 | self._returning])
         turn = self._number % NUM_SLOT_SETS
-        self._backend.post_requests(
-            masks.requests_at_peers[turn], self._control.wake_ups, Topic.REJOIN + turn, words
-        )
+        cpu.post_requests(masks.requests_at_peers[turn], self._control.wake_ups, Topic.REJOIN + turn, words)
 
     def step(self, num_spins: int) -> int:
         """Look for requests, and wait briefly for missing ones. Returns 0 when all have arrived."""
@@ -240,7 +262,7 @@ class _Round:
 
     def _read(self, number: int) -> None:
         """Read the requests at the place of this round's; they may belong to an older or newer round."""
-        self._backend.read_requests(self._masks.own_requests[number % NUM_SLOT_SETS], self._words)
+        cpu.read_requests(self._masks.own_requests[number % NUM_SLOT_SETS], self._words)
 
     def _sets(self) -> Array:
         """[sender, rank]: whether the sender of a request wants to unmask a rank."""

@@ -9,7 +9,7 @@ import torch
 
 from anyep import formats
 from anyep.backends.cpu.kernels import slots
-from anyep.control.records import Format
+from anyep.records import Format
 from tests.support.arrays import Array, flags, int64
 from tests.support.checks.slots import (
     GUARD,

@@ -24,7 +24,8 @@ def read_late(context: RankContext) -> list[list[float]]:
     num_experts = context.num_ranks
     topk_idx = torch.arange(TOKENS * num_experts, device="cpu").view(TOKENS, num_experts) % num_experts
     with Buffer(context.group, 0, RDMA_BYTES, low_latency_mode=True, device="cpu") as buffer:
-        mode: Any = buffer.runtime.low_latency
+        session: Any = buffer.runtime
+        mode = session.low_latency.ops
         pack = mode._pack
 
         def pack_late(*arguments: Any) -> None:
@@ -61,7 +62,8 @@ def be_masked_while_reading(context: RankContext) -> str:
     with Buffer(
         context.group, 0, RDMA_BYTES, low_latency_mode=True, enable_shrink=True, device="cpu"
     ) as buffer:
-        mode: Any = buffer.runtime.low_latency
+        session: Any = buffer.runtime
+        mode = session.low_latency.ops
         pack = mode._pack
 
         def wait_for_the_mask() -> None:

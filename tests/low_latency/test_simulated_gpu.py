@@ -101,9 +101,9 @@ def drop_while_a_call_is_under_way(context: RankContext) -> None:
     buffer = new_buffer(context)
     check_case(context.rank, Case(tokens=(3,) * context.num_ranks, hidden=64), buffer)
     dist.barrier(group=context.group)
-    mode = weakref.ref(buffer.runtime.low_latency)
+    mode = weakref.ref(buffer.runtime.low_latency.ops)
     over = threading.Event()
-    buffer.runtime.low_latency._order.done = SimpleNamespace(query=over.is_set)  # type: ignore[union-attr]
+    buffer.runtime.low_latency.ops._order.done = SimpleNamespace(query=over.is_set)  # type: ignore[union-attr]
     del buffer
     gc.collect()
     assert mode() is not None

@@ -152,13 +152,38 @@ def test_memory_is_freed_with_the_buffer() -> None:
     world(2).run(end_without_garbage_collection)
 
 
+def drop_while_a_call_is_under_way(context: RankContext) -> None:
+    """Peers may write into the windows of a dropped Buffer until its last call is over."""
+    buffer = new_buffer(context)
+    good_dispatch(buffer)
+    dist.barrier(group=context.group)
+    over = threading.Event()
+    gpu: Any = buffer.runtime.device_control.gpu
+    gpu.now = lambda: SimpleNamespace(query=over.is_set)
+    # The tables that only kernels of this mode read, and its windows.
+    kept = [weakref.ref(part) for part in (buffer.runtime.normal.ops, buffer.runtime.windows)]
+    del buffer, gpu
+    gc.collect()
+    assert all(part() is not None for part in kept)
+    over.set()
+    for thread in closing_threads():
+        thread.join(20)
+    with new_buffer(context):
+        assert [part() for part in kept] == [None, None]
+        dist.barrier(group=context.group)
+
+
+def test_a_buffer_dropped_while_a_call_is_under_way() -> None:
+    world(2).run(drop_while_a_call_is_under_way)
+
+
 def fail_to_make_a_buffer(context: RankContext, step: str, ranks: list[int]) -> tuple[list[str], list[int]]:
     """Some ranks fail at one step. What is raised, and what is left: heaps, descriptors and threads."""
     from anyep.backends.cuda.device_control import DeviceControl
     from anyep.backends.cuda.gpu import Gpu
+    from anyep.backends.cuda.ops_low_latency import GpuLowLatencyOps
     from anyep.backends.cuda.ops_normal import GpuNormalOps
     from anyep.gpu_connection import GpuConnection
-    from anyep.modes.gpu_low_latency import GpuLowLatency
 
     def fail(part: Any, *arguments: Any) -> None:
         heaps.extend(weakref.ref(each.heap._own) for each in (part, *arguments) if hasattr(each, "heap"))
@@ -178,7 +203,7 @@ def fail_to_make_a_buffer(context: RankContext, step: str, ranks: list[int]) -> 
         "windows": (GpuConnection, "_add_windows"),
         "bases": (DeviceControl, "set_window_bases"),
         "normal mode": (GpuNormalOps, "__init__"),
-        "low latency": (GpuLowLatency, "__init__"),
+        "low latency": (GpuLowLatencyOps, "__init__"),
     }[step]
     heaps: list[weakref.ref[Any]] = []
     usual = getattr(owner, method)

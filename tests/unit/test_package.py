@@ -105,7 +105,7 @@ LAYERS = (
     ("version", "errors", "machine", "launch", "progress", "ending", "nixl_packages", "requirements"),
     ("sizes", "settings"),
     ("topology", "layout", "calls", "formats", "freelist", "events", "headers", "outcomes", "digests"),
-    ("diagnosis", "rings", "relay", "agreement", "roll_call", "rendezvous"),
+    ("diagnosis", "records", "rings", "relay", "agreement", "roll_call", "rendezvous"),
     ("backends",),
     ("transport",),
     ("control",),

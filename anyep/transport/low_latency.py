@@ -11,38 +11,16 @@ each set, rank and expert as many words as there can be tokens; first incoming l
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from anyep.backends.cpu.ops_low_latency import SlotAddresses
 from anyep.calls import Array, Call
-from anyep.control.status import TEXT_BYTES
-from anyep.layout import COUNTER_BYTES, NUM_SLOT_SETS, RECORD_HEADER_BYTES, ControlRegion, LowLatencySlots
+from anyep.layout import COUNTER_BYTES, NUM_SLOT_SETS, RECORD_HEADER_BYTES, TEXT_BYTES, ControlRegion
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES
 from anyep.transport.remote import Transport
 
 COUNT_MASK = (1 << 32) - 1
 Piece = tuple[int, int, int]
-
-
-class RemoteLists:
-    """Where lists received over the network lie, and where outgoing lists are assembled.
-
-    With 2 ranks, 3 local experts and 4 tokens at most, starting at 0: a rank's lists take 48 bytes, a set 96;
-    the lists from rank 1 in set 1 are at 144, the lists for it at 336.
-    """
-
-    def __init__(self, start: int, slots: LowLatencySlots) -> None:
-        self.stride = 4 * slots.sizes.num_max_tokens
-        self.num_bytes = self.stride * slots.num_local_experts
-        self._start = start
-        self._num_ranks = slots.num_ranks
-
-    def incoming(self, slot_set: int, rank: int) -> int:
-        return self._start + (slot_set * self._num_ranks + rank) * self.num_bytes
-
-    def outgoing(self, slot_set: int, rank: int) -> int:
-        return self.incoming(NUM_SLOT_SETS + slot_set, rank)
 
 
 class LowLatencyTransport:
@@ -59,32 +37,32 @@ class LowLatencyTransport:
         )
 
     def tokens(
-        self, places: Any, slot_set: int, topk_idx: Array, num_payload_bytes: int
+        self, at: SlotAddresses, slot_set: int, topk_idx: Array, num_payload_bytes: int
     ) -> dict[int, list[Piece]]:
         """The rows of a dispatch for each rank, each token once, and its lists."""
-        slots = places.slots
+        slots = at.slots
         # The id -1 (no expert) gives rank -1.
         chosen = topk_idx // slots.num_local_experts
         num_bytes = LOW_LATENCY_HEADER_BYTES + num_payload_bytes
-        own = int(places.messages[slot_set][self._rank])
+        own = int(at.messages[slot_set][self._rank])
         pieces: dict[int, list[Piece]] = {}
         for rank in self.ranks:
             there = slots.slot_offset(slot_set, 0, self._rank, 0)
-            offsets = (np.flatnonzero((chosen == rank).any(axis=1)) * places.message_bytes).tolist()
+            offsets = (np.flatnonzero((chosen == rank).any(axis=1)) * at.message_bytes).tolist()
             pieces[rank] = [(own + offset, there + offset, num_bytes) for offset in offsets]
-            pieces[rank].append(self._lists(places, slot_set, rank))
+            pieces[rank].append(self._lists(at, slot_set, rank))
         return pieces
 
-    def rows(self, places: Any, slot_set: int, layout_range: Array) -> dict[int, list[Piece]]:
+    def rows(self, at: SlotAddresses, slot_set: int, layout_range: Array) -> dict[int, list[Piece]]:
         """The rows that a combine returns to each rank, and its lists; rows begin where the slots begin."""
-        slots, message_bytes = places.slots, places.message_bytes
-        own = int(places.messages[slot_set][self._rank])
+        slots, message_bytes = at.slots, at.message_bytes
+        own = int(at.messages[slot_set][self._rank])
         pieces: dict[int, list[Piece]] = {}
         for rank in self.ranks:
-            pieces[rank] = [self._lists(places, slot_set, rank)]
+            pieces[rank] = [self._lists(at, slot_set, rank)]
             counts = layout_range[:, rank] & COUNT_MASK
             for expert in np.flatnonzero(counts).tolist():
-                row = expert * places.rows_per_expert + int(layout_range[expert, rank] >> 32)
+                row = expert * at.rows_per_expert + int(layout_range[expert, rank] >> 32)
                 there = slots.slot_offset(slot_set, expert, self._rank, 0)
                 pieces[rank].append((own + row * message_bytes, there, int(counts[expert]) * message_bytes))
             self._ranges(rank, slot_set, len(counts))[:] = counts
@@ -116,8 +94,8 @@ class LowLatencyTransport:
         for rank in self.ranks:
             self._transport.send(rank, [], [(offset, call.number)])
 
-    def _lists(self, places: Any, slot_set: int, rank: int) -> Piece:
-        lists = places.remote_lists
+    def _lists(self, at: SlotAddresses, slot_set: int, rank: int) -> Piece:
+        lists = at.remote_lists
         here = self._heap_address + lists.outgoing(slot_set, rank)
         return here, lists.incoming(slot_set, self._rank), lists.num_bytes
 

@@ -16,10 +16,12 @@ import numpy as np
 
 from anyep import formats
 from anyep.calls import FUNCTIONS
-from anyep.layout import RECORD_HEADER_BYTES
+from anyep.layout import NUM_MAILBOXES, RECORD_HEADER_BYTES
 from anyep.sizes import LowLatencySizes
 
 NUM_WORDS: Final = RECORD_HEADER_BYTES // 8
+REFUSAL_TEXTS: Final = NUM_MAILBOXES
+"""The number of the first text for low-latency calls; those before it are for normal-mode calls."""
 
 
 class Format(IntEnum):
@@ -56,13 +58,13 @@ SIGNATURE_WORDS: Final = {
 AGREEING_WORDS: Final = (int(Field.REFUSED), int(SIGNATURE[-1]) + 1)
 
 
-def record(kind: int, sizes: LowLatencySizes | None = None, travel: int = Format.BF16) -> Any:
+def header_of(kind: int, sizes: LowLatencySizes | None = None, travel: int = Format.BF16) -> Any:
     """A header with a signature; without sizes, the header of a refused call."""
-    return _record(kind, sizes, travel).copy()
+    return _header(kind, sizes, travel).copy()
 
 
 @lru_cache(maxsize=64)
-def _record(kind: int, sizes: LowLatencySizes | None, travel: int) -> Any:
+def _header(kind: int, sizes: LowLatencySizes | None, travel: int) -> Any:
     words = np.zeros(NUM_WORDS, np.int64)
     words[Field.KIND] = kind
     if sizes is None:

@@ -1,0 +1,739 @@
+"""The operations of low-latency mode on a GPU: kernels, with every wait in a kernel.
+
+Each half of a call is two kernels: `open_call` and one that sends, `receive_records` and one that takes rows.
+The host waits for nothing. It knows neither when a call is over nor, as graphs may be replayed, what its
+number is: the numbers are in the GPU's memory, and which of the two sets of slots a call has is found there.
+Calls with hooks run on the caller's stream, the others on the communication stream. All halves run in the
+order in which the host made them, whatever their streams.
+
+Where ranks may be masked, kernels mask those that do not come; hosts meet only to unmask them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from anyep import diagnosis, ending, outcomes, records
+from anyep.backends.base import (
+    Agreement,
+    LowLatencyControl,
+    LowLatencyInput,
+    LowLatencyResults,
+    LowLatencyTokens,
+    LowLatencyWork,
+)
+from anyep.backends.cuda import constants
+from anyep.backends.cuda.device_control import DeviceControl
+from anyep.backends.cuda.kernels import slots as kernels
+from anyep.backends.cuda.tiles import block_of
+from anyep.calls import Array, Call, Phase, Stall, name_of_call
+from anyep.errors import AnyEPError, BufferBroken, InvalidCall, Masked, no_expert
+from anyep.events import EventHandle
+from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
+from anyep.outcomes import still_missing
+from anyep.records import REFUSAL_TEXTS, Format
+from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
+
+CHANNELS: Final = 128
+CAST_BLOCKS: Final = 16
+"""Blocks of 128 values that a program casts or copies at once: 16 values per thread."""
+SUM_BLOCKS: Final = 8
+LIST_CHOICES: Final = 1024
+PACK_TILE: Final = (2, 1024, 64)
+"""Rows, words and scale words that a program handles at once."""
+LIST_TILE: Final = 128
+RECORD_TILE: Final = 32
+SEARCH_TILE: Final = 32
+MOST_SHARES: Final = 64
+PROGRAMS_PER_SM: Final = 16
+UNKNOWN_GRAPH: Final = -1
+Launch = Callable[[Any], None]
+ErrorOf = Callable[[Call, int, int], AnyEPError]
+
+
+class Reporter(Protocol):
+    """Reads what kernels have reported."""
+
+    def add(self, report: Array, error_of: ErrorOf) -> None: ...
+    def read(self, report: Array, error_of: ErrorOf) -> AnyEPError | None: ...
+    def end_of_wait(self, call: Call, code: int, stall: Stall, phase: str) -> AnyEPError: ...
+
+
+class WorkingControl(LowLatencyControl, Protocol):
+    """A control plane that can be asked whether it still works."""
+
+    def check_works(self) -> None: ...
+
+
+class GpuLowLatencyOps(ending.Part):
+    """Low-latency mode on a GPU."""
+
+    def __init__(
+        self,
+        device_control: DeviceControl,
+        reports: Reporter,
+        control: WorkingControl,
+        ranks_on_gpu: int,
+        can_shrink: bool,
+    ) -> None:
+        self._device_control = device_control
+        self._reports = reports
+        self._control = control
+        self._gpu = device_control.gpu
+        self._rank, self._num_ranks = device_control.rank, device_control.num_ranks
+        self._region: ControlRegion = device_control.region
+        self._heap = device_control.heap
+        self._can_shrink = can_shrink
+        self._order = _Order(self._gpu)
+        self._unheard: AnyEPError | None = None
+        """The error of an earlier call, for the next one to raise."""
+        self._report = self._gpu.words(constants.REPORTED_HEADERS + records.NUM_WORDS * self._num_ranks)
+        reports.add(self._report, self._error_of)
+        self._words = self._constants()
+        self._device_constants = self._gpu.table(self._words)
+        self._generations = self._gpu.table([0] * self._num_ranks)
+        self._blocks = {"NUM_RANKS": self._num_ranks, "RANK_BLOCK": device_control.rank_block}
+        self._shrink = {"CAN_SHRINK": can_shrink, **self._blocks}
+        self._programs = max(1, PROGRAMS_PER_SM * int(self._gpu.num_sms) // ranks_on_gpu)
+        # It tells the kernels of all ranks the generation of a rank. A kernel that waits also reads it at its
+        # host.
+        tell_kernels = partial(
+            device_control.launcher(kernels.mask_rank, 1, **self._blocks),
+            self._gpu.side_stream,
+            (1,),
+            self._device_constants,
+            device_control.heaps,
+        )
+        # When it is needed it may be too late to load it.
+        tell_kernels(-1, 0)
+        self.kernel_masks = GpuMasks(self._region, self._heap, self._gpu, self._num_ranks, tell_kernels)
+        self._known: dict[LowLatencySizes, SlotTables] = {}
+        self._at: SlotTables | None = None
+        self._calls_with_slots = 0
+        self._work_in_flight: dict[Call, LowLatencyWork] = {}
+        self.agreement = Agreement()
+        self.masked_out: Callable[[], AnyEPError] = partial(diagnosis.masked_out, self._rank)
+        ending.register(self)
+
+    def _constants(self) -> list[int]:
+        region = self._region
+        record, packed = region.blocks.record, region.blocks.packed
+        words: list[int] = self._device_control.constants.tolist()
+        words[constants.REPORT] = int(self._report.ctypes.data)
+        words += [0] * (constants.NUM_LOW_LATENCY_CONSTANTS - len(words))
+        # The second word of a block that is otherwise used only in the host's heap.
+        words[constants.CALLS_AT] = region.blocks.status.start + 8
+        words[constants.RECORD_AT] = record.start
+        words[constants.RECORD_STRIDE] = record.stride
+        words[constants.RECORD_SET_STRIDE] = record.offset(0, 1) - record.start
+        words[constants.PACKED_AT] = packed.start
+        words[constants.PACKED_SET_STRIDE] = packed.offset(0, 1) - packed.start
+        words[constants.MASK_AT] = region.blocks.mask.start
+        words[constants.MASK_STRIDE] = region.blocks.mask.stride
+        assert packed.stride == words[constants.FLAG_STRIDE]
+        return words
+
+    # Before and after calls
+
+    @property
+    def is_capturing(self) -> bool:
+        capturing: bool = self._gpu.stream.is_capturing()
+        return capturing
+
+    def before_call(self) -> None:
+        """Kernels find out whether this rank is masked."""
+
+    def check_ids(self, topk_idx: torch.Tensor, num_experts: int) -> None:
+        """Ids are checked where kernels read them."""
+
+    def count_rows(self, layout_range: torch.Tensor, src_info: torch.Tensor, max_tokens: int) -> int:
+        """The contents of a handle are checked where kernels read them; the host does not know its rows."""
+        return 0
+
+    def check_zero_copy(self) -> None:
+        if self.is_capturing:
+            raise InvalidCall(
+                "zero_copy cannot be captured in a CUDA graph: a replay may find its slots in the other set;"
+                " leave zero_copy out"
+            )
+
+    def check_not_captured(self, function: str) -> None:
+        if self.is_capturing:
+            raise InvalidCall(f"{function} cannot be captured in a CUDA graph: call it before")
+
+    def use_slots(self, slots: LowLatencySlots) -> None:
+        known = self._known.get(slots.sizes)
+        if known is None:
+            if self.is_capturing:
+                raise InvalidCall(
+                    "the first call with these sizes cannot be captured in a CUDA graph:"
+                    " make such a call before"
+                )
+            known = SlotTables(slots, self._heap.addresses, self._rank, self._gpu)
+            self._known[slots.sizes] = known
+        self._at = known
+        self._calls_with_slots = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made: torch.Tensor = self._gpu.empty(shape, dtype)
+        return made
+
+    def refuse(self, call: Call, error: AnyEPError) -> None:
+        if self.is_capturing:
+            return
+        try:
+            self._control.check_works()
+        except BufferBroken:
+            return
+        text = REFUSAL_TEXTS + call.number % NUM_SLOT_SETS
+        self._control.publish_refusal(text, str(error))
+        state = self._new_state(0)
+
+        def launch(stream: Any) -> None:
+            self._open(stream, state, records.header_of(call.kind), 1 + text, posts=True)
+            self._finish_call(stream, state)
+
+        self._in_line(launch)
+
+    # Work
+
+    def dispatch(self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults) -> LowLatencyWork:
+        at = self._at
+        assert at is not None
+        state = self._new_state(tokens.sizes.num_experts)
+        header = records.header_of(call.kind, tokens.sizes, tokens.travel)
+
+        def send(stream: Any) -> None:
+            self._open(stream, state, header)
+            self._launch_tokens(stream, state, at, tokens)
+
+        def receive(stream: Any) -> None:
+            self._receive_records(stream, state, at.slots.num_local_experts, tokens.wait_stats)
+            self._launch_pack(stream, state, at, tokens, results)
+
+        tensors = (tokens.x, tokens.topk_idx, tokens.expert_stats, tokens.wait_stats, *results, state)
+        return self._new_work(send, receive, tensors)
+
+    def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> LowLatencyWork:
+        at = self._at
+        assert at is not None
+        state = self._new_state(combined.sizes.num_experts)
+        travel = Format.LOGFMT if combined.use_logfmt else Format.BF16
+        header = records.header_of(call.kind, combined.sizes, travel)
+
+        def send(stream: Any) -> None:
+            self._open(stream, state, header)
+            self._launch_rows(stream, state, at, combined)
+
+        def receive(stream: Any) -> None:
+            self._receive_records(stream, state, at.slots.num_local_experts, combined.wait_stats)
+            self._launch_sum(stream, state, at, combined, out)
+
+        tensors = (
+            *(combined.x, combined.topk_idx, combined.topk_weights, combined.src_info),
+            *(combined.layout_range, combined.wait_stats, out, state),
+        )
+        return self._new_work(send, receive, tensors)
+
+    def _new_work(
+        self, send: Launch, receive: Launch, tensors: tuple[torch.Tensor | None, ...]
+    ) -> LowLatencyWork:
+        """The state of the call is the last of its tensors."""
+        return LowLatencyWork(send, receive, tensors, self._gpu.stream.current(), self.is_capturing)
+
+    def run(
+        self, call: Call, work: LowLatencyWork, run_async: bool, on_end: Callable[[], None]
+    ) -> EventHandle | None:
+        self._begin(call)
+
+        def both(stream: Any) -> None:
+            work.send(stream)
+            work.receive(stream)
+
+        self._gpu.stream.begin(None)
+        self._order.run(self._gpu.stream.stream, both)
+        event: EventHandle | None = self._gpu.stream.end(run_async)
+        if run_async:
+            self._keep(work)
+        # The next call runs after this one, whatever the host knows about it.
+        on_end()
+        self._control.end(call)
+        return event
+
+    def send(self, call: Call, work: LowLatencyWork) -> None:
+        self._begin(call)
+        self._order.run(work.stream, work.send)
+        if not work.is_captured:
+            self._work_in_flight[call] = work
+        self._control.end(call)
+
+    def receive(self, call: Call, work: LowLatencyWork, on_end: Callable[[], None]) -> None:
+        self._control.check_works()
+        self._control.enter(call, Phase.RECEIVE)
+        stream = self._gpu.stream.current()
+        try:
+            self._order.run(stream, work.receive)
+        finally:
+            self._work_in_flight.pop(call, None)
+            on_end()
+        if stream != work.stream:
+            self._keep(work)
+        self._control.end(call)
+
+    def release(self, call: Call, work: LowLatencyWork) -> None:
+        if self._work_in_flight.pop(call, None) is not None:
+            state = work.tensors[-1]
+            assert state is not None
+            self._in_line(lambda stream: self._finish_call(stream, state))
+
+    def _begin(self, call: Call) -> None:
+        self._control.enter(call, Phase.SEND)
+        self.agreement.holds = True
+        self._calls_with_slots += 1
+
+    def _keep(self, work: LowLatencyWork) -> None:
+        """Keep the memory of what two streams use until both are done with it."""
+        for tensor in work.tensors:
+            if tensor is not None:
+                self._gpu.used_by_both(tensor)
+
+    def clean(self, call: Call, sizes: LowLatencySizes) -> None:
+        self._control.enter(call, Phase.SEND)
+        state = self._new_state(0)
+        header = records.header_of(call.kind, sizes)
+
+        def launch(stream: Any) -> None:
+            self._open(stream, state, header, posts=True)
+            self._receive_records(stream, state, 0, None)
+            self._finish_call(stream, state)
+
+        self._in_line(launch)
+        self._settle()
+        self._control.end(call)
+
+    def next_combine_rows(self, call: Call, slots: LowLatencySlots) -> torch.Tensor:
+        """Waits for the earlier calls, since only they know which slots come next."""
+        self._control.enter(call, Phase.SEND)
+        state = self._new_state(0)
+        header = records.header_of(call.kind, slots.sizes)
+        self._in_line(lambda stream: self._open(stream, state, header, advances=False))
+        self._settle()
+        number = int(state[constants.NUMBER])
+        messages: torch.Tensor = self._heap.lend(
+            slots.row_offset(number % NUM_SLOT_SETS, 0),
+            (slots.num_local_experts * slots.rows_per_expert, slots.message_bytes // 2),
+            torch.bfloat16,
+            lambda: None,
+        )
+        rows = messages[:, LOW_LATENCY_HEADER_BYTES // 2 :][:, : slots.sizes.hidden]
+        self._control.end(call)
+        return rows.view(slots.num_local_experts, slots.rows_per_expert, slots.sizes.hidden)
+
+    # Masks
+
+    def before_unmask(self) -> None:
+        with contextlib.suppress(Masked):
+            self._settle()
+
+    def unmask(self, work: Callable[[], int], generations: Array) -> int:
+        number = work()
+        # What this rank was told while it was masked is over.
+        self._report[constants.NUM_READ] = self._report[constants.NUM_REPORTS]
+        self._work_in_flight.clear()
+        with self.kernel_masks.beside_kernels():
+            self._generations.copy_(torch.from_numpy(generations))
+            self._heap.tensor(self._words[constants.CALLS_AT], (1,), torch.int64).fill_(number)
+            self._gpu.synchronize()
+        return number
+
+    def _launch_tokens(
+        self, stream: Any, state: torch.Tensor, at: SlotTables, tokens: LowLatencyTokens
+    ) -> None:
+        num_tokens, num_topk = tokens.topk_idx.shape
+        sizes = tokens.sizes
+        slot_block = block_of(num_topk)
+        num_shares = self._shares(num_tokens, -(-sizes.hidden // (CAST_BLOCKS * CHANNELS)))
+        send = self._device_control.launcher(
+            kernels.send_tokens,
+            4,
+            TRAVEL=int(tokens.travel),
+            NUM_TOPK=num_topk,
+            SLOT_BLOCK=slot_block,
+            NUM_SHARES=num_shares,
+            TILE_BLOCKS=CAST_BLOCKS,
+            TILE_TOKENS=max(16, LIST_CHOICES // slot_block),
+            **self._blocks,
+        )
+        send(
+            stream,
+            (sizes.num_experts + num_tokens * num_shares,),
+            *self._common(state),
+            tokens.x.view(torch.uint16),
+            tokens.topk_idx,
+            at.messages,
+            at.lists_for_peers,
+            num_tokens,
+            sizes.hidden,
+            at.message_bytes,
+            at.list_stride,
+            at.slots.num_local_experts,
+        )
+
+    def _launch_pack(
+        self,
+        stream: Any,
+        state: torch.Tensor,
+        at: SlotTables,
+        tokens: LowLatencyTokens,
+        results: LowLatencyResults,
+    ) -> None:
+        num_experts = at.slots.num_local_experts
+        tile_rows, tile_words, tile_scales = PACK_TILE
+        has_scales, has_stats = results.scales is not None, tokens.expert_stats is not None
+        most_shares = -(-tokens.sizes.num_max_tokens // tile_rows)
+        # Twice as many, because the work is uneven.
+        num_shares = min(2 * self._shares(num_experts * self._num_ranks, most_shares), most_shares)
+        pack = self._device_control.launcher(
+            kernels.pack_tokens,
+            4,
+            HAS_SCALES=has_scales,
+            HAS_STATS=has_stats,
+            TILE_ROWS=tile_rows,
+            TILE_WORDS=tile_words,
+            TILE_SCALES=tile_scales,
+            **self._shrink,
+        )
+        pack(
+            stream,
+            (num_experts, self._num_ranks, num_shares),
+            *self._common(state),
+            at.messages,
+            at.lists_of_peers,
+            results.x.view(torch.int32),
+            results.scales.transpose(1, 2).view(torch.int32) if results.scales is not None else state,
+            results.src_info,
+            results.layout_range,
+            results.counts,
+            tokens.expert_stats if has_stats else state,
+            at.message_bytes,
+            at.list_stride,
+            tokens.sizes.hidden * results.x.element_size() // 4,
+            tokens.num_scale_words,
+            num_experts,
+            at.rows_per_expert,
+        )
+
+    def _launch_rows(
+        self, stream: Any, state: torch.Tensor, at: SlotTables, combined: LowLatencyInput
+    ) -> None:
+        num_experts = at.slots.num_local_experts
+        num_shares = self._shares(num_experts, combined.sizes.num_max_tokens)
+        give_back = self._device_control.launcher(
+            kernels.return_rows,
+            4,
+            USE_LOGFMT=combined.use_logfmt,
+            NUM_TOPK=combined.topk_idx.shape[1],
+            NUM_SHARES=num_shares,
+            TILE_BLOCKS=CAST_BLOCKS,
+            TILE_ROWS=LIST_TILE,
+            **self._blocks,
+        )
+        give_back(
+            stream,
+            (num_experts * (self._num_ranks + (0 if combined.zero_copy else num_shares)),),
+            *self._common(state),
+            combined.x.view(torch.uint16) if not combined.zero_copy else state,
+            combined.topk_idx,
+            combined.src_info,
+            combined.layout_range,
+            at.messages,
+            at.lists_for_peers,
+            combined.topk_idx.numel(),
+            combined.sizes.hidden,
+            at.message_bytes,
+            at.list_stride,
+            num_experts,
+            at.rows_per_expert,
+        )
+
+    def _launch_sum(
+        self, stream: Any, state: torch.Tensor, at: SlotTables, combined: LowLatencyInput, out: torch.Tensor
+    ) -> None:
+        num_tokens, num_topk = combined.topk_idx.shape
+        hidden = combined.sizes.hidden
+        tile_blocks = CAST_BLOCKS if combined.use_logfmt else SUM_BLOCKS
+        num_shares = self._shares(num_tokens, -(-hidden // (tile_blocks * CHANNELS)))
+        add_up = self._device_control.launcher(
+            kernels.sum_tokens,
+            4,
+            USE_LOGFMT=combined.use_logfmt,
+            NUM_TOPK=num_topk,
+            SLOT_BLOCK=block_of(num_topk),
+            TILE_LIST=SEARCH_TILE,
+            TILE_BLOCKS=tile_blocks,
+            IN_HARDWARE=self._gpu.rounds_in_hardware,
+            **self._shrink,
+        )
+        add_up(
+            stream,
+            # A call without tokens has to be closed by a program, too.
+            (max(1, num_tokens), num_shares),
+            *self._common(state),
+            combined.topk_idx,
+            combined.topk_weights,
+            at.messages,
+            at.lists_of_peers,
+            out.view(torch.uint16),
+            num_tokens,
+            hidden,
+            at.message_bytes,
+            at.list_stride,
+            at.slots.num_local_experts,
+            at.rows_per_expert,
+        )
+
+    def _shares(self, num_pieces: int, most: int) -> int:
+        """Programs per piece of work, such that the programs of all ranks fill the GPU."""
+        return max(1, min(self._programs // max(1, num_pieces), most, MOST_SHARES))
+
+    # Steps of a call
+
+    def _new_state(self, num_experts: int) -> torch.Tensor:
+        """The state of a call, with room for the ranges of its completion records."""
+        state: torch.Tensor = self._gpu.empty((constants.RANGES + num_experts,), torch.int64)
+        return state
+
+    def _common(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The first arguments of every kernel."""
+        return self._device_constants, self._device_control.heaps, self._generations, state
+
+    def _in_line(self, launch: Launch) -> None:
+        """Run kernels on the communication stream, after earlier and before later work of the caller's."""
+        self._gpu.stream.begin(None)
+        self._order.run(self._gpu.stream.stream, launch)
+        self._gpu.stream.end(False)
+
+    def _open(
+        self,
+        stream: Any,
+        state: torch.Tensor,
+        header: Array,
+        refused: int = 0,
+        posts: bool = False,
+        advances: bool = True,
+    ) -> None:
+        launch = self._device_control.launcher(
+            kernels.open_call, 1, ADVANCES=advances, POSTS=posts, **self._shrink
+        )
+        words = header[records.Field.KIND : records.Field.FORMAT + 1].tolist()
+        launch(stream, (1,), *self._common(state), *words, refused)
+
+    def _receive_records(
+        self, stream: Any, state: torch.Tensor, num_experts: int, wait_stats: torch.Tensor | None
+    ) -> None:
+        launch = self._device_control.launcher(
+            kernels.receive_records,
+            1,
+            HAS_STATS=wait_stats is not None,
+            TILE_EXPERTS=min(RECORD_TILE, max(2, block_of(num_experts))),
+            **self._shrink,
+        )
+        launch(stream, (1,), *self._common(state), state if wait_stats is None else wait_stats, num_experts)
+
+    def _finish_call(self, stream: Any, state: torch.Tensor) -> None:
+        launch = self._device_control.launcher(kernels.finish_call, 1, **self._shrink)
+        launch(stream, (1,), *self._common(state))
+
+    # What went wrong
+
+    def _settle(self) -> None:
+        """Wait until all calls are over, and raise their error if there is one."""
+        self._gpu.synchronize_device()
+        self.listen()
+        self.raise_earlier()
+
+    def listen(self) -> None:
+        """Check for errors of earlier calls; one that ends this rank's part in them is raised at once."""
+        self._unheard = self._unheard or self._reported()
+
+    def raise_earlier(self) -> None:
+        error, self._unheard = self._unheard, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Its traceback holds this frame, and thereby the frames of all callers.
+            del error
+
+    def _reported(self) -> AnyEPError | None:
+        """The error that a kernel has reported since the last check."""
+        error = self._reports.read(self._report, self._error_of)
+        if not isinstance(error, Masked):
+            return error
+        try:
+            raise error
+        finally:
+            del error
+
+    def _error_of(self, call: Call, code: int, rank: int) -> AnyEPError:
+        if code == outcomes.DIFFERENT:
+            return self._disagreement(call)
+        if code == outcomes.MASKED:
+            return self.masked_out()
+        if code == outcomes.MISSING:
+            token, expert = divmod(int(self._report[constants.REPORTED_WRONG]), 1 << 32)
+            return InvalidCall(
+                f"topk_idx sends token {token} to expert {expert}, which has no row of it: pass the topk_idx"
+                f" of the dispatch that the handles come from"
+            )
+        if code == outcomes.BAD_IDS:
+            token, column = divmod(int(self._report[constants.REPORTED_WRONG]), 1 << 32)
+            value, num_experts = constants.REPORTED_VALUE, constants.REPORTED_EXPERTS
+            return no_expert(token, column, int(self._report[value]), int(self._report[num_experts]))
+        if code == outcomes.BAD_HANDLE:
+            return InvalidCall(
+                f"the contents of the handle of {call} do not fit together: its ranges must follow each"
+                f" other, and its source indices be in order, below num_max_dispatch_tokens_per_rank"
+            )
+        stall, phase = self._stall(call, rank)
+        return self._reports.end_of_wait(call, code, stall, phase)
+
+    def _stall(self, call: Call, rank: int) -> tuple[Stall, str]:
+        """What a wait waited for, and in which phase."""
+        slot_set = call.number % NUM_SLOT_SETS
+        if self._report[constants.REPORTED_WAIT] == constants.RECORD_AT:
+            what, phase, expected = "completion record", Phase.RECEIVE, call.number
+            block = self._region.blocks.record
+        else:
+            expected = call.number - NUM_SLOT_SETS
+            what = f"receipt of {name_of_call(expected)} (by its hook, if it has one)"
+            phase = Phase.ACKNOWLEDGE
+            block = self._region.blocks.packed
+        seen = [self._word_at(block.offset(peer, slot_set)) for peer in range(self._num_ranks)]
+        # Where ranks can be masked, late ranks have been masked already.
+        missing = [rank] if self._can_shrink else still_missing(seen, expected, rank)
+        return Stall(missing, what, seen[missing[0]], expected), phase.name.lower()
+
+    def _word_at(self, offset: int) -> int:
+        return int(self._heap.tensor(offset, (1,), torch.int64))
+
+    def _disagreement(self, call: Call) -> AnyEPError:
+        headers = self._report[constants.REPORTED_HEADERS :].reshape(self._num_ranks, records.NUM_WORDS)
+        if self._calls_with_slots <= 1:
+            # The ranks may have disagreed about the sizes, and nothing was sent with these sizes before.
+            self.agreement.holds = False
+        refused = headers[:, records.Field.REFUSED]
+        for code, reason in (
+            (kernels.BY_HANDLE, "the contents of its handle do not fit together"),
+            (kernels.BY_IDS, "its topk_idx has an id that is no expert"),
+        ):
+            refusing = np.flatnonzero(refused == code)
+            if len(refusing):
+                return diagnosis.refused_by_kernel(int(refusing[0]), call, reason, self._rank)
+        text = max(0, int(refused.max()) - 1)
+        return self._control.disagreement(
+            call, headers, text, records.SIGNATURE_WORDS, records.word_for_people
+        )
+
+    # The end
+
+    def close(self) -> None:
+        """Forget what will never be received: it refers to this object, and neither would be freed."""
+        self._work_in_flight.clear()
+
+    def is_working(self) -> bool:
+        running: bool = self._gpu.is_running(self.last_use())
+        return running
+
+    def last_use(self) -> Any:
+        """An event after all that was launched outside of graphs."""
+        return self._order.done
+
+
+class GpuMasks:
+    """The masks that kernels know, in the memory of this rank's GPU."""
+
+    def __init__(
+        self,
+        region: ControlRegion,
+        heap: Any,
+        gpu: Any,
+        num_ranks: int,
+        tell_kernels: Callable[[int, int], None],
+    ) -> None:
+        block = region.blocks.mask
+        self._gpu = gpu
+        self._num_ranks = num_ranks
+        self._rows = heap.tensor(block.start, (num_ranks * block.stride // 8,), torch.int64)
+        self.tell = tell_kernels
+
+    def newest(self) -> Array:
+        with self.beside_kernels():
+            rows: Array = self._rows.cpu().numpy().reshape(self._num_ranks, -1)
+        newest: Array = rows[:, : self._num_ranks].max(axis=0)
+        return newest
+
+    def beside_kernels(self) -> contextlib.AbstractContextManager[Any]:
+        """Work of torch inside this context does not wait for waiting kernels (but see `side_stream`)."""
+        side = self._gpu.side_stream
+        return contextlib.nullcontext() if side is None else torch.cuda.stream(side)
+
+
+class _Order:
+    """Makes kernels run in the order in which the host launches them, whatever their streams."""
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu = gpu
+        self.done = gpu.now()
+        """An event after the last launch outside of graphs."""
+        self._done_in_graph = gpu.now()
+        self._last: tuple[int, Any] = (0, gpu.stream.stream)
+        """The graph that the last launch was captured in, 0 for none, and its stream."""
+        self._lock = threading.Lock()
+
+    def run(self, stream: Any, launch: Launch) -> None:
+        """Launch kernels on a stream, after everything that was launched before."""
+        with self._lock:
+            graph = 0
+            if self._gpu.stream.is_capturing():
+                graph = self._gpu.stream.graph() or UNKNOWN_GRAPH
+            last_graph, last_stream = self._last
+            done = self._done_in_graph if graph else self.done
+            # A graph can only wait for its own work; the caller orders its replays.
+            if graph == last_graph != UNKNOWN_GRAPH and stream != last_stream:
+                stream.wait_event(done)
+            launch(stream)
+            done.record(stream)
+            self._last = (graph, stream)
+
+
+class SlotTables:
+    """The addresses of a layout of slots, by set and then by rank, in tables for kernels."""
+
+    def __init__(self, slots: LowLatencySlots, heap_addresses: Sequence[int], rank: int, gpu: Any) -> None:
+        self.slots = slots
+        self.message_bytes = slots.message_bytes
+        self.rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
+        self.list_stride = self.rows_per_expert * slots.message_bytes
+        """Bytes from one expert's list to the next."""
+        sets, ranks = range(NUM_SLOT_SETS), range(slots.num_ranks)
+
+        def table(address: Callable[[int, int], int]) -> Any:
+            return gpu.table([address(slot_set, other) for slot_set in sets for other in ranks])
+
+        def list_at(slot_set: int, reader: int) -> int:
+            return slots.slot_offset(slot_set, 0, reader, 0)
+
+        self.messages = table(lambda slot_set, other: heap_addresses[other] + slots.row_offset(slot_set, 0))
+        """The address of each rank's first message."""
+        self.lists_for_peers = table(lambda slot_set, other: heap_addresses[rank] + list_at(slot_set, other))
+        """The address of the list for each peer's first expert, in this rank's own memory."""
+        self.lists_of_peers = table(lambda slot_set, other: heap_addresses[other] + list_at(slot_set, rank))
+        """The address of the list that each peer keeps for this rank's first expert."""
