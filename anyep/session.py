@@ -90,13 +90,16 @@ class Session:
                 self.close()
             else:
                 self.control.close()
+            # The traceback holds this frame; what was mapped has to go all the same.
+            del connection
+            self.__dict__.clear()
             raise
 
     @property
     def windows(self) -> Windows:
         return self.normal.windows
 
-    def _rings(self, connection: Connection) -> Rings:
+    def _rings(self) -> Rings:
         options, topology = self.options, self.topology
         node = NodeRings(
             self.region.num_bytes, options.num_nvl_bytes, topology.ranks_per_node, topology.num_nodes
@@ -111,7 +114,7 @@ class Session:
         control, options = self.control, self.options
         memory = WarmMemory(cpu.PrivateBlock(connection.num_result_bytes, "results", control.rank))
         stream, team = cpu.Stream(), cpu.Team(max(1, num_cores() // control.num_ranks))
-        rings = self._rings(connection)
+        rings = self._rings()
         mover = RowMover(
             control, self.region, self.topology, connection.heaps, connection.windows, rings, team
         )
@@ -190,7 +193,7 @@ class Session:
             masks = Masks(self.control, self.region, low_latency.kernel_masks)
             start = self.region.num_bytes + options.num_nvl_bytes
             self.low_latency = LowLatencyMode(self.control, low_latency, masks, start, options.num_rdma_bytes)
-        rings = self._rings(connection)
+        rings = self._rings()
         ops = GpuNormalOps(
             gpu_connection.device_control,
             gpu_connection.reports,

@@ -389,12 +389,14 @@ class LowLatencyInput:
     wait_stats: torch.Tensor | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LowLatencyWork:
     """The two halves of a call, and the tensors that they use; only its backend knows what they take."""
 
     send: Callable[..., None]
     receive: Callable[..., None]
+    release: Callable[[], None]
+    """Lets the senders go on whose rows will not be received; it holds no tensor of the user's."""
     tensors: tuple[torch.Tensor | None, ...] = ()
     stream: Any = None
     is_captured: bool = False
@@ -499,14 +501,14 @@ class LowLatencyOps(Protocol):
     def receive(self, call: Call, work: LowLatencyWork, on_end: Callable[[], None]) -> None:
         """Do the second half."""
 
-    def release(self, call: Call, work: LowLatencyWork) -> None:
-        """Let the senders go on whose rows of a call will not be received."""
-
     def refuse(self, call: Call, error: AnyEPError) -> None:
         """Tell the peers that this rank's call was wrong."""
 
     def clean(self, call: Call, sizes: LowLatencySizes) -> None:
         """Return when all ranks want these sizes and need nothing of earlier calls."""
+
+    def wait_for_earlier(self) -> None:
+        """Wait until earlier calls are over, where the next one would wait for them on the host."""
 
     def next_combine_rows(self, call: Call, slots: LowLatencySlots) -> torch.Tensor:
         """Where a combine with zero copy looks for its rows; waits until they may be written."""
@@ -514,8 +516,8 @@ class LowLatencyOps(Protocol):
     def before_unmask(self) -> None:
         """Wait for earlier calls, and raise their errors."""
 
-    def unmask(self, work: Callable[[], int], generations: Array) -> int:
-        """Run a round that unmasks ranks, after all earlier calls; the call number to go on from.
+    def unmask(self, work: Callable[[], int], generations: Array) -> None:
+        """Run a round that unmasks ranks, after all earlier calls; it returns the call number to go on from.
 
         `generations` are those of the ranks, as the round leaves them.
         """

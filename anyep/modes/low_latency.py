@@ -61,7 +61,8 @@ class LowLatencyMode:
         """The calls that were sent and whose hooks have not been called."""
         self._unfilled: list[int | None] = [None] * NUM_SLOT_SETS
         """The addresses of the layout ranges that these calls will fill."""
-        self._dropped: deque[tuple[Call, LowLatencyWork]] = deque()
+        self._dropped: deque[tuple[Call, Callable[[], None]]] = deque()
+        """Calls whose hooks were dropped, and what releases their slots."""
         self._num_open = 0
         """Calls that may not be over yet."""
         self._slots: LowLatencySlots | None = None
@@ -208,6 +209,7 @@ class LowLatencyMode:
         self._control.check_works()
         self._forget_dropped_hooks()
         self._check_set_is_free(call.number)
+        self.ops.wait_for_earlier()
         rows = self._guarded(call, lambda: self.ops.next_combine_rows(call, self._slots_for(sizes)))
         self._lent_for = (call.number, sizes)
         return rows
@@ -265,18 +267,18 @@ class LowLatencyMode:
     def hook_was_dropped(self, call: Call, work: LowLatencyWork) -> None:
         """Called by the garbage collector, at any time and in any thread: appending is all that is safe."""
         if not work.is_captured:
-            self._dropped.append((call, work))
+            self._dropped.append((call, work.release))
 
     def _forget_dropped_hooks(self) -> None:
         """Free the slots of calls that can no longer be received; the ranks that wait for that are told."""
         while self._dropped:
-            call, work = self._dropped.popleft()
+            call, release = self._dropped.popleft()
             slot_set = call.number % NUM_SLOT_SETS
             if self._in_flight[slot_set] == call:
                 self._in_flight[slot_set] = None
                 self._unfilled[slot_set] = None
                 self._call_is_over()
-                self.ops.release(call, work)
+                release()
 
     # Masks
 

@@ -89,14 +89,15 @@ class NormalMode:
         self, call: Call, request: Dispatch, previous: EventOverlap | None, run_async: bool
     ) -> Dispatched:
         """A dispatch that determines its routing."""
-        payload = self.ops.aligned_payload(request.payload)
-        if payload is not request.payload:
-            request = request._replace(payload=payload)
         work = self._dispatch_worst_case if request.num_worst_tokens else self._dispatch_counted
         ops = self.ops.start(call, previous, run_async)
-        return self._guarded(
-            call, lambda: work(ops, request), checks_ids=request.payload.topk_idx is not None
-        )
+
+        def whole_call() -> Dispatched:
+            payload = self.ops.aligned_payload(request.payload)
+            is_aligned = payload is request.payload
+            return work(ops, request if is_aligned else request._replace(payload=payload))
+
+        return self._guarded(call, whole_call, checks_ids=request.payload.topk_idx is not None)
 
     def _dispatch_counted(self, ops: NormalCall, request: Dispatch) -> Dispatched:
         """Learn the number of rows from the notify messages, then allocate exactly as many."""
@@ -149,19 +150,19 @@ class NormalMode:
         run_async: bool,
     ) -> Dispatched:
         """A dispatch along the routing of a handle: short messages, no counts."""
-        payload = self.ops.aligned_payload(payload)
         ops = self.ops.start(call, previous, run_async)
 
         def whole_call() -> Dispatched:
-            header = self._dispatch_header(payload, config, NO_EXPERTS)
-            window = offer_exactly(header, self.windows, payload, routing.num_recv_rows)
-            results = ops.new_results(payload, routing, window)
+            rows = self.ops.aligned_payload(payload)
+            header = self._dispatch_header(rows, config, NO_EXPERTS)
+            window = offer_exactly(header, self.windows, rows, routing.num_recv_rows)
+            results = ops.new_results(rows, routing, window)
             ops.begin()
-            ops.notify_by_handle(header, payload, routing)
-            ops.send_rows(payload, routing, results, config, NO_EXPERTS, is_new=False)
+            ops.notify_by_handle(header, rows, routing)
+            ops.send_rows(rows, routing, results, config, NO_EXPERTS, is_new=False)
             ops.barrier(Phase.RECEIVE)
-            ops.unpack(payload, routing, results, is_new=False, pads=False)
-            return _dispatched(results, [], routing, ops.end(*_tensors_of(payload)))
+            ops.unpack(rows, routing, results, is_new=False, pads=False)
+            return _dispatched(results, [], routing, ops.end(*_tensors_of(rows)))
 
         return self._guarded(call, whole_call)
 
@@ -169,23 +170,23 @@ class NormalMode:
         self, call: Call, combined: CombineInput, previous: EventOverlap | None, run_async: bool
     ) -> Combined:
         """The reverse direction: sum every token's rows at its source."""
-        combined = self.ops.aligned_input(combined)
         ops = self.ops.start(call, previous, run_async)
 
         def whole_call() -> Combined:
-            x, weights, num_tokens = combined.x, combined.topk_weights, combined.routing.num_tokens
+            rows = self.ops.aligned_input(combined)
+            x, weights, num_tokens = rows.x, rows.topk_weights, rows.routing.num_tokens
             out = ops.empty((num_tokens, x.shape[1]), x.dtype)
             out_weights = None
             if weights is not None:
                 out_weights = ops.empty((num_tokens, weights.shape[1]), torch.float32)
-            header = self._combine_header(combined)
+            header = self._combine_header(rows)
             ops.begin()
-            ops.stage(combined, header)
-            ops.notify_by_handle(header, None, combined.routing)
-            ops.reduce(combined, out, out_weights)
+            ops.stage(rows, header)
+            ops.notify_by_handle(header, None, rows.routing)
+            ops.reduce(rows, out, out_weights)
             # x must not change until every reader is done.
             ops.barrier(Phase.ACKNOWLEDGE)
-            return Combined(out, out_weights, ops.end(x, weights, out, out_weights, *combined.biases))
+            return Combined(out, out_weights, ops.end(x, weights, out, out_weights, *rows.biases))
 
         return self._guarded(call, whole_call)
 

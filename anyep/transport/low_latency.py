@@ -79,7 +79,7 @@ class LowLatencyTransport:
         for rank in self.ranks:
             num_bytes = RECORD_HEADER_BYTES + COUNTER_BYTES * num_experts
             if refusal:
-                text = refusal.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+                text = refusal.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
                 self._transport.outbox(rank, start + RECORD_HEADER_BYTES, TEXT_BYTES)[:] = np.frombuffer(
                     text, np.uint8
                 )

@@ -182,6 +182,7 @@ def test_a_slot_by_hand() -> None:
     assert slots.num_local_experts == 2
     assert slots.message_bytes == 32
     assert slots.send_offset(0) == 128
+    assert slots.rows_per_expert == 2 * 4
     assert slots.send_offset(1) == 128 + 4 * 4 * 32
     assert slots.row_offset(1, 3) == slots.send_offset(1) + 3 * 32
     assert slots.recv_offset(0) == 128 + 2 * 512

@@ -236,9 +236,13 @@ class BetweenNodes:
         lanes = routing.lanes(self._topology)
         cursor = first_tokens(payload.num_tokens, channels)
         results_at = [results.x.data_ptr(), results.source.ctypes.data, *addresses_beside(results)]
-        next_rows = np.zeros((0, 0, 0), np.int64)
+        next_rows, relayed_to = np.zeros((0, 0, 0), np.int64), lanes.relayed_to
         if is_new:
-            next_rows = plan.next_rows(decision.counts.matrix, decision.counts.relayed)
+            # The kernel is about to write into the new handle which rows go where; the messages say how many.
+            relayed = decision.counts.relayed
+            assert relayed is not None
+            next_rows = plan.next_rows(decision.counts.matrix, relayed)
+            relayed_to = relayed[:, : len(here)].sum(axis=(0, 2))
         arguments = (
             np.repeat(cursor[:, None], self._topology.num_nodes, axis=1),
             *rings.counts(),
@@ -259,8 +263,6 @@ class BetweenNodes:
         streaming = int(decision.num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
         sent, to_relay = routing.rdma_channel_prefix_matrix[:, -1], lanes.relayed.sum(axis=1)
         to_take = lanes.num_rows.sum(axis=(0, 2)) if not mine else np.zeros(len(here), np.int64)
-        # In a new handle the kernel will write which rows go where; the messages say how many.
-        relayed_to = decision.counts.relayed[:, : len(here)].sum(axis=(0, 2)) if is_new else lanes.relayed_to
         self._run(
             call,
             cpu.dispatch_between_nodes,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -49,8 +50,8 @@ class RemoteReaders(Protocol):
 
     @property
     def ranks(self) -> tuple[int, ...]: ...
-    def tokens(self, at: Any, slot_set: int, topk_idx: Array, num_payload_bytes: int) -> Pieces: ...
-    def rows(self, at: Any, slot_set: int, layout_range: Array) -> Pieces: ...
+    def tokens(self, at: SlotAddresses, slot_set: int, topk_idx: Array, num_payload_bytes: int) -> Pieces: ...
+    def rows(self, at: SlotAddresses, slot_set: int, layout_range: Array) -> Pieces: ...
     def post(self, call: Call, pieces: Pieces, num_experts: int, refusal: str = "") -> None: ...
     def tell_packed(self, call: Call) -> None: ...
 
@@ -153,7 +154,7 @@ class CpuLowLatencyOps:
             self._pack(call, at, tokens, ranges, num_rows, results)
             self._finish(call)
 
-        return LowLatencyWork(send, receive)
+        return LowLatencyWork(send, receive, partial(self._tell_packed, call))
 
     def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> LowLatencyWork:
         at = self._addresses
@@ -176,7 +177,7 @@ class CpuLowLatencyOps:
                     f" has no row of it: pass the topk_idx of the dispatch that the handles come from"
                 )
 
-        return LowLatencyWork(send, receive)
+        return LowLatencyWork(send, receive, partial(self._tell_packed, call))
 
     def run(
         self, call: Call, work: LowLatencyWork, run_async: bool, on_end: Callable[[], None]
@@ -206,9 +207,6 @@ class CpuLowLatencyOps:
 
         self._stream.run(receive)
 
-    def release(self, call: Call, work: LowLatencyWork) -> None:
-        self._tell_packed(call)
-
     def refuse(self, call: Call, error: AnyEPError) -> None:
         def tell() -> None:
             self._wait_until_writable(call)
@@ -231,6 +229,9 @@ class CpuLowLatencyOps:
 
         self._stream.run(whole_call)
 
+    def wait_for_earlier(self) -> None:
+        self._stream.synchronize()
+
     def next_combine_rows(self, call: Call, slots: LowLatencySlots) -> torch.Tensor:
         def wait() -> None:
             self._wait_until_writable(call)
@@ -251,10 +252,11 @@ class CpuLowLatencyOps:
     def before_unmask(self) -> None:
         """All earlier calls have raised their errors."""
 
-    def unmask(self, work: Callable[[], int], generations: Array) -> int:
-        """Run a round that unmasks ranks, after all earlier calls; the call number to go on from."""
-        self._all_over_until = self._stream.run(work)
-        return self._all_over_until
+    def unmask(self, work: Callable[[], int], generations: Array) -> None:
+        def whole_round() -> None:
+            self._all_over_until = work()
+
+        self._stream.run(whole_round)
 
     # Sending
 

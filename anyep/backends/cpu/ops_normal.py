@@ -7,7 +7,8 @@ their result. `end` runs the rest: in the caller's thread, or asynchronously in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -359,15 +360,18 @@ class CpuCall:
         self._steps.append(lambda: self._mover.unpack(payload, results, self.decision, is_new))
 
     def end(self, *used: torch.Tensor | None) -> EventHandle | None:
+        # The steps refer to this object: if it kept them, a call that never runs would be freed late.
+        steps, self._steps = self._steps, []
+        finish = partial(self._finish, steps)
         if not self._run_async:
-            self._ops.stream.run(self._finish)
+            self._ops.stream.run(finish)
             return None
-        control, call = self._control, self._call
-        return self._ops.stream.submit(lambda: control.guarded(call, self._finish))
+        return self._ops.stream.submit(partial(self._control.guarded, self._call, finish))
 
-    def _finish(self) -> None:
+    def _finish(self, steps: Sequence[Step]) -> None:
         try:
-            self._run_steps()
+            for step in steps:
+                step()
             self._control.end(self._call)
         finally:
             for window in self._staged:

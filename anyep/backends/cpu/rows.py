@@ -59,7 +59,7 @@ class NotifyCounts(NamedTuple):
     matrix: Array
     by_channel: Array
     by_expert: Array
-    relayed: Any = None
+    relayed: Array | None = None
     """Between nodes: rows and tokens that this rank relays, by [node, rank of this node, channel]."""
 
 

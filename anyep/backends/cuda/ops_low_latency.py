@@ -219,7 +219,7 @@ class GpuLowLatencyOps(ending.Part):
             self._launch_pack(stream, state, at, tokens, results)
 
         tensors = (tokens.x, tokens.topk_idx, tokens.expert_stats, tokens.wait_stats, *results, state)
-        return self._new_work(send, receive, tensors)
+        return self._new_work(call, state, send, receive, tensors)
 
     def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> LowLatencyWork:
         at = self._at
@@ -240,13 +240,19 @@ class GpuLowLatencyOps(ending.Part):
             *(combined.x, combined.topk_idx, combined.topk_weights, combined.src_info),
             *(combined.layout_range, combined.wait_stats, out, state),
         )
-        return self._new_work(send, receive, tensors)
+        return self._new_work(call, state, send, receive, tensors)
 
     def _new_work(
-        self, send: Launch, receive: Launch, tensors: tuple[torch.Tensor | None, ...]
+        self,
+        call: Call,
+        state: torch.Tensor,
+        send: Launch,
+        receive: Launch,
+        tensors: tuple[torch.Tensor | None, ...],
     ) -> LowLatencyWork:
-        """The state of the call is the last of its tensors."""
-        return LowLatencyWork(send, receive, tensors, self._gpu.stream.current(), self.is_capturing)
+        release = partial(self._release, call, state)
+        stream = self._gpu.stream.current()
+        return LowLatencyWork(send, receive, release, tensors, stream, self.is_capturing)
 
     def run(
         self, call: Call, work: LowLatencyWork, run_async: bool, on_end: Callable[[], None]
@@ -287,10 +293,9 @@ class GpuLowLatencyOps(ending.Part):
             self._keep(work)
         self._control.end(call)
 
-    def release(self, call: Call, work: LowLatencyWork) -> None:
+    def _release(self, call: Call, state: torch.Tensor) -> None:
+        """Let the senders go on whose rows will not be received."""
         if self._work_in_flight.pop(call, None) is not None:
-            state = work.tensors[-1]
-            assert state is not None
             self._in_line(lambda stream: self._finish_call(stream, state))
 
     def _begin(self, call: Call) -> None:
@@ -318,6 +323,9 @@ class GpuLowLatencyOps(ending.Part):
         self._settle()
         self._control.end(call)
 
+    def wait_for_earlier(self) -> None:
+        """Kernels wait for earlier calls."""
+
     def next_combine_rows(self, call: Call, slots: LowLatencySlots) -> torch.Tensor:
         """Waits for the earlier calls, since only they know which slots come next."""
         self._control.enter(call, Phase.SEND)
@@ -342,16 +350,16 @@ class GpuLowLatencyOps(ending.Part):
         with contextlib.suppress(Masked):
             self._settle()
 
-    def unmask(self, work: Callable[[], int], generations: Array) -> int:
+    def unmask(self, work: Callable[[], int], generations: Array) -> None:
+        # Calls that a masked rank did not receive are given up.
+        self._work_in_flight.clear()
         number = work()
         # What this rank was told while it was masked is over.
         self._report[constants.NUM_READ] = self._report[constants.NUM_REPORTS]
-        self._work_in_flight.clear()
         with self.kernel_masks.beside_kernels():
             self._generations.copy_(torch.from_numpy(generations))
             self._heap.tensor(self._words[constants.CALLS_AT], (1,), torch.int64).fill_(number)
             self._gpu.synchronize()
-        return number
 
     def _launch_tokens(
         self, stream: Any, state: torch.Tensor, at: SlotTables, tokens: LowLatencyTokens

@@ -427,7 +427,10 @@ class GpuCall:
         source = self._source
         if source is None:
             # A handle has them already, but the ring kernels write them again.
-            source = self.empty((num_rows,), torch.int32) if window < 0 else self._device_control.state
+            source = self._device_control.state
+            if window < 0:
+                source = self.empty((num_rows,), torch.int32)
+                self._used.append(source)
         return Results(x, source, ids, weights, new_scales, window)
 
     # Notify
