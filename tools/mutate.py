@@ -650,6 +650,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, not {options.jobs}")
+    if options.allow < 0:
+        parser.error(f"--allow must not be negative, not {options.allow}")
     try:
         if options.operators:
             mutations = [

@@ -106,8 +106,6 @@ class Results(NamedTuple):
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     scales: torch.Tensor | None
-    window: int = -1
-    """The offset of the window that x lies in; -1 if it lies elsewhere."""
 
 
 class Totals(NamedTuple):

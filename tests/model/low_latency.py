@@ -10,11 +10,11 @@ switches single rules off, to see that each is needed. What a rank's program is 
           sends a refused completion record and acknowledges at once. A third call before the first is
           received takes no number: it fails.
     r1    receive call 1: once it has arrived from every peer, the completion records; if they agree, the
-    lists, and the
-          rows out of the peers' send areas; acknowledge; look whether this rank is masked; return
-    f1    fill: the user writes the rows of call 1, which comes next, into the send area himself
+          lists, and the rows out of the peers' send areas; acknowledge; look whether this rank is masked;
+          return
+    f1    fill: the user writes the rows of call 1, which comes next, into the send area
     w2    wait until rank 2 is masked
-    u2    unmask rank 2 (u12: ranks 1 and 2) in a round of these and all that are not masked: an request to
+    u2    unmask rank 2 (u12: ranks 1 and 2) in a round of these and all that are not masked: a request to
           every rank; once all of them have made theirs, go on
     a2    ask too early: a masked rank 2 makes its request for such a round, and gives up when it has waited
           for long enough
@@ -33,7 +33,7 @@ missed, nor who was masked or unmasked and what was cleaned without it: it takes
 
 The invariants, by the kind of their violation:
 
-    completion record      a completion record read in a call is its sender's for this call
+    completion record   one that is read in a call is its sender's for this call
     list      a list read in a call is its sender's for this call
     rows      the rows that a call returns are those that their sender wrote for this call
     verdict   a call that an unmasked rank refuses or disagrees with raises; no other does, unless masked;
@@ -49,7 +49,7 @@ What is merged into one step, and why nothing is lost by it:
 - A wait and the step after it. What is waited for only grows: once it holds, it goes on holding.
 - The look before a call and the end of the call before. To look later is to look while waiting.
 - The telling of a mask, where the peer has it from somebody else already.
-- Unless `is_fine`: all of a send; all of a receive but its last look and the return; all of an request. Each
+- Unless `is_fine`: all of a send; all of a receive but its last look and the return; all of a request. Each
   reads what others wrote before it writes what others read, and does not wait in between. So whoever can
   interfere between two parts can do so before the first or after the last as well, and breaks the same
   invariant there. A peer that gets its flag later than others do is one that looks later. If the rank dies
@@ -78,7 +78,7 @@ WAITS = (ROWS, RECORD, AWAIT, REJOIN, JOIN)
 BY_PEER = {
     POST: "post",
     FLAG: "arrived",
-    RECORD: "read completion record",
+    RECORD: "read record",
     PULL: "pull",
     ACK: "ack",
     REJOIN: "request",
@@ -119,12 +119,12 @@ class Rules:
     """Else who sees that nobody is masked goes on at once."""
     whole_round: bool = True
     """A round ends when all are there; else also when those to be unmasked are given up."""
-    num_offers: int = 2
+    num_requests: int = 2
     """The requests of a rank take turns: in round n + 1 it may be that somebody still has to see those of
     n."""
     follow: bool = True
     """A masked rank takes over whom the others unmask in the round that names it."""
-    ignore_other_offers: bool = True
+    ignore_other_requests: bool = True
     """The request of a masked rank counts if it is for the same ranks; else it may be one that was given
     up."""
     named_round: bool = True
@@ -183,7 +183,7 @@ class Data(NamedTuple):
     places: int
 
 
-class Offer(NamedTuple):
+class Request(NamedTuple):
     round: int
     ranks: tuple[int, ...]
     """To be unmasked."""
@@ -212,7 +212,7 @@ class Rank(NamedTuple):
     """How often a clean has moved the places."""
     round: int
     """The last one that has ended."""
-    offered: int
+    requested: int
     """The round that this rank is in."""
     returning: tuple[int, ...]
     """Whom it wants to be unmasked there."""
@@ -237,7 +237,7 @@ class Heap(NamedTuple):
     """The send areas, by set."""
     masks: tuple[int, ...]
     """Generations, by writer and subject."""
-    requests: tuple[Offer | None, ...]
+    requests: tuple[Request | None, ...]
     """By turn and writer."""
 
 
@@ -274,7 +274,7 @@ class LowLatency:
     def start(self) -> State:
         num_ranks, num_sets = self.num_ranks, self.rules.num_sets
         zeros, nothing = (0,) * num_sets * num_ranks, (None,) * num_sets * num_ranks
-        masks, requests = (0,) * num_ranks * num_ranks, (None,) * self.rules.num_offers * num_ranks
+        masks, requests = (0,) * num_ranks * num_ranks, (None,) * self.rules.num_requests * num_ranks
         heap = Heap(zeros, zeros, nothing, nothing, (None,) * num_sets, masks, requests)
         rank = self._dead._replace(is_alive=True)
         return tuple(self._settle(me, rank) for me in range(num_ranks)), (heap,) * num_ranks
@@ -350,7 +350,7 @@ class LowLatency:
             ready = [peer for peer in rank.todo if self._has_arrived(op, rank, peer, heaps[me])]
             if self.is_fine:
                 for peer in ready:
-                    yield Step(me, "read completion record", op.call, peer), self._do(me, op, peer, state)
+                    yield Step(me, "read record", op.call, peer), self._do(me, op, peer, state)
             elif len(ready) == len(rank.todo):
                 yield Step(me, "receive", op.call), self._do_all(me, op, state, (RECORD, PULL, ACK))
         elif rank.phase == REJOIN:
@@ -359,9 +359,9 @@ class LowLatency:
                 yield Step(me, "need no round"), (put(ranks, me, self._next_op(me, rank)), heaps)
             elif self.is_fine:
                 for peer in rank.todo:
-                    yield Step(me, "request", rank.offered, peer), self._do(me, op, peer, state)
+                    yield Step(me, "request", rank.requested, peer), self._do(me, op, peer, state)
             else:
-                yield Step(me, "request", rank.offered), self._do_all(me, op, state, (REJOIN,))
+                yield Step(me, "request", rank.requested), self._do_all(me, op, state, (REJOIN,))
         elif rank.phase in BY_PEER:
             for peer in rank.todo:
                 yield Step(me, BY_PEER[rank.phase], op.call, peer), self._do(me, op, peer, state)
@@ -454,9 +454,9 @@ class LowLatency:
             if me in call.refused_by and self.rules.refusal_acks:
                 theirs = theirs._replace(acked=put(theirs.acked, slot, rank.number))
         elif rank.phase == REJOIN:
-            request = Offer(rank.offered, rank.returning, rank.number, rank.places, rank.generations)
+            request = Request(rank.requested, rank.returning, rank.number, rank.places, rank.generations)
             theirs = theirs._replace(
-                requests=put(theirs.requests, self._offer_slot(rank.offered, me), request)
+                requests=put(theirs.requests, self._request_slot(rank.requested, me), request)
             )
         else:
             sent = self._sent(op, rank)
@@ -540,7 +540,7 @@ class LowLatency:
         rank = ranks[me]
         if op.action == "s" and not self.rules.mask_silent:
             return self._send(me, op, state)
-        num_rounds = rank.offered if rank.phase == JOIN else rank.round
+        num_rounds = rank.requested if rank.phase == JOIN else rank.round
         return put(ranks, me, self._mask(me, rank, {peer: 2 * num_rounds + 1}, True)), heaps
 
     def _mask(self, me: int, rank: Rank, masked: dict[int, int], tell: bool) -> Rank:
@@ -583,7 +583,7 @@ class LowLatency:
         if rank.generations[me] % 2 and self.rules.take_masks:
             views += [
                 request.generations
-                for peer, request in self._offers(me, rank, mine).items()
+                for peer, request in self._requests(me, rank, mine).items()
                 if request.generations[peer] % 2 == 0
             ]
         return put(tuple(map(max, zip(*views, strict=True))), me, rank.generations[me])
@@ -593,21 +593,21 @@ class LowLatency:
         return tuple(
             peer
             for peer in self._peers[me]
-            if (view[peer] % 2 == 0 or peer in rank.returning) and view[peer] <= 2 * rank.offered
+            if (view[peer] % 2 == 0 or peer in rank.returning) and view[peer] <= 2 * rank.requested
         )
 
-    def _offers(self, me: int, rank: Rank, mine: Heap) -> dict[int, Offer]:
+    def _requests(self, me: int, rank: Rank, mine: Heap) -> dict[int, Request]:
         is_masked = rank.generations[me] % 2 == 1
         return {
             peer: request
             for peer in self._peers[me]
-            if (request := mine.requests[self._offer_slot(rank.offered, peer)]) is not None
-            and request.round == rank.offered
+            if (request := mine.requests[self._request_slot(rank.requested, peer)]) is not None
+            and request.round == rank.requested
             and (me in request.ranks or not is_masked or not self.rules.named_round)
             and (
                 request.ranks == rank.returning
                 or not (request.generations[peer] % 2 or (rank.generations[peer] % 2 and not is_masked))
-                or not self.rules.ignore_other_offers
+                or not self.rules.ignore_other_requests
             )
         }
 
@@ -622,56 +622,56 @@ class LowLatency:
             and me in request.ranks
             and (request.generations[me] % 2 or not rules.stay_where_taken_back)
         ]
-        requests, view = self._offers(me, rank, mine), self._view(me, rank, mine)
+        requests, view = self._requests(me, rank, mine), self._view(me, rank, mine)
         taking_part = self._taking_part(me, rank, view)
-        all_given_up = all(view[subject] > 2 * rank.offered for subject in rank.returning)
+        all_given_up = all(view[subject] > 2 * rank.requested for subject in rank.returning)
         others = {request.ranks for peer, request in requests.items() if request.generations[peer] % 2 == 0}
         if is_masked and rules.follow and others - {rank.returning}:
             after = rank._replace(phase=REJOIN, todo=self._peers[me], returning=max(others))
-            yield Step(me, "follow", rank.offered), (put(ranks, me, after), heaps)
+            yield Step(me, "follow", rank.requested), (put(ranks, me, after), heaps)
             return
-        has_newer = is_masked and max(newer, default=0) > rank.offered
+        has_newer = is_masked and max(newer, default=0) > rank.requested
         if has_newer:
             # Also when all requests are there: one may have been missing when this rank looked for it, and
             # have come before this rank looked for newer ones.
-            if any(request and request.generations[me] == 2 * rank.offered for request in mine.requests):
+            if any(request and request.generations[me] == 2 * rank.requested for request in mine.requests):
                 raise Violation("verdict", f"{Step(me, 'find round', max(newer))}: it skips a round")
-            after = rank._replace(phase=REJOIN, todo=self._peers[me], offered=max(newer))
+            after = rank._replace(phase=REJOIN, todo=self._peers[me], requested=max(newer))
             yield Step(me, "find round", max(newer)), (put(ranks, me, after), heaps)
         if all(peer in requests for peer in taking_part) and (taking_part or not is_masked):
             requests = {peer: requests[peer] for peer in taking_part}
         elif has_newer or rules.whole_round or not all_given_up:
             return
         if any(request.ranks != rank.returning for request in requests.values()):
-            raise Violation("verdict", f"{Step(me, 'join', rank.offered)}: disagrees about whom to unmask")
+            raise Violation("verdict", f"{Step(me, 'join', rank.requested)}: disagrees about whom to unmask")
         if is_masked and me not in rank.returning:
-            raise Violation("verdict", f"{Step(me, 'join', rank.offered)}: it stays masked there")
-        number = rank.offered * ROUND if rules.align == "round" else rank.number
+            raise Violation("verdict", f"{Step(me, 'join', rank.requested)}: it stays masked there")
+        number = rank.requested * ROUND if rules.align == "round" else rank.number
         if rules.align == "highest":
             number = max([number, *(request.number for request in requests.values())])
         places = rank.places
         if rules.take_places:
             places = max([places, *(request.places for request in requests.values())])
         unmasked = tuple(
-            max(generation, 2 * rank.offered) if subject in rank.returning else generation
+            max(generation, 2 * rank.requested) if subject in rank.returning else generation
             for subject, generation in enumerate(view)
         )
         joined = rank._replace(
-            position=self._rounds[me][rank.offered - 1],
+            position=self._rounds[me][rank.requested - 1],
             number=number,
             over=number if rules.forget_acks else rank.over,
             sent=() if rules.forget_hooks else rank.sent,
             filled=0,
             places=places,
-            round=rank.offered,
+            round=rank.requested,
             generations=unmasked,
         )
-        yield Step(me, "join", rank.offered), (put(ranks, me, self._next_op(me, joined)), heaps)
+        yield Step(me, "join", rank.requested), (put(ranks, me, self._next_op(me, joined)), heaps)
 
     def _to_round(self, me: int, rank: Rank) -> Rank:
         """A rank that finds itself masked goes to the next round that can unmask it, or stays in it."""
         op, generation = self._op(me, rank), rank.generations[me]
-        if op is not None and op.action in "au" and me in op.ranks and generation < 2 * rank.offered:
+        if op is not None and op.action in "au" and me in op.ranks and generation < 2 * rank.requested:
             return rank
         position = next(
             (
@@ -700,8 +700,8 @@ class LowLatency:
                 return rank._replace(phase=BARRIER, todo=())
             elif op.action == "u" or (op.action == "a" and rank.generations[me] % 2):
                 generation = rank.generations[me]
-                offered = max(rank.round, generation // 2 if generation % 2 else 0) + 1
-                rank = rank._replace(offered=offered, returning=op.ranks)
+                requested = max(rank.round, generation // 2 if generation % 2 else 0) + 1
+                rank = rank._replace(requested=requested, returning=op.ranks)
                 return self._advance(me, rank._replace(phase=REJOIN, todo=self._peers[me]))
             elif op.action == "a":
                 pass
@@ -796,5 +796,5 @@ class LowLatency:
     def _slot(self, number: int, sender: int) -> int:
         return self._set(number) * self.num_ranks + sender
 
-    def _offer_slot(self, number: int, writer: int) -> int:
-        return number % self.rules.num_offers * self.num_ranks + writer
+    def _request_slot(self, number: int, writer: int) -> int:
+        return number % self.rules.num_requests * self.num_ranks + writer

@@ -6,10 +6,10 @@ is two ranks, with two and one blocks in their window heaps, that dispatch and t
 single rules off, to see that each is needed. A call at a rank runs in lanes, four per peer, that take turns
 in any order, as in a progress loop or in parallel GPU programs:
 
-    post      once every peer's notify message n-1 was seen: the notify message, then its number read
-    once all notify messages are posted and the peer's number n was seen: its notify message send      once
-    all notify messages are read: rows into the peer's window, then `arrived`; or rows into its ring receive
-    once all notify messages are read: rows out of the own ring; or pull the peer's x, then `pulled`
+    post      once message n-1 of every peer was read: notify message n, then its number
+    read      once all messages are posted and the peer's number is n: its message
+    send      once all messages are read: rows into the peer's window, then `arrived`; or rows into its ring
+    receive   once all messages are read: rows out of this rank's ring; or the peer's x, then `pulled`
 
 It ends when all lanes are done, and what others do for it: its rows have arrived, its x is pulled. A rank
 that refuses the call only posts. Where a notify message says refused, the call ends when all notify messages
@@ -17,24 +17,23 @@ are read.
 
 The invariants, by the kind of their violation:
 
-    notify message   a notify message read in call n is its sender's n-th
-    block    rows are written only into a block that is open for them in this very call
-    ring     no row is written over one that was not taken yet
-    rows     the rows received are those that the sender sent in this call
-    pull     the rows pulled are those that the owner put there for this call
+    notify message   a message read in call n is its sender's n-th
+    block            rows are written only into a block that is open for them in this very call
+    ring             no row overwrites one that was not taken yet
+    rows             the rows received are those that the sender sent in this call
+    pull             the rows pulled are those that the owner put there for this call
 
 Every step advances a counter, so no state comes back: without a deadlock every rank finishes its program.
 
 What is merged into one step, and why nothing is lost by it:
 - A wait and the step after it. What is waited for only grows: once it holds, it goes on holding.
 - The words of a notify message; the rows into a window; the rows pulled from one. Between them the rank
-publishes
-  nothing and waits for nothing, so whoever can interfere between two of them can do so before the first or
-  after the last as well, and breaks the same invariant there.
+  publishes nothing and waits for nothing, so a rank that can interfere between two of them can do so before
+  the first or after the last as well, and breaks the same invariant there.
 - The end of a call, what the user does then (free blocks, write the next x) and the choice of the next
-  call's block. All this is private to the rank, unless somebody touches its blocks too early or too late.
-  Who does so between two of these can do so before the first, if early, or after the last, if late, and is
-  found out there: a block is open for one call number only, and a row carries the number of its call.
+  call's block. All this is private to the rank, unless another rank touches its blocks too early or too late.
+  A rank that does so between two of these can do so before the first, if early, or after the last, if late,
+  and violates an invariant there: a block is open for one call number only, and a row carries its number.
 
 The user writes over x the moment that combine returns, the worst moment there is. Tensors that die during a
 call need no step of their own, as blocks are chosen only when a call starts. A rank's rows for itself, and
@@ -60,7 +59,7 @@ POST, READ, SEND, RECEIVE, POST_EARLY = SIDES = range(5)
 class Rules:
     num_mailboxes: int = 2
     await_previous_notify: bool = True
-    """Notify message n is written only after every peer's notify message n-1 was seen."""
+    """A rank writes message n only after it has read message n-1 of every peer."""
     all_notify_first: bool = True
     """No data moves before all notify messages are read; else: to and from a peer once its own notify message
     is read."""

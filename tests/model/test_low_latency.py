@@ -298,12 +298,12 @@ HOLES = {
         "completion record",
         LowLatency(("s1 s2 r1 r2 u2 s3", "s1 s2 r1 r2 u2 s3", "s1 s2 u2"), may_die=BY_2),
     ),
-    "one request at a time": Hole(Rules(num_offers=1), DEADLOCK, TWO_ROUNDS),
+    "one request at a time": Hole(Rules(num_requests=1), DEADLOCK, TWO_ROUNDS),
     "a masked rank joins the round of another": Hole(Rules(named_round=False), "verdict", TWO_ROUNDS),
     "a masked rank skips the round that took it back": Hole(
         Rules(stay_where_taken_back=False), "verdict", TWICE
     ),
-    "the request of who gave up lies there": Hole(Rules(ignore_other_offers=False), "verdict", EARLY),
+    "the request of who gave up lies there": Hole(Rules(ignore_other_requests=False), "verdict", EARLY),
     "a masked rank knows better whom to unmask": Hole(Rules(follow=False), "verdict", ASKING),
     "masks of before": Hole(Rules(take_masks=False), DEADLOCK, TWO_ROUNDS),
     "places of before": Hole(

@@ -173,6 +173,7 @@ def test_a_toy(mutate: ModuleType, toy: Path, capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["--jobs", "0"], "--jobs must be at least 1, not 0"),
+        (["--allow", "-1"], "--allow must not be negative, not -1"),
         (["--only", "caught", "--only", "cuaght"], "no change has the id 'cuaght'; --list shows them all"),
         (["--table", "none.toml"], "cannot read the table none.toml"),
         (["--operators", "none.py"], "there is no none.py"),

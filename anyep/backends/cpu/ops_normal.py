@@ -263,7 +263,7 @@ class CpuCall:
             scales = torch.empty((num_rows, token.num_scales), dtype=payload.scales.dtype, device="cpu")
         in_window = window >= 0
         x = self._mover.windows.lend(window, shape, dtype) if in_window else self.empty(shape, dtype)
-        return Results(x, routing.sources, ids, weights, scales, window)
+        return Results(x, routing.sources, ids, weights, scales)
 
     def begin(self) -> None:
         if self._previous is not None:

@@ -119,7 +119,6 @@ class GpuLowLatencyOps(ending.Part):
         self._calls_with_slots = 0
         self._work_in_flight: dict[Call, LowLatencyWork] = {}
         self.agreement = Agreement()
-        self.masked_out: Callable[[], AnyEPError] = partial(diagnosis.masked_out, self._rank)
         ending.register(self)
 
     def _constants(self) -> list[int]:
@@ -594,7 +593,7 @@ class GpuLowLatencyOps(ending.Part):
         if code == outcomes.DIFFERENT:
             return self._disagreement(call)
         if code == outcomes.MASKED:
-            return self.masked_out()
+            return diagnosis.masked_out(self._rank)
         if code == outcomes.MISSING:
             token, expert = divmod(int(self._report[constants.REPORTED_WRONG]), 1 << 32)
             return InvalidCall(
@@ -624,13 +623,10 @@ class GpuLowLatencyOps(ending.Part):
             what = f"receipt of {name_of_call(expected)} (by its hook, if it has one)"
             phase = Phase.ACKNOWLEDGE
             block = self._region.blocks.packed
-        seen = [self._word_at(block.offset(peer, slot_set)) for peer in range(self._num_ranks)]
+        seen = [self._device_control.word_at(block.offset(peer, slot_set)) for peer in range(self._num_ranks)]
         # Where ranks can be masked, late ranks have been masked already.
         missing = [rank] if self._can_shrink else still_missing(seen, expected, rank)
         return Stall(missing, what, seen[missing[0]], expected), phase.name.lower()
-
-    def _word_at(self, offset: int) -> int:
-        return int(self._heap.tensor(offset, (1,), torch.int64))
 
     def _disagreement(self, call: Call) -> AnyEPError:
         headers = self._report[constants.REPORTED_HEADERS :].reshape(self._num_ranks, records.NUM_WORDS)

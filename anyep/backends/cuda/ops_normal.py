@@ -431,7 +431,7 @@ class GpuCall:
             if window < 0:
                 source = self.empty((num_rows,), torch.int32)
                 self._used.append(source)
-        return Results(x, source, ids, weights, new_scales, window)
+        return Results(x, source, ids, weights, new_scales)
 
     # Notify
 
