@@ -175,12 +175,12 @@ def logfmt(kernel: Any, loads: list[str], stores: list[str]) -> Source:
 
 BLOCKS = {"NUM_RANKS": 4, "RANK_BLOCK": 4}
 INT32 = (
-    *("tokens_per_rank", "tokens_per_expert", "position", "rank_prefix", "channel_counts", "counts"),
-    *("expert_counts", "channel_prefix", "recv_channel_prefix", "routing", "send_head", "x", "scales"),
+    *("tokens_per_rank", "tokens_per_expert", "position", "rank_prefix", "channel_counts", "by_rank"),
+    *("by_expert", "channel_prefix", "recv_channel_prefix", "routing", "send_head", "x", "words"),
     "source",
 )
 INT64 = ("digests", "topk_idx", "constants", "heaps", "bases", "state", "targets", "ids")
-NUMBERS_OF_64_BITS = ("told", "message", "totals", "rows_of", "ticket", "offset", "row_bytes", "own_x")
+NUMBERS_OF_64_BITS = ("told", "offset", "row_bytes", "own_x", "results")
 TYPES = {
     "in_rank": "*i8",
     **dict.fromkeys(INT32, "*i32"),
@@ -220,12 +220,18 @@ def send(num_ranks: int, tile_tokens: int, tile_words: int, num_warps: int, all_
     return replace(source, aspects=(*source.aspects, moves, needs_no_more_registers))
 
 
+def types_of_sums(dtype: int, num_biases: int) -> dict[str, str]:
+    """Biases that are not there are tables."""
+    values = "*fp32" if dtype == cpu.FP32 else "*u16"
+    biases = [*[values] * num_biases, "*i64", "*i64"]
+    return {"out.x": values, "biases.first": biases[0], "biases.second": biases[1]}
+
+
 def pull(num_ranks: int, tile_tokens: int, dtype: int, num_biases: int) -> Source:
-    values = dict.fromkeys(("out", "bias_0", "bias_1"), "*fp32" if dtype == cpu.FP32 else "*u16")
     source = normal(
         sums.pull_and_sum,
         32,
-        types=values | {f"bias_{index}": "*i64" for index in range(num_biases, 2)},
+        types=types_of_sums(dtype, num_biases),
         TILE_TOKENS=tile_tokens,
         TILE_VALUES=1024,
         CHUNK_TOKENS=256,
@@ -255,13 +261,6 @@ COUNTING = {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 32, "TILE_TOKENS": 
 
 # Rings
 
-RING_TYPES = {
-    **dict.fromkeys(("topk_idx", "targets", "heaps", "outcome"), "*i64"),
-    **dict.fromkeys(("x", "scales", "send_head", "rank_prefix", "recv_channel_prefix"), "*i32"),
-    **dict.fromkeys(("topk_weights", "out_weights"), "*fp32"),
-    **dict.fromkeys(("results", "abort", "timeout_ns"), "i64"),
-}
-
 
 def ring_aspects(stages: int, num_stores: int) -> tuple[Callable[[str], None], ...]:
     return (
@@ -278,18 +277,18 @@ def ring_dispatch(num_ranks: int, num_warps: int, stages: int, scale_block: int 
     tile = {"TILE_TOKENS": 16, "TILE_WORDS": 256, "STAGES": stages}
     # To all receivers, and to the result.
     aspects = ring_aspects(stages, 1 + num_ranks)
-    return Source(rings.dispatch_through_rings, RING_TYPES, blocks | tile, {"num_warps": num_warps}, aspects)
+    return Source(rings.dispatch_through_rings, TYPES, blocks | tile, {"num_warps": num_warps}, aspects)
 
 
 def ring_combine(num_ranks: int, num_warps: int, stages: int, dtype: int, num_biases: int = 0) -> Source:
-    values = dict.fromkeys(("out", "bias_0", "bias_1"), "*fp32" if dtype == cpu.FP32 else "*u16")
+    types = TYPES | types_of_sums(dtype, num_biases)
     blocks = {"NUM_RANKS": num_ranks, "RANK_BLOCK": num_ranks, "TOPK_BLOCK": 8}
     # 16 bytes per thread at least.
     tile = {"TILE_TOKENS": 16, "TILE_WORDS": 8 * num_warps, "TILE_VALUES": 16 * num_warps, "STAGES": stages}
     kind = {"DTYPE": dtype, "NUM_BIASES": num_biases, "IN_HARDWARE": True}
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     aspects = (*ring_aspects(stages, 2), adds_up)
-    return Source(rings.combine_through_rings, RING_TYPES | values, blocks | tile | kind, options, aspects)
+    return Source(rings.combine_through_rings, types, blocks | tile | kind, options, aspects)
 
 
 # Low latency

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from anyep.backends.cuda.compiled import Leaf, compiled
+
 
 def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> str:
-    """The PTX of a kernel; arguments whose type is not given are i32. Pointers are aligned to 16 bytes, and
-    so are integers: as for the sizes of real calls."""
-    from triton import compile as compile_for
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    """The PTX of a kernel; arguments whose type is not given are i32. The members of groups have types of
+    their own ("x"), or by group ("out.x"). Pointers are aligned to 16 bytes, and so are the integers that a
+    kernel is specialized for: as for the sizes of real calls."""
+    arguments = [param for param in kernel.params if param.name not in constants]
+    leaves = [_leaves(kernel, param, types) for param in arguments]
+    return compiled(kernel, leaves, constants, options, 90).ptx
 
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names
-    }
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, kind in enumerate(signature.values())
-        if kind != "constexpr"
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    text: str = compile_for(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    return text
+
+def _leaves(kernel: Any, param: Any, types: dict[str, str]) -> Any:
+    annotation = inspect.signature(kernel.fn).parameters[param.name].annotation
+    group = kernel.fn.__globals__.get(annotation)
+    if not hasattr(group, "_fields"):
+        return _leaf(types.get(param.name, "i32"), param.do_not_specialize)
+    number = "i64" if param.do_not_specialize else "i32"
+    kinds = [types.get(f"{param.name}.{name}", types.get(name, number)) for name in group._fields]
+    return group(*(_leaf(kind, param.do_not_specialize) for kind in kinds))
+
+
+def _leaf(kind: str, is_free: bool) -> Leaf:
+    return Leaf(kind, kind.startswith("*") or not is_free)
 
 
 def spilled_bytes(ptx: str) -> int:

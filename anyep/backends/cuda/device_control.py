@@ -20,7 +20,8 @@ import torch
 from anyep.backends.base import Control
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.kernels import notify as kernels
-from anyep.backends.cuda.launch import Launcher
+from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
+from anyep.backends.cuda.launch import Fixed, Launcher
 from anyep.backends.cuda.pinned import Headers
 from anyep.backends.cuda.tiles import block_of
 from anyep.calls import Array
@@ -75,6 +76,8 @@ class DeviceControl:
         try:
             self._show_host_to_kernels(control.regions[self.rank])
             self.constants = gpu.table(self._constants())
+            self.tables = Fixed(Tables(self.constants, self.heaps, self.state, self.targets, self.bases))
+            self._no_counts = Fixed(Counts(self.state, self.state, self.state))
         except BaseException:
             self.close()
             raise
@@ -141,40 +144,37 @@ class DeviceControl:
     # Notify messages
 
     def exchange(
-        self, header: Array, kind: int, routing: torch.Tensor, digests: torch.Tensor, is_combine: bool
+        self, header: Array, kind: int, rank_prefix: torch.Tensor, digests: torch.Tensor, is_combine: bool
     ) -> None:
         """Exchange notify messages without counts: all ranks use the same routing."""
-        nothing = self.state
-        self._exchange(header, kind, (routing, digests, *(nothing,) * 5), 0, (0, 0), is_combine, False)
+        prefixes = Prefixes(rank_prefix, self.state, self.state, digests)
+        self._exchange(header, kind, prefixes, self._no_counts, 0, (0, 0), is_combine, False)
 
     def exchange_counts(
         self,
         header: Array,
         kind: int,
-        routing: tuple[torch.Tensor, torch.Tensor],
-        topk_idx: torch.Tensor | None,
-        counts: tuple[torch.Tensor, torch.Tensor],
-        prefixes: tuple[torch.Tensor, torch.Tensor],
+        prefixes: Prefixes,
+        counts: Counts,
         sizes: tuple[int, int],
         host_waits: bool,
     ) -> int:
-        """Exchange notify messages with counts by rank, by expert and by channel (in the first of
-        `prefixes`). They fill `prefixes` and `routing` (prefix sums by rank, and digests). `sizes` is the
-        number of channels and of experts per rank. Return a ticket that the host may wait for."""
+        """Exchange notify messages with counts by rank, by expert and by channel (in `channel_prefix`). They
+        fill the prefix sums and start the digests. `sizes` is the number of channels and of experts per rank.
+        Return a ticket that the host may wait for."""
         ticket = 0
         if host_waits:
             self._ticket += 1
             ticket = self._ticket
-        ids = topk_idx if topk_idx is not None else self.state
-        tables = (*routing, ids, *counts, *prefixes)
-        self._exchange(header, kind, tables, ticket, sizes, False, False)
+        self._exchange(header, kind, prefixes, counts, ticket, sizes, False, False)
         return ticket
 
     def _exchange(
         self,
         header: Array,
         kind: int,
-        tables: tuple[torch.Tensor, ...],
+        prefixes: Prefixes | Fixed,
+        counts: Counts | Fixed,
         ticket: int,
         sizes: tuple[int, int],
         is_combine: bool,
@@ -194,19 +194,14 @@ class DeviceControl:
                 EXPERT_BLOCK=_block(local_experts, NUM_MAX_LOCAL_EXPERTS),
             )
             self._exchanges[is_combine, is_refused, sizes] = launch
+        message = self.headers.keep(header, self.gpu.stream.is_capturing())
         launch(
             self.gpu.stream.stream,
             (1,),
-            self.constants,
-            self.heaps,
-            self.bases,
-            self.state,
-            self.targets,
-            self.headers.keep(header, self.gpu.stream.is_capturing()),
-            *tables,
-            self._totals_address,
-            self._rows_of_address,
-            ticket,
+            self.tables,
+            prefixes,
+            counts,
+            HostWords(message, self._totals_address, self._rows_of_address, ticket),
             num_channels,
             local_experts,
         )
@@ -241,7 +236,8 @@ class DeviceControl:
         header = signature()
         header[Field.REFUSED] = 1 + text
         self.gpu.stream.begin(None)
-        self._exchange(header, kind, (self.state,) * 7, 0, (0, 0), False, True)
+        nothing = Fixed(Prefixes(*(self.state,) * 4))
+        self._exchange(header, kind, nothing, self._no_counts, 0, (0, 0), False, True)
         self.gpu.stream.end(False)
 
     def wait_for_totals(self, ticket: int) -> Array:

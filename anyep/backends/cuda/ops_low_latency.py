@@ -32,6 +32,8 @@ from anyep.backends.base import (
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.kernels import slots as kernels
+from anyep.backends.cuda.kernels.groups import LowLatencyCall, Packed, Slots
+from anyep.backends.cuda.launch import Fixed, Seen
 from anyep.backends.cuda.tiles import block_of
 from anyep.calls import Array, Call, Phase, Stall, name_of_call
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, Masked, no_expert
@@ -381,16 +383,12 @@ class GpuLowLatencyOps(ending.Part):
         send(
             stream,
             (sizes.num_experts + num_tokens * num_shares,),
-            *self._common(state),
-            tokens.x.view(torch.uint16),
+            self._common(state),
+            at.for_peers,
+            Seen(tokens.x, torch.uint16),
             tokens.topk_idx,
-            at.messages,
-            at.lists_for_peers,
             num_tokens,
             sizes.hidden,
-            at.message_bytes,
-            at.list_stride,
-            at.slots.num_local_experts,
         )
 
     def _launch_pack(
@@ -420,21 +418,18 @@ class GpuLowLatencyOps(ending.Part):
         pack(
             stream,
             (num_experts, self._num_ranks, num_shares),
-            *self._common(state),
-            at.messages,
-            at.lists_of_peers,
-            results.x.view(torch.int32),
-            results.scales.transpose(1, 2).view(torch.int32) if results.scales is not None else state,
-            results.src_info,
-            results.layout_range,
-            results.counts,
-            tokens.expert_stats if has_stats else state,
-            at.message_bytes,
-            at.list_stride,
+            self._common(state),
+            at.of_peers,
+            Packed(
+                Seen(results.x, torch.int32),
+                Seen(results.scales, torch.int32) if results.scales is not None else state,
+                results.src_info,
+                results.layout_range,
+                results.counts,
+                tokens.expert_stats if has_stats else state,
+            ),
             tokens.sizes.hidden * results.x.element_size() // 4,
             tokens.num_scale_words,
-            num_experts,
-            at.rows_per_expert,
         )
 
     def _launch_rows(
@@ -455,19 +450,14 @@ class GpuLowLatencyOps(ending.Part):
         give_back(
             stream,
             (num_experts * (self._num_ranks + (0 if combined.zero_copy else num_shares)),),
-            *self._common(state),
-            combined.x.view(torch.uint16) if not combined.zero_copy else state,
+            self._common(state),
+            at.for_peers,
+            Seen(combined.x, torch.uint16) if not combined.zero_copy else state,
             combined.topk_idx,
             combined.src_info,
             combined.layout_range,
-            at.messages,
-            at.lists_for_peers,
             combined.topk_idx.numel(),
             combined.sizes.hidden,
-            at.message_bytes,
-            at.list_stride,
-            num_experts,
-            at.rows_per_expert,
         )
 
     def _launch_sum(
@@ -492,18 +482,13 @@ class GpuLowLatencyOps(ending.Part):
             stream,
             # A call without tokens has to be closed by a program, too.
             (max(1, num_tokens), num_shares),
-            *self._common(state),
+            self._common(state),
+            at.of_peers,
             combined.topk_idx,
             combined.topk_weights,
-            at.messages,
-            at.lists_of_peers,
-            out.view(torch.uint16),
+            Seen(out, torch.uint16),
             num_tokens,
             hidden,
-            at.message_bytes,
-            at.list_stride,
-            at.slots.num_local_experts,
-            at.rows_per_expert,
         )
 
     def _shares(self, num_pieces: int, most: int) -> int:
@@ -517,9 +502,9 @@ class GpuLowLatencyOps(ending.Part):
         state: torch.Tensor = self._gpu.empty((constants.RANGES + num_experts,), torch.int64)
         return state
 
-    def _common(self, state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The first arguments of every kernel."""
-        return self._device_constants, self._device_control.heaps, self._generations, state
+    def _common(self, state: torch.Tensor) -> LowLatencyCall:
+        """The first argument of every kernel."""
+        return LowLatencyCall(self._device_constants, self._device_control.heaps, self._generations, state)
 
     def _in_line(self, launch: Launch) -> None:
         """Run kernels on the communication stream, after earlier and before later work of the caller's."""
@@ -540,7 +525,7 @@ class GpuLowLatencyOps(ending.Part):
             kernels.open_call, 1, ADVANCES=advances, POSTS=posts, **self._shrink
         )
         words = header[records.Field.KIND : records.Field.FORMAT + 1].tolist()
-        launch(stream, (1,), *self._common(state), *words, refused)
+        launch(stream, (1,), self._common(state), *words, refused)
 
     def _receive_records(
         self, stream: Any, state: torch.Tensor, num_experts: int, wait_stats: torch.Tensor | None
@@ -552,11 +537,11 @@ class GpuLowLatencyOps(ending.Part):
             TILE_EXPERTS=min(RECORD_TILE, max(2, block_of(num_experts))),
             **self._shrink,
         )
-        launch(stream, (1,), *self._common(state), state if wait_stats is None else wait_stats, num_experts)
+        launch(stream, (1,), self._common(state), state if wait_stats is None else wait_stats, num_experts)
 
     def _finish_call(self, stream: Any, state: torch.Tensor) -> None:
         launch = self._device_control.launcher(kernels.finish_call, 1, **self._shrink)
-        launch(stream, (1,), *self._common(state))
+        launch(stream, (1,), self._common(state))
 
     # What went wrong
 
@@ -723,11 +708,14 @@ class SlotTables:
 
     def __init__(self, slots: LowLatencySlots, heap_addresses: Sequence[int], rank: int, gpu: Any) -> None:
         self.slots = slots
-        self.message_bytes = slots.message_bytes
-        self.rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
-        self.list_stride = self.rows_per_expert * slots.message_bytes
-        """Bytes from one expert's list to the next."""
         sets, ranks = range(NUM_SLOT_SETS), range(slots.num_ranks)
+        rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
+        sizes = (
+            slots.message_bytes,
+            rows_per_expert * slots.message_bytes,
+            slots.num_local_experts,
+            rows_per_expert,
+        )
 
         def table(address: Callable[[int, int], int]) -> Any:
             return gpu.table([address(slot_set, other) for slot_set in sets for other in ranks])
@@ -735,9 +723,10 @@ class SlotTables:
         def list_at(slot_set: int, reader: int) -> int:
             return slots.slot_offset(slot_set, 0, reader, 0)
 
-        self.messages = table(lambda slot_set, other: heap_addresses[other] + slots.row_offset(slot_set, 0))
-        """The address of each rank's first message."""
-        self.lists_for_peers = table(lambda slot_set, other: heap_addresses[rank] + list_at(slot_set, other))
-        """The address of the list for each peer's first expert, in this rank's own memory."""
-        self.lists_of_peers = table(lambda slot_set, other: heap_addresses[other] + list_at(slot_set, rank))
-        """The address of the list that each peer keeps for this rank's first expert."""
+        messages = table(lambda slot_set, other: heap_addresses[other] + slots.row_offset(slot_set, 0))
+        lists_for_peers = table(lambda slot_set, other: heap_addresses[rank] + list_at(slot_set, other))
+        lists_of_peers = table(lambda slot_set, other: heap_addresses[other] + list_at(slot_set, rank))
+        self.for_peers = Fixed(Slots(messages, lists_for_peers, *sizes))
+        """With the lists for each peer, in this rank's own memory."""
+        self.of_peers = Fixed(Slots(messages, lists_of_peers, *sizes))
+        """With the lists that each peer keeps for this rank."""

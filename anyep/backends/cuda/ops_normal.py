@@ -18,7 +18,7 @@ import torch
 from anyep.backends.base import CombineInput, DispatchLayout, Payload, Results, Totals
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
-from anyep.backends.cuda.kernels import counting, digests, rings, sums, windows
+from anyep.backends.cuda.kernels import counting, digests, groups, rings, sums, windows
 from anyep.backends.cuda.kernels import notify as notify_kernels
 from anyep.backends.cuda.launch import Launcher, Seen
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting, checked_handle, known_digests
@@ -42,8 +42,8 @@ from anyep.calls import Array, Call, Phase
 from anyep.errors import AnyEPError, InvalidCall, no_expert
 from anyep.events import EventHandle, EventOverlap
 from anyep.headers import EXPERTS, NUM_OFFERS, OFFERS, WEIGHTS_OFFSET, X_OFFSET
-from anyep.layout import SOURCE_INDEX_BYTES, RingArea
-from anyep.rings import MAX_KNOWN_AREAS, Rings, part_offsets
+from anyep.layout import SOURCE_INDEX_BYTES
+from anyep.rings import Rings, part_offsets
 from anyep.sizes import Config, TokenLayout
 
 log = logging.getLogger("anyep")
@@ -97,7 +97,6 @@ class GpuNormalOps:
         """Values of `num_sms` above this rank's share for which a warning was logged."""
         self._counters: dict[tuple[int, int], Launcher] = {}
         """Launchers of kernels that count tokens, by the kernel's identity and the choices per token."""
-        self._known_ring_arguments: dict[int, tuple[RingArea, tuple[Any, ...]]] = {}
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
         self._unheard: AnyEPError | None = None
         """The error of an earlier call that has not been raised yet."""
@@ -297,35 +296,6 @@ class GpuNormalOps:
                 if tensor is not None:
                     self.gpu.used_by_both(tensor)
 
-    # Rings
-
-    def ring_arguments(self, area: RingArea) -> tuple[Any, ...]:
-        """The arguments of both ring kernels: where the rings are, and how long to wait."""
-        known = self._known_ring_arguments.get(id(area))
-        if known is not None:
-            return known[1]
-        device_control, blocks = self.device_control, self.device_control.region.blocks
-        tail, head = blocks.ring_tail, blocks.ring_head
-        arguments = (
-            device_control.heaps,
-            device_control.state,
-            device_control.abort,
-            device_control.timeout_ns,
-            self._rank,
-            area.start,
-            tail.start,
-            tail.stride,
-            head.start,
-            head.stride,
-            area.num_rows,
-            area.token_bytes,
-        )
-        if len(self._known_ring_arguments) >= MAX_KNOWN_AREAS:
-            self._known_ring_arguments.clear()
-        # The identity of an area is a valid key while the area lives; the entry keeps it alive.
-        self._known_ring_arguments[id(area)] = (area, arguments)
-        return arguments
-
 
 class GpuCall:
     """The operations of one call."""
@@ -447,13 +417,12 @@ class GpuCall:
         self._place(payload, counts, config, routing)
         device_control, local_experts = self._device_control, counts.num_experts // self._num_ranks
         assert routing.digests is not None
+        ids = payload.topk_idx if payload.topk_idx is not None else device_control.state
         self._ticket = device_control.exchange_counts(
             header,
             self._call.kind,
-            (routing.rank_prefix_matrix, routing.digests),
-            payload.topk_idx,
-            (counts.by_rank, counts.by_expert),
-            (routing.channel_prefix_matrix, routing.recv_channel_prefix_matrix),
+            self._prefixes(routing, routing.digests),
+            groups.Counts(counts.by_rank, counts.by_expert, ids),
             (config.num_channels, local_experts),
             host_waits,
         )
@@ -610,8 +579,8 @@ class GpuCall:
     def _send_to_windows(
         self, payload: Payload, routing: GpuRouting, config: Config, experts_per_rank: int, all_or_none: bool
     ) -> None:
-        token, nothing = payload.token, self._device_control.state
-        row_words, scales = token.hidden_bytes // 4, payload.scales
+        token = payload.token
+        row_words = token.hidden_bytes // 4
         tile = self._ops.tiles.dispatch.fitting(row_words)
         send = self._device_control.launcher(
             windows.send_to_windows,
@@ -628,17 +597,12 @@ class GpuCall:
         send(
             self._stream,
             (self._ops.num_programs(config),),
-            _words(payload.x),
-            Seen(scales, torch.int32) if scales is not None else nothing,
-            payload.topk_idx if payload.topk_idx is not None else nothing,
-            payload.topk_weights if payload.topk_weights is not None else nothing,
+            self._payload(payload),
+            self._scales(payload),
             routing.send_head,
-            self._device_control.targets,
-            self._device_control.state,
+            self._device_control.tables,
             payload.num_tokens,
             row_words,
-            token.num_scales,
-            *(scales.stride() if scales is not None else (0, 0)),
             token.num_topk,
             experts_per_rank,
         )
@@ -653,7 +617,7 @@ class GpuCall:
     ) -> None:
         """Send rows to receivers without a window, and receive rows if this rank has none. The kernel does
         nothing if all ranks have windows."""
-        token, scales, nothing = payload.token, payload.scales, self._device_control.state
+        token = payload.token
         area = self._ops.rings.node.area_for(config, token)
         tile = self._ops.tiles.ring_dispatch
         launch = self._device_control.launcher(
@@ -669,32 +633,40 @@ class GpuCall:
         )
         parts = (results.x, results.source, results.topk_idx, results.topk_weights, results.scales)
         addresses = [part.data_ptr() if part is not None else 0 for part in parts]
-        meta_at, scales_at, ids_at, weights_at, _ = _part_offsets(token)
         launch(
             self._stream,
             (self._ops.num_programs(config),),
-            _words(payload.x),
-            Seen(scales, torch.int32) if scales is not None else nothing,
-            payload.topk_idx if payload.topk_idx is not None else nothing,
-            payload.topk_weights if payload.topk_weights is not None else nothing,
+            self._payload(payload),
+            self._scales(payload),
             routing.send_head,
-            self._device_control.targets,
+            self._device_control.tables,
             self._device_control.keep_addresses(addresses),
-            routing.rank_prefix_matrix,
-            routing.recv_channel_prefix_matrix,
-            *self._ops.ring_arguments(area),
-            config.num_channels,
-            meta_at,
-            scales_at,
-            ids_at,
-            weights_at,
+            self._prefixes(routing, self._device_control.state),
+            groups.RingArea(area.start, area.num_rows, area.token_bytes, config.num_channels),
+            _beside(token),
             payload.num_tokens,
-            _tokens_per_channel(payload.num_tokens, config),
             token.hidden_bytes // 4,
-            token.num_scales,
-            *(scales.stride() if scales is not None else (0, 0)),
-            token.num_topk,
             experts_per_rank,
+        )
+
+    def _payload(self, payload: Payload) -> groups.Payload:
+        nothing = self._device_control.state
+        ids = payload.topk_idx if payload.topk_idx is not None else nothing
+        weights = payload.topk_weights if payload.topk_weights is not None else nothing
+        return groups.Payload(_words(payload.x), ids, weights)
+
+    def _scales(self, payload: Payload) -> groups.Scales:
+        scales = payload.scales
+        if scales is None:
+            return groups.Scales(self._device_control.state, 0, 0, 0)
+        return groups.Scales(Seen(scales, torch.int32), payload.token.num_scales, *scales.stride())
+
+    def _prefixes(self, routing: GpuRouting, digests: torch.Tensor) -> groups.Prefixes:
+        return groups.Prefixes(
+            routing.rank_prefix_matrix,
+            routing.channel_prefix_matrix,
+            routing.recv_channel_prefix_matrix,
+            digests,
         )
 
     def unpack(
@@ -805,13 +777,10 @@ class GpuCall:
         pull(
             self._stream,
             (self._ops.num_programs(config),),
-            _bits(out),
-            out_weights if out_weights is not None else state,
-            *(_bits(bias) for bias in biases),
-            *(state,) * (2 - len(biases)),
+            _sums(out, out_weights, state),
+            _biases(biases, state),
             routing.send_head,
-            self._device_control.targets,
-            state,
+            self._device_control.tables,
             x.data_ptr(),
             self._rank,
             routing.num_tokens,
@@ -827,7 +796,6 @@ class GpuCall:
         token, state = combined.token, self._device_control.state
         area = self._ops.rings.node.area_for(config, token)
         tile, tile_values = self._ops.tiles.ring_combine
-        weights_at = _part_offsets(token)[3]
         launch = self._device_control.launcher(
             rings.combine_through_rings,
             tile.warps,
@@ -845,23 +813,16 @@ class GpuCall:
         launch(
             self._stream,
             (self._ops.num_programs(config),),
-            _words(x),
-            weights if weights is not None else state,
-            _bits(out),
-            out_weights if out_weights is not None else state,
-            *(_bits(bias) for bias in biases),
-            *(state,) * (2 - len(biases)),
+            groups.Outputs(_words(x), weights if weights is not None else state),
+            _sums(out, out_weights, state),
+            _biases(biases, state),
             routing.send_head,
-            self._device_control.targets,
-            routing.rank_prefix_matrix,
-            routing.recv_channel_prefix_matrix,
-            *self._ops.ring_arguments(area),
-            config.num_channels,
-            weights_at,
+            self._device_control.tables,
+            self._prefixes(routing, state),
+            groups.RingArea(area.start, area.num_rows, area.token_bytes, config.num_channels),
+            _beside(token),
             routing.num_tokens,
-            _tokens_per_channel(routing.num_tokens, config),
             x.shape[1],
-            token.num_topk,
         )
 
     # The end
@@ -879,9 +840,19 @@ class GpuCall:
 
 
 @lru_cache(maxsize=64)
-def _part_offsets(token: TokenLayout) -> tuple[int, ...]:
-    """Offsets of source metadata, scales, ids and weights in a row of a ring, and the bytes of such a row."""
-    return tuple(part_offsets(token).tolist())
+def _beside(token: TokenLayout) -> groups.Beside:
+    """Where metadata, scales, ids and weights lie in a place of a ring."""
+    meta_at, scales_at, ids_at, weights_at, _ = part_offsets(token).tolist()
+    return groups.Beside(meta_at, scales_at, ids_at, weights_at, token.num_scales, token.num_topk)
+
+
+def _sums(out: torch.Tensor, out_weights: torch.Tensor | None, nothing: torch.Tensor) -> groups.Sums:
+    return groups.Sums(_bits(out), out_weights if out_weights is not None else nothing)
+
+
+def _biases(biases: tuple[torch.Tensor, ...], nothing: torch.Tensor) -> groups.Biases:
+    first, second = (*(_bits(bias) for bias in biases), nothing, nothing)[:2]
+    return groups.Biases(first, second)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

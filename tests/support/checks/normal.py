@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -24,9 +24,10 @@ from anyep.backends.cuda import constants
 from anyep.backends.cuda.kernels import atomics, counting, notify, sums, windows
 from anyep.backends.cuda.kernels import digests as digest_kernels
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows
-from anyep.backends.cuda.launch import Launcher
+from anyep.backends.cuda.kernels.groups import Biases, Payload, Scales, Sums, Tables
 from anyep.backends.cuda.pinned import pinned_words
 from tests.support.checks import deeper
+from tests.support.checks.launching import launch
 from tests.support.depth import IS_DEEP
 
 Array = np.ndarray[Any, Any]
@@ -35,26 +36,6 @@ EXPERT_BLOCK = 8
 NUM_PROGRAMS = 3
 NANS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 CPU_DTYPES = {torch.bfloat16: cpu.BF16, torch.float16: cpu.FP16, torch.float32: cpu.FP32}
-
-
-@cache
-def launcher(kernel: Any, num_warps: int, constants: tuple[tuple[str, Any], ...]) -> Launcher:
-    return Launcher(kernel, num_warps, dict(constants))
-
-
-def launch(
-    kernel: Any,
-    device: str,
-    grid: int | tuple[int, ...],
-    *arguments: Any,
-    num_warps: int = 4,
-    **constants: Any,
-) -> None:
-    """As a Buffer does it."""
-    stream = torch.cuda.current_stream() if device != "cpu" else None
-    launcher(kernel, num_warps, tuple(constants.items()))(
-        stream, grid if isinstance(grid, tuple) else (grid,), *arguments
-    )
 
 
 def device_of(backend: str) -> str:
@@ -532,11 +513,12 @@ class Dispatch:
         results, state = self.new_results(num_rows, device), state_of(device, **words)
         scales = self.scales.to(device)
         launch(
-            *(windows.send_to_windows, device, NUM_PROGRAMS, self.x.to(device)),
-            *(scales.view(torch.int32), self.layout.ids.to(device), self.weights.to(device)),
-            *(head.to(device), self.places(results, num_rows).to(device), state, self.num_tokens),
-            *(self.row_words, self.num_scales),
-            *scales.stride(),
+            *(windows.send_to_windows, device, NUM_PROGRAMS),
+            Payload(self.x.to(device), self.layout.ids.to(device), self.weights.to(device)),
+            Scales(scales.view(torch.int32), self.num_scales, *scales.stride()),
+            head.to(device),
+            Tables(state, state, state, self.places(results, num_rows).to(device), state),
+            *(self.num_tokens, self.row_words),
             self.num_topk,
             self.experts_per_rank,
             NUM_RECEIVERS=self.num_ranks,
@@ -779,10 +761,11 @@ class Sum:
         # A rank's own rows are not where the table says.
         own_rank, places[-1][0] = self.num_ranks - 1, 16
         launch(
-            *(sums.pull_and_sum, device, NUM_PROGRAMS, bits(out), out_weights),
-            *(bits(bias).to(device) for bias in self.biases),
-            *(state,) * (2 - self.num_biases),
-            *(head.to(device), int64(places, device), state, rows[-1].data_ptr(), own_rank),
+            *(sums.pull_and_sum, device, NUM_PROGRAMS, Sums(bits(out), out_weights)),
+            Biases(*[*(bits(bias).to(device) for bias in self.biases), state, state][:2]),
+            head.to(device),
+            Tables(state, state, state, int64(places, device), state),
+            *(rows[-1].data_ptr(), own_rank),
             *(self.num_tokens, self.hidden, self.num_topk),
             DTYPE=CPU_DTYPES[self.dtype],
             NUM_BIASES=self.num_biases,

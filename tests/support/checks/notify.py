@@ -14,18 +14,23 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from anyep import outcomes
 from anyep.backends import cpu
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.kernels import notify
+from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
 from anyep.backends.cuda.pinned import pinned_words
 from anyep.calls import Kind
 from anyep.digests import channel_word, mixed
-from anyep.headers import NUM_WORDS, REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field, signature
+from anyep.headers import NUM_WORDS as HEADER_WORDS
+from anyep.headers import REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field, signature
 from anyep.layout import ControlRegion, Window
 from tests.support.checks import deeper
+from tests.support.checks.launching import launch
 from tests.support.checks.normal import (
     GUARD,
     Array,
@@ -33,7 +38,6 @@ from tests.support.checks.normal import (
     changed,
     guarded,
     int64,
-    launch,
     power_of_two,
     state_of,
     there,
@@ -108,7 +112,7 @@ class Call:
                 heaps[peer, place] = 0
         self.heaps = there(heaps, device)
         self.store("status", self.last, me)
-        self.report = pinned_words(constants.REPORTED_HEADERS + NUM_WORDS * self.num_ranks)
+        self.report = pinned_words(constants.REPORTED_HEADERS + HEADER_WORDS * self.num_ranks)
         self.constants = int64(self._constants(timeout_ns), device)
         self.addresses = int64([heap.data_ptr() for heap in self.heaps], device)
         self.state = state_of(device)
@@ -141,7 +145,7 @@ class Call:
             np.array([nobody.ctypes.data] * self.num_ranks),
             0,
             header,
-            8 * NUM_WORDS,
+            8 * HEADER_WORDS,
             1,
             *counts,
         )
@@ -191,26 +195,26 @@ class Call:
         if self.said[self.me].digests is not None:
             self.digests.copy_(torch.from_numpy(self.said[self.me].digests))
         mine = self.said[self.me]
-        header = pinned_words(NUM_WORDS)
+        header = pinned_words(HEADER_WORDS)
         header[:] = mine.header
-        tables, sizes, filled = [self.state] * 4, (0, 0), []
+        prefix = routing if routing is not None else self.state
+        counts, sizes, filled = [self.state] * 2, (0, 0), []
         if mine.by_rank is not None and mine.by_channel is not None and mine.by_expert is not None:
             sizes = (mine.by_channel.shape[1], mine.by_expert.shape[0] // self.num_ranks)
             shapes = ((self.num_ranks,) * 2, mine.by_channel.shape, mine.by_channel.shape)
             filled = [guarded(shape, torch.int32, self.device) for shape in shapes]
             filled[1].copy_(torch.from_numpy(mine.by_channel))
             counts = [there(part, self.device) for part in (mine.by_rank, mine.by_expert)]
-            routing, tables = filled[0], [*counts, *filled[1:]]
 
         def start() -> None:
             launch(
-                *(notify.exchange_notify, self.device, 1, self.constants, self.addresses, self.bases),
-                *(self.state, self.places, int(header.ctypes.data)),
-                routing if routing is not None else self.state,
-                self.digests,
-                topk_idx if topk_idx is not None else self.state,
-                *tables,
-                *(int(self.totals.ctypes.data), int(self.rows_of.ctypes.data), ticket),
+                *(notify.exchange_notify, self.device, 1),
+                Tables(self.constants, self.addresses, self.state, self.places, self.bases),
+                Prefixes(*([*filled, self.digests] if filled else [prefix, *[self.state] * 2, self.digests])),
+                Counts(*counts, topk_idx if topk_idx is not None else self.state),
+                HostWords(
+                    *(int(words.ctypes.data) for words in (header, self.totals, self.rows_of)), ticket=ticket
+                ),
                 *sizes,
                 num_warps=1,
                 **self.blocks,
@@ -310,7 +314,7 @@ def check_notify_with_counts(device: str) -> None:
         by_expert = np.empty(local_experts, np.int64)
         at_me = call.right[me].ctypes.data
         boxes = [mailbox.offset(rank, call.number % 2) for rank in range(num_ranks)]
-        cpu.read_counts(at_me + np.array(boxes), 8 * NUM_WORDS, np.empty_like(matrix), received, by_expert)
+        cpu.read_counts(at_me + np.array(boxes), 8 * HEADER_WORDS, np.empty_like(matrix), received, by_expert)
         sent = said[me].by_channel
         assert sent is not None
         right = [np.empty(shape, np.int32) for shape in (matrix.shape, sent.shape, sent.shape)]
@@ -361,7 +365,7 @@ def check_examples_of_notify(device: str) -> None:
     ]
     call = Call(device, 0, said)
     call.exchange()
-    at = call.region.blocks.mailbox.offset(0, 1) + 8 * NUM_WORDS
+    at = call.region.blocks.mailbox.offset(0, 1) + 8 * HEADER_WORDS
     assert call.heaps[1, at : at + 24].view(torch.int32).tolist() == [3, 4, 4, 0, 7, 6]
     assert call.load("status", 0) == 5
     assert call.load("mailbox", 1, peer=0) == 5
@@ -398,6 +402,41 @@ def check_examples_of_notify(device: str) -> None:
         call = Call(device, 0, [message])
         call.exchange()
         assert call.places.tolist() == [places]
+
+
+NUM_WORDS = tl.constexpr(HEADER_WORDS)
+
+
+@triton.jit
+def ask_steps(tables: Tables, theirs, mine, late, answers):
+    """What the small steps of `exchange_notify` say in the examples of their docstrings."""
+    ranks = tl.arange(0, 2)
+    there, here = notify.mailboxes(tables, 5, ranks, ranks < 2)
+    tl.store(answers + ranks, there)
+    tl.store(answers + 2 + ranks, here)
+    words = tl.arange(0, NUM_WORDS)
+    theirs_of_all = tl.load(theirs + ranks[:, None] * NUM_WORDS + words[None, :])
+    mine_alone = tl.load(mine + words)
+    nothing_late = tl.zeros((2,), tl.int32)
+    tl.store(answers + 4 + ranks, notify.compare_headers(theirs_of_all, mine_alone, nothing_late))
+    tl.store(answers + 6 + ranks, notify.compare_headers(theirs_of_all, mine_alone, tl.load(late + ranks)))
+
+
+def check_steps_of_notify(device: str) -> None:
+    here = int64([0] * constants.NUM_CONSTANTS, device)
+    here[constants.RANK], here[constants.OWN_HEAP] = 1, 1000
+    here[constants.MAILBOX_AT], here[constants.BOX_STRIDE], here[constants.NOTIFY_STRIDE] = 100, 200, 50
+    heaps, answers = int64([0, 1000], device), int64([GUARD] * 8, device)
+    headers = torch.zeros(2, HEADER_WORDS, dtype=torch.int64)
+    headers[:, Field.ROW_BYTES] = torch.tensor([64, 32])
+    launch(
+        *(ask_steps, device, 1, Tables(here, heaps, heaps, heaps, heaps), headers.to(device)),
+        *(headers[0].to(device), torch.tensor([outcomes.LATE, 0], dtype=torch.int32, device=device), answers),
+        num_warps=1,
+    )
+    found = answers.view(-1, 2).tolist()
+    assert found[:2] == [[350, 1350], [1300, 1350]]
+    assert found[2:] == [[0, outcomes.DIFFERENT], [outcomes.LATE, 0]]
 
 
 def cached_notify(**words: int) -> Message:
@@ -439,7 +478,7 @@ def check_notify_without_counts(device: str) -> None:
         call.exchange(there(others[0], device))
         assert call.outcome == outcomes.outcome_of(outcomes.DIFFERENT, 0)
         call.assert_reported(call.outcome, Kind.CACHED_DISPATCH)
-        reported = call.report[constants.REPORTED_HEADERS :].reshape(num_ranks, NUM_WORDS)
+        reported = call.report[constants.REPORTED_HEADERS :].reshape(num_ranks, HEADER_WORDS)
         assert reported[:, Field.ROUTING].tolist() == [
             words[1] if rank == 1 else word for rank in range(num_ranks)
         ]
@@ -537,7 +576,7 @@ def check_notify_that_differ(device: str) -> None:
         assert call.outcome == outcome
         assert call.totals[: constants.TOTAL_ROWS].tolist() == [9, outcome]
         call.assert_reported(outcome, notify_of_ranks[me].header[Field.KIND])
-        reported = call.report[constants.REPORTED_HEADERS :].reshape(3, NUM_WORDS)
+        reported = call.report[constants.REPORTED_HEADERS :].reshape(3, HEADER_WORDS)
         expected = np.stack([message.header for message in notify_of_ranks])
         expected[:, Field.CALL] = call.number
         assert (reported == expected).all()

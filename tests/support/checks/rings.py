@@ -24,9 +24,21 @@ import torch
 from anyep import outcomes
 from anyep.backends import cpu
 from anyep.backends.cuda import constants
+from anyep.backends.cuda.kernels.groups import (
+    Beside,
+    Biases,
+    Outputs,
+    Payload,
+    Prefixes,
+    RingArea,
+    Scales,
+    Sums,
+    Tables,
+)
 from anyep.backends.cuda.pinned import pinned_words
 from anyep.sizes import TokenLayout
 from tests.support.checks import deeper
+from tests.support.checks.launching import launch
 from tests.support.depth import IS_DEEP
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
@@ -202,27 +214,23 @@ class Ranks:
             torch.cuda.synchronize()
         return [int(outcome) for outcome in self.outcomes]
 
-    def arguments(self, rank: int, timeout_ns: int) -> tuple[Any, ...]:
-        """What both kernels take."""
-        return (
-            self.bases,
-            self.states[rank],
-            self.heaps[rank].data_ptr() + ABORT_AT,
-            timeout_ns,
-            rank,
-            self.sizes.rows_at,
-            TAIL_AT,
-            STRIDE,
-            self.sizes.head_at,
-            STRIDE,
-            self.sizes.ring_rows,
-            self.sizes.token.token_bytes,
-            self.sizes.num_channels,
-        )
+    def tables(self, rank: int, targets: torch.Tensor, timeout_ns: int) -> Tables:
+        here = torch.zeros(constants.NUM_CONSTANTS, dtype=torch.int64)
+        here[constants.RANK], here[constants.OWN_HEAP] = rank, self.heaps[rank].data_ptr()
+        here[constants.ABORT_AT], here[constants.TIMEOUT_NS] = ABORT_AT, timeout_ns
+        here[constants.TAIL_AT], here[constants.HEAD_AT] = TAIL_AT, self.sizes.head_at
+        here[constants.RING_STRIDE] = STRIDE
+        return Tables(self.there(here), self.bases, self.states[rank], targets, self.bases)
 
     @property
-    def options(self) -> dict[str, Any]:
-        return {"num_warps": 8, "enable_fp_fusion": False} if self.device != "cpu" else {}
+    def area(self) -> RingArea:
+        sizes = self.sizes
+        return RingArea(sizes.rows_at, sizes.ring_rows, sizes.token.token_bytes, sizes.num_channels)
+
+    @property
+    def beside(self) -> Beside:
+        token = self.sizes.token
+        return Beside(*slot_offsets(token), token.num_scales, token.num_topk)
 
 
 @cache
@@ -356,21 +364,19 @@ class Dispatch:
                 self.routing.rank_prefix,
                 self.routing.recv_channel_prefix(rank),
             )
-            of_rank.append([part if part is tensors[1] else ranks.there(part) for part in tensors])
+            parts = [part if part is tensors[1] else ranks.there(part) for part in tensors]
+            of_rank.append((parts, ranks.tables(rank, parts[5], self.timeout_ns)))
 
-        def launch(rank: int) -> None:
-            tensors = of_rank[rank]
-            rings.dispatch_through_rings[(sizes.num_programs(rank),)](
-                *tensors[:6],
-                tensors[6].data_ptr(),
-                *tensors[7:],
-                *ranks.arguments(rank, self.timeout_ns),
-                *slot_offsets(token),
-                *(len(self.x[rank]), self.routing.per_channel(rank), token.hidden_bytes // 4),
-                token.num_scales,
-                *tensors[1].stride(),
-                token.num_topk,
-                EXPERTS_PER_RANK,
+        def launch_on(rank: int) -> None:
+            (x, scales, ids, weights, send_head, _, addresses, *prefixes), tables = of_rank[rank]
+            launch(
+                *(rings.dispatch_through_rings, ranks.device, sizes.num_programs(rank)),
+                Payload(x, ids, weights),
+                Scales(scales, token.num_scales, *scales.stride()),
+                *(send_head, tables, addresses.data_ptr()),
+                Prefixes(prefixes[0], tables.state, prefixes[1], tables.state),
+                *(ranks.area, ranks.beside, len(self.x[rank]), token.hidden_bytes // 4, EXPERTS_PER_RANK),
+                num_warps=8,
                 NUM_RANKS=sizes.num_ranks,
                 RANK_BLOCK=sizes.rank_block,
                 SCALE_BLOCK=block_of(token.num_scales),
@@ -378,10 +384,9 @@ class Dispatch:
                 TILE_TOKENS=sizes.tile_tokens,
                 TILE_WORDS=16,
                 STAGES=2,
-                **ranks.options,
             )
 
-        said = ranks.run(launch, only)
+        said = ranks.run(launch_on, only)
         return said, [[part.cpu() for part in parts] for parts in results]
 
     def check(self, ranks: Ranks) -> None:
@@ -549,10 +554,15 @@ class Combine:
         x = [ranks.there(part) for part in self.x]
         weights = [ranks.there(part) for part in self.weights]
         places = torch.zeros(sizes.num_ranks, 6, dtype=torch.int64)
+        windows = {}
         for rank in range(sizes.num_ranks):
             places[rank, 5] = len(x[rank])
             if rank in self.in_window:
-                places[rank, 0], places[rank, 3] = x[rank].data_ptr(), weights[rank].data_ptr()
+                # As staged: without the rank's own rows.
+                first = int(self.routing.rank_prefix[rank - 1, rank]) if rank else 0
+                windows[rank] = x[rank].clone()
+                windows[rank][first : int(self.routing.rank_prefix[rank, rank])] = GUARD
+                places[rank, 0], places[rank, 3] = windows[rank].data_ptr(), weights[rank].data_ptr()
         results = []
         of_rank = []
         for rank, ids in enumerate(self.routing.topk_idx):
@@ -560,24 +570,26 @@ class Combine:
             out_weights = ranks.there(torch.full((len(ids), token.num_topk), GUARD, dtype=torch.float32))
             results.append([out, out_weights])
             biases = [ranks.there(bias).view(bits) for bias in self.biases(rank)]
-            tables = (self.routing.send_head[rank], places, self.routing.rank_prefix)
+            parts = (self.routing.rank_prefix, self.routing.recv_channel_prefix(rank))
+            rank_prefix, recv_channel_prefix = (ranks.there(part) for part in parts)
+            tables = ranks.tables(rank, ranks.there(places), self.timeout_ns)
             of_rank.append(
                 (
-                    x[rank].view(torch.int32),
-                    weights[rank],
-                    out.view(bits),
-                    out_weights,
-                    *(biases + [out.view(bits)] * 2)[:2],
-                    *(ranks.there(part) for part in (*tables, self.routing.recv_channel_prefix(rank))),
+                    Outputs(x[rank].view(torch.int32), weights[rank]),
+                    Sums(out.view(bits), out_weights),
+                    Biases(*(biases + [out.view(bits)] * 2)[:2]),
+                    ranks.there(self.routing.send_head[rank]),
+                    tables,
+                    Prefixes(rank_prefix, tables.state, recv_channel_prefix, tables.state),
                 )
             )
 
-        def launch(rank: int) -> None:
-            rings.combine_through_rings[(sizes.num_programs(rank),)](
+        def launch_on(rank: int) -> None:
+            launch(
+                *(rings.combine_through_rings, ranks.device, sizes.num_programs(rank)),
                 *of_rank[rank],
-                *ranks.arguments(rank, self.timeout_ns),
-                *(slot_offsets(token)[3], len(self.routing.topk_idx[rank])),
-                *(self.routing.per_channel(rank), self.hidden, token.num_topk),
+                *(ranks.area, ranks.beside, len(self.routing.topk_idx[rank]), self.hidden),
+                num_warps=8,
                 DTYPE=DTYPES[self.dtype],
                 NUM_BIASES=self.num_biases,
                 NUM_RANKS=sizes.num_ranks,
@@ -588,10 +600,9 @@ class Combine:
                 STAGES=2,
                 TILE_VALUES=32,
                 IN_HARDWARE=ranks.device != "cpu",
-                **ranks.options,
             )
 
-        said = ranks.run(launch, only)
+        said = ranks.run(launch_on, only)
         return said, [[part.cpu() for part in parts] for parts in results]
 
     def check(self, ranks: Ranks) -> None:
@@ -749,29 +760,18 @@ def ask_next_channels(outcomes, answers):
     tl.store(answers + 3, rings.next_channel(1, 8, outcomes + 1))
 
 
-@triton.jit
-def ask_parts(heaps, rank_prefix, recv_channel_prefix, send_head, answers):
+@triton.jit(do_not_specialize=["area"])
+def ask_parts(tables: Tables, area: RingArea, prefixes: Prefixes, send_head, answers):
     """What the small functions say in the examples of their docstrings."""
-    area = rings.Area(
-        heaps=heaps,
-        rank=1,
-        rows_at=96,
-        tail_at=16,
-        tail_stride=8,
-        head_at=48,
-        head_stride=8,
-        ring_rows=tl.full((), 3, tl.int32),
-        slot_bytes=16,
-    )
-    from_peers = rings.rings_of(area, 0, False, 2, 2)
-    to_peers = rings.rings_of(area, 0, True, 2, 2)
+    from_peers = rings.rings_of(tables, area, 0, False, 2, 2)
+    to_peers = rings.rings_of(tables, area, 0, True, 2, 2)
     at = tl.arange(0, 2)
     channel = tl.program_id(0) // 2
     tl.store(answers + at, from_peers.rows)
     tl.store(answers + 2 + at, to_peers.rows)
     tl.store(answers + 4 + at, to_peers.ours.to(tl.int64))
     tl.store(answers + 6 + at, to_peers.theirs.to(tl.int64))
-    begin, end = rings.lanes(rank_prefix, recv_channel_prefix, 1, channel, 2, to_peers, 2)
+    begin, end = rings.lanes(prefixes, 1, channel, 2, to_peers, 2)
     tl.store(answers + 8 + 4 * channel + at, begin)
     tl.store(answers + 10 + 4 * channel + at, end)
     counts, first_rows = rings.rows_of_tile(send_head, at, at < 2, at < 2, at, 2)
@@ -779,6 +779,7 @@ def ask_parts(heaps, rank_prefix, recv_channel_prefix, send_head, answers):
     tl.store(answers + 18 + at, first_rows)
     numbers = tl.arange(0, 4)
     tl.store(answers + 20 + numbers, rings.slots_at(to_peers, 1, at.to(tl.int64) + 3, numbers))
+    tl.store(answers + 24, rings.num_tokens_of(area.num_channels, 7))
 
 
 def check_parts(device: str) -> None:
@@ -786,15 +787,20 @@ def check_parts(device: str) -> None:
         return torch.tensor(values, dtype=dtype, device=device)
 
     heaps = there([0, 1024], torch.int64)
-    answers = there([0] * 24, torch.int64)
-    ask_parts[(4,)](
-        heaps,
-        there([[0, 2], [0, 3]], torch.int32),
-        there([[0, 1], [0, 0]], torch.int32),
+    here = there([0] * constants.NUM_CONSTANTS, torch.int64)
+    here[constants.RANK], here[constants.OWN_HEAP] = 1, 1024
+    here[constants.TAIL_AT], here[constants.HEAD_AT], here[constants.RING_STRIDE] = 16, 48, 8
+    answers = there([0] * 25, torch.int64)
+    launch(
+        *(ask_parts, device, 4),
+        Tables(here, heaps, heaps, heaps, heaps),
+        RingArea(rows_at=96, ring_rows=3, slot_bytes=16, num_channels=3),
+        Prefixes(there([[0, 2], [0, 3]], torch.int32), heaps, there([[0, 1], [0, 0]], torch.int32), heaps),
         there([[4, 0], [-1, 1]], torch.int32),
         answers,
     )
-    found = answers.view(-1, 2).tolist()
+    assert answers.tolist()[24] == 3
+    found = answers[:24].view(-1, 2).tolist()
     assert found[:4] == [[1120, 1168], [144, 1168], [24, 1048], [1072, 1080]]
     assert found[4:8] == [[0, 2], [1, 2], [1, 2], [2, 3]]
     assert found[8:] == [[1, 2], [4, 0], [1184, 1200], [1168, 1184]]

@@ -18,11 +18,14 @@ import torch
 from anyep import formats, outcomes
 from anyep.backends.cpu.kernels import slots as cpu
 from anyep.backends.cuda import constants
+from anyep.backends.cuda.kernels import groups
+from anyep.backends.cuda.kernels.groups import LowLatencyCall, Slots
 from anyep.backends.cuda.pinned import pinned_words
 from anyep.calls import Kind
 from anyep.layout import RECORD_HEADER_BYTES, ControlRegion
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 from tests.support.checks.casts import rows_of_blocks, slow_decode, slow_encode, slow_fp8
+from tests.support.checks.launching import launch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
 casts = importlib.import_module("anyep.backends.cuda.kernels.casts")
@@ -127,9 +130,16 @@ class Setting:
         self.decoy = guarded((1 << 12,), torch.uint8).to(device)
 
     @property
-    def common(self) -> tuple[torch.Tensor, ...]:
-        """The arguments that every kernel begins with."""
-        return self.constants, self.table, self.generations, self.state
+    def call(self) -> LowLatencyCall:
+        """The argument that every kernel begins with."""
+        return LowLatencyCall(self.constants, self.table, self.generations, self.state)
+
+    def slots(
+        self, messages: torch.Tensor, lists: torch.Tensor, message_bytes: int, rows_per_expert: int
+    ) -> Slots:
+        """Where the messages of all ranks (their addresses) and their lists lie."""
+        tables = self.both_sets(messages), self.both_sets(addresses(lists))
+        return Slots(*tables, message_bytes, 4 * lists.stride(1), self.local_experts, rows_per_expert)
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -172,8 +182,8 @@ class Setting:
 
 
 def open_call(setting: Setting, can_shrink: bool = False, **how: bool) -> None:
-    gpu.open_call[(1,)](
-        *setting.common,
+    launch(
+        *(gpu.open_call, setting.device, 1, setting.call),
         *(int(Kind.LOW_LATENCY_DISPATCH), 8, 128, 4, formats.FP8, 0),
         ADVANCES=how.get("advances", True),
         POSTS=how.get("posts", False),
@@ -248,12 +258,17 @@ def check_masks(device: str) -> None:
     finish(setting, can_shrink=True)
     assert setting.packed(0, 2) == 0
     setting = Setting(device, 2)
-    gpu.mask_rank[(1,)](setting.constants, setting.table, 1, 3, **setting.blocks, num_warps=1)
+    launch(gpu.mask_rank, device, 1, setting.constants, setting.table, 1, 3, **setting.blocks, num_warps=1)
     assert [int(setting.word(rank, "mask", 0, index=1)) for rank in range(2)] == [3, 3]
 
 
 def finish(setting: Setting, can_shrink: bool = False) -> None:
-    gpu.finish_call[(1,)](*setting.common, CAN_SHRINK=can_shrink, **setting.blocks, num_warps=1)
+    launch(
+        *(gpu.finish_call, setting.device, 1, setting.call),
+        CAN_SHRINK=can_shrink,
+        **setting.blocks,
+        num_warps=1,
+    )
 
 
 def check_finish_call(device: str) -> None:
@@ -268,8 +283,8 @@ def check_finish_call(device: str) -> None:
 
 
 def receive(setting: Setting, stats: torch.Tensor | None = None, can_shrink: bool = False) -> None:
-    gpu.receive_records[(1,)](
-        *setting.common,
+    launch(
+        *(gpu.receive_records, setting.device, 1, setting.call),
         setting.state if stats is None else stats,
         setting.local_experts,
         HAS_STATS=stats is not None,
@@ -695,15 +710,16 @@ class Triton:
         setting.state[constants.RANGES :] = call.counts.flatten().to(self.device)
         for outcome in (outcomes.STOPPED, 0):
             setting.state[constants.OUTCOME], setting.state[constants.NUM_TAKEN] = outcome, 0
-            gpu.pack_tokens[(num_experts, num_senders, 2)](
-                *setting.common,
-                *(setting.both_sets(addresses(messages)), setting.both_sets(addresses(lists))),
-                packed.x,
-                packed.scales if call.num_scale_words else setting.state,
-                *packed[2:5],
-                packed.stats if call.with_stats else setting.state,
-                *(messages.stride(1), 4 * lists.stride(1), call.row_bytes // 4, call.num_scale_words),
-                *(num_experts, num_senders * call.max_tokens),
+            launch(
+                *(gpu.pack_tokens, self.device, (num_experts, num_senders, 2), setting.call),
+                setting.slots(addresses(messages), lists, messages.stride(1), num_senders * call.max_tokens),
+                groups.Packed(
+                    packed.x,
+                    packed.scales if call.num_scale_words else setting.state,
+                    *packed[2:5],
+                    packed.stats if call.with_stats else setting.state,
+                ),
+                *(call.row_bytes // 4, call.num_scale_words),
                 HAS_SCALES=call.num_scale_words > 0,
                 HAS_STATS=call.with_stats,
                 CAN_SHRINK=False,
@@ -736,12 +752,11 @@ class Triton:
         setting.state[constants.RANGES :] = returned.ranges.flatten().to(self.device)
         for outcome in (outcomes.DIFFERENT, 0):
             setting.state[constants.OUTCOME], setting.state[constants.NUM_TAKEN] = outcome, 0
-            gpu.sum_tokens[(max(1, num_tokens), 2)](
-                *setting.common,
-                *(returned.ids.to(self.device), returned.weights.to(self.device)),
-                *(setting.both_sets(addresses(messages)), setting.both_sets(addresses(lists)), out),
-                *(num_tokens, returned.hidden, messages.stride(1), 4 * lists.stride(1), local_experts),
-                returned.rows_per_expert,
+            launch(
+                *(gpu.sum_tokens, self.device, (max(1, num_tokens), 2), setting.call),
+                setting.slots(addresses(messages), lists, messages.stride(1), returned.rows_per_expert),
+                *(returned.ids.to(self.device), returned.weights.to(self.device), out),
+                *(num_tokens, returned.hidden),
                 USE_LOGFMT=returned.use_logfmt,
                 CAN_SHRINK=False,
                 **setting.blocks,
@@ -750,7 +765,6 @@ class Triton:
                 TILE_LIST=8,
                 TILE_BLOCKS=2,
                 IN_HARDWARE=self.device != "cpu",
-                **casts.OPTIONS,
             )
             if outcome:  # something went wrong before: nothing may be added up
                 assert_same(out, returned.untouched())
@@ -778,13 +792,11 @@ def send_tokens(
 ) -> None:
     num_shares, num_experts = 2, setting.num_ranks * setting.local_experts
     (num_tokens, num_topk), hidden = ids.shape, x.shape[1]
-    gpu.send_tokens[(num_experts + num_tokens * num_shares,)](
-        *setting.common,
-        x.to(setting.device),
-        ids.to(setting.device),
-        setting.both_sets(torch.full((setting.num_ranks,), messages.data_ptr())),
-        setting.both_sets(addresses(lists)),
-        *(num_tokens, hidden, messages.stride(0), 4 * lists.stride(1), setting.local_experts),
+    own = torch.full((setting.num_ranks,), messages.data_ptr())
+    launch(
+        *(gpu.send_tokens, setting.device, num_experts + num_tokens * num_shares, setting.call),
+        setting.slots(own, lists, messages.stride(0), setting.num_ranks * num_tokens),
+        *(x.to(setting.device), ids.to(setting.device), num_tokens, hidden),
         TRAVEL=travel,
         NUM_TOPK=num_topk,
         SLOT_BLOCK=max(2, block_of(num_topk)),
@@ -792,7 +804,6 @@ def send_tokens(
         TILE_BLOCKS=4,
         TILE_TOKENS=16,
         **setting.blocks,
-        **casts.OPTIONS,
     )
 
 
@@ -808,19 +819,18 @@ def return_rows(
     num_experts, rows_per_expert = src_info.shape
     ids = words([[0, -1]]) if ids is None else ids
     messages, lists = sent.messages, sent.lists
-    gpu.return_rows[(num_experts * (setting.num_ranks + 3),)](
-        *setting.common,
+    own = torch.full((setting.num_ranks,), messages.data_ptr())
+    launch(
+        *(gpu.return_rows, setting.device, num_experts * (setting.num_ranks + 3), setting.call),
+        setting.slots(own, lists, messages.stride(0), rows_per_expert),
         *(part.to(setting.device) for part in (x, ids, src_info, layout_range)),
-        setting.both_sets(torch.full((setting.num_ranks,), messages.data_ptr())),
-        setting.both_sets(addresses(lists)),
-        *(ids.numel(), x.shape[1], messages.stride(0), 4 * lists.stride(1), num_experts, rows_per_expert),
+        *(ids.numel(), x.shape[1]),
         USE_LOGFMT=use_logfmt,
         NUM_TOPK=ids.shape[1],
         NUM_SHARES=3,
         TILE_BLOCKS=4,
         TILE_ROWS=8,
         **setting.blocks,
-        **casts.OPTIONS,
     )
 
 

@@ -114,6 +114,9 @@ class Normal:
         self._combine(player, "combine", rows, handle, num_rows, how, self.staged)
         if self.copies:
             copy = tuple(part.clone() for part in handle)
+            if beside:
+                # The copies are made on this stream, after the last event.
+                how["previous_event"] = buffer.capture()
             self._again(player, "again by a copy", x, copy, num_rows, how)
             self._combine(player, "combine by a copy", rows, copy, num_rows, how, True)
 

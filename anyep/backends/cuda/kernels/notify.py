@@ -16,6 +16,7 @@ from anyep.backends.cuda import constants as words_of
 from anyep.backends.cuda.kernels.atomics import is_aborted, release_max, tell_host, wait_for_all
 from anyep.backends.cuda.kernels.counting import LAST_PLACE, wrong_word
 from anyep.backends.cuda.kernels.digests import mixed_channels, mixed_rows
+from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
 from anyep.headers import MAX_OFFERS as MOST_OFFERS
 from anyep.headers import REFUSED_BY_COUNTS as BY_COUNTS
 from anyep.headers import REFUSED_BY_IDS as BY_IDS
@@ -307,7 +308,6 @@ def post_counts(
     there,
     counts,
     channel_counts,
-    expert_counts,
     num_channels,
     local_experts,
     ranks,
@@ -321,12 +321,12 @@ def post_counts(
     These are the rows to each rank, the rows to the peer by channel, and the tokens for the peer's experts.
 
     Example:
-        With counts [3, 4], channel_counts [[1, 2], [4, 0]] and expert_counts [9, 8, 7, 6], peer 1 gets 3, 4,
-        4, 0, 7 and 6.
+        With counts [3, 4] by rank and [9, 8, 7, 6] by expert, and channel_counts [[1, 2], [4, 0]], peer 1
+        gets 3, 4, 4, 0, 7 and 6.
     """
     words = (there + HEADER_BYTES).to(tl.pointer_type(tl.int32))
     is_count = is_rank[:, None] & is_rank[None, :]
-    row = tl.load(counts + ranks, mask=is_rank, other=0)
+    row = tl.load(counts.by_rank + ranks, mask=is_rank, other=0)
     tl.store(
         words[:, None] + ranks[None, :],
         tl.broadcast_to(row[None, :], (ranks.shape[0], ranks.shape[0])),
@@ -339,7 +339,7 @@ def post_counts(
     tl.store(to, tl.load(by_channel, mask=is_channel), mask=is_channel)
     experts = tl.arange(0, EXPERT_BLOCK)
     is_expert = is_rank[:, None] & (experts < local_experts)[None, :]
-    by_expert = expert_counts + ranks[:, None] * local_experts + experts[None, :]
+    by_expert = counts.by_expert + ranks[:, None] * local_experts + experts[None, :]
     to = words[:, None] + NUM_RANKS + num_channels + experts[None, :]
     tl.store(to, tl.load(by_expert, mask=is_expert), mask=is_expert)
 
@@ -392,10 +392,7 @@ def read_counts(
     here,
     num_channels,
     local_experts,
-    rank_prefix,
-    channel_prefix,
-    recv_channel_prefix,
-    digests,
+    prefixes,
     totals,
     ranks,
     is_rank,
@@ -418,20 +415,20 @@ def read_counts(
     words = (here + HEADER_BYTES).to(tl.pointer_type(tl.int32))
     is_pair = is_rank[:, None] & is_rank[None, :]
     matrix = tl.load(words[:, None] + ranks[None, :], mask=is_pair, other=0, volatile=True)
-    to = rank_prefix + ranks[:, None] * NUM_RANKS + ranks[None, :]
+    to = prefixes.rank_prefix + ranks[:, None] * NUM_RANKS + ranks[None, :]
     tl.store(to, tl.cumsum(matrix, axis=0), mask=is_pair)
     channels = tl.arange(0, CHANNEL_BLOCK)
     is_channel = is_rank[:, None] & (channels < num_channels)[None, :]
     place = ranks[:, None] * num_channels + channels[None, :]
-    sent = tl.load(channel_prefix + place, mask=is_channel, other=0)
+    sent = tl.load(prefixes.channel_prefix + place, mask=is_channel, other=0)
     until = tl.cumsum(sent, axis=1)
-    tl.store(channel_prefix + place, until, mask=is_channel)
-    begin_digests(digests, channels, until - sent, is_channel, ranks, is_rank)
+    tl.store(prefixes.channel_prefix + place, until, mask=is_channel)
+    begin_digests(prefixes.digests, channels, until - sent, is_channel, ranks, is_rank)
     theirs = words[:, None] + NUM_RANKS + channels[None, :]
     received = tl.load(theirs, mask=is_channel, other=0, volatile=True)
     before = tl.cumsum(received, axis=1) - received
-    tl.store(recv_channel_prefix + place, before, mask=is_channel)
-    begin_digests(digests + NUM_RANKS, channels, before, is_channel, ranks, is_rank)
+    tl.store(prefixes.recv_channel_prefix + place, before, mask=is_channel)
+    begin_digests(prefixes.digests + NUM_RANKS, channels, before, is_channel, ranks, is_rank)
     experts = tl.arange(0, EXPERT_BLOCK)
     is_expert = is_rank[:, None] & (experts < local_experts)[None, :]
     theirs = words[:, None] + NUM_RANKS + num_channels + experts[None, :]
@@ -440,25 +437,160 @@ def read_counts(
     return tl.sum(matrix, axis=0).to(tl.int64)
 
 
-# Values that vary from call to call must not be compiled in.
-@triton.jit(do_not_specialize=["message", "totals", "rows_of", "ticket", "num_channels", "local_experts"])
-def exchange_notify(
-    constants,
-    heaps,
-    bases,
+@triton.jit
+def begin_call(tables):
+    """Take the next call number, and clear what the state says about the previous call.
+
+    Example:
+        With the call number 4 in the heap, the number there and in the state becomes 5.
+    """
+    constants, state = tables.constants, tables.state
+    number_at = words_at(tl.load(constants + OWN_HEAP) + tl.load(constants + NUMBER_AT))
+    call = tl.load(number_at) + 1
+    tl.store(number_at, call)
+    tl.store(state + NUMBER, call)
+    tl.store(state + IS_REPORTED, 0)
+    tl.store(state + BAD_ROWS, 0)
+    tl.store(state + WAITED_FOR, MAILBOX_AT)
+    return call
+
+
+@triton.jit
+def own_header(
     state,
-    targets,
-    message: tl.int64,
-    routing,
-    digests,
-    topk_idx,
-    counts,
-    expert_counts,
-    channel_prefix,
-    recv_channel_prefix,
-    totals: tl.int64,
-    rows_of: tl.int64,
-    ticket: tl.int64,
+    message,
+    rank_prefix,
+    ranks,
+    is_rank,
+    NUM_RANKS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    IS_REFUSED: tl.constexpr,
+):
+    """This rank's header, and what is wrong with its counts: a word of the state, which is cleared.
+
+    If something is wrong, the header refuses the call. Without counts, it has the checksum of the handle.
+
+    Example:
+        If the state says that an id is no expert, the word REFUSED of the header says so, too.
+    """
+    index = tl.arange(0, NUM_WORDS)
+    mine = tl.load(words_at(message) + index)
+    tl.store(state + KIND, tl.sum(tl.where(index == KIND_WORD, mine, 0), axis=0))
+    is_wrong = tl.load(state + IS_WRONG)
+    if HAS_COUNTS:
+        tl.store(state + IS_WRONG, 0)
+        refusal = tl.where(is_wrong >> WRONG_SHIFT == WRONG_ID, REFUSED_BY_IDS, REFUSED_BY_COUNTS)
+        mine = tl.where((index == REFUSED) & (is_wrong != 0), refusal, mine)
+    elif not IS_REFUSED:
+        mine = tl.where(index == ROUTING, checksum(rank_prefix, ranks, is_rank, NUM_RANKS), mine)
+    return mine, is_wrong
+
+
+@triton.jit
+def mailboxes(tables, call, ranks, is_rank):
+    """The addresses of this rank's messages at all peers, and of theirs here; two mailboxes alternate.
+
+    Example:
+        On rank 1, with heaps at 0 and 1000, mailboxes at 100 and 300, and 50 bytes for each message, the
+        messages of call 5 lie at 350 and 1350, and those from the peers at 1300 and 1350.
+    """
+    constants = tables.constants
+    box = call % 2 * tl.load(constants + BOX_STRIDE) + tl.load(constants + MAILBOX_AT)
+    stride = tl.load(constants + NOTIFY_STRIDE)
+    heaps = tl.load(tables.heaps + ranks, mask=is_rank, other=0)
+    there = heaps + box + tl.load(constants + RANK) * stride
+    return there, tl.load(constants + OWN_HEAP) + box + ranks * stride
+
+
+@triton.jit
+def post_header(there, mine, is_told, RANK_BLOCK: tl.constexpr):
+    """Write this rank's header into its messages, without the number, which closes them later."""
+    index = tl.arange(0, NUM_WORDS)
+    tl.store(
+        words_at(there)[:, None] + index[None, :],
+        tl.broadcast_to(mine[None, :], (RANK_BLOCK, NUM_WORDS)),
+        mask=is_told[:, None] & (index > 0)[None, :],
+    )
+
+
+@triton.jit
+def compare_headers(theirs, mine, bad):
+    """Mark the ranks whose headers differ from this rank's, or refuse the call, as different.
+
+    Headers are compared only if all have arrived: a rank that lacks one has given up, and that outcome must
+    not be replaced.
+
+    Example:
+        With the hidden sizes 64 and 32 in two headers and 64 in this rank's, `bad` becomes [0, 2]; if rank 0
+        is late, [1, 0] stays as it is.
+    """
+    index = tl.arange(0, NUM_WORDS)
+    is_agreeing = (index >= REFUSED) & (index <= ROUTING)
+    is_refusing = (index == REFUSED)[None, :] & (theirs != 0)
+    is_other = (is_agreeing[None, :] & (theirs != mine[None, :])) | is_refusing
+    differ = tl.max(is_other.to(tl.int32), axis=1) > 0
+    return tl.where((tl.max(bad, axis=0) == GOOD) & differ, DIFFERENT, bad)
+
+
+@triton.jit
+def compare_digests(here, bad, is_wrong, ranks, is_rank, NUM_RANKS: tl.constexpr):
+    """Mark the first rank whose digests differ from another one's; return also the word that names both.
+
+    Any other difference also explains why digests differ, and is kept.
+
+    Example:
+        If the rows that rank 0 sent to rank 1 differ from those that rank 1 received, `bad` becomes [2, 0],
+        and the word names the pair 0 * 2 + 1.
+    """
+    other = first_other_rows(here, ranks, is_rank, NUM_RANKS)
+    is_other = (other != NO_PLACE) & (tl.max(tl.where(is_rank, bad, GOOD), axis=0) == GOOD)
+    bad = tl.where(is_other & (ranks == other // NUM_RANKS), DIFFERENT, bad)
+    return bad, tl.where(is_other, wrong_word(OTHER_ROUTING, other), is_wrong)
+
+
+@triton.jit
+def report_messages(tables, theirs, is_wrong, topk_idx, outcome, ranks, is_rank, HAS_COUNTS: tl.constexpr):
+    """Report the outcome, with all headers, from which the host explains it, and with the id that is wrong.
+
+    Example:
+        If the id at place 7 of `topk_idx` is wrong, the host finds 7 in REPORTED_WRONG, and the id.
+    """
+    words = words_at(tl.load(tables.constants + REPORT))
+    if tl.load(words + NUM_REPORTS, volatile=True) == tl.load(words + NUM_READ, volatile=True):
+        index = tl.arange(0, NUM_WORDS)
+        to = words + REPORTED_HEADERS + ranks[:, None] * NUM_WORDS + index[None, :]
+        tl.store(to, theirs, mask=is_rank[:, None] & (index >= 0)[None, :])
+        tl.store(words + REPORTED_WRONG, is_wrong)
+        if HAS_COUNTS:
+            is_id = is_wrong >> WRONG_SHIFT == WRONG_ID
+            place = LAST_PLACE - (is_wrong & LAST_PLACE)
+            tl.store(words + REPORTED_VALUE, tl.load(topk_idx + place, mask=is_id, other=0))
+    report(tables.constants, tables.state, outcome)
+
+
+@triton.jit
+def tell_totals(host, state, outcome, uses_rings, all_wait, rows, ranks, is_rank):
+    """Tell the host that waits how many rows come; the ticket is stored last.
+
+    Example:
+        With 3 rows for this rank, the words at `totals` are [ticket, 0, 3, 0, -, 1] if all ranks wait.
+    """
+    words = words_at(host.totals)
+    tl.store(words + TOTAL_OUTCOME, outcome)
+    tl.store(words + TOTAL_ROWS, tl.load(state + NUM_ROWS))
+    tl.store(words + TOTAL_USES_RINGS, uses_rings)
+    tl.store(words + TOTAL_ALL_WAIT, all_wait.to(tl.int64))
+    tl.store(words_at(host.rows_of) + ranks, rows, mask=is_rank)
+    tell_host(words, host.ticket)
+
+
+# Values that vary from call to call must not be compiled in.
+@triton.jit(do_not_specialize=["host", "num_channels", "local_experts"])
+def exchange_notify(
+    tables: Tables,
+    prefixes: Prefixes,
+    counts: Counts,
+    host: HostWords,
     num_channels,
     local_experts,
     NUM_RANKS: tl.constexpr,
@@ -470,19 +602,17 @@ def exchange_notify(
 ):
     """Post this call's notify message to every peer, wait for theirs, and find where each rank's rows lie.
 
-    One program. `message` is the address of this rank's header, in host memory. If the words of the signature
-    are equal in all notify messages, the outcome in `state` is 0; else it is 2 (different) and names the
-    first rank that differs. A notify message that does not arrive in time gives the outcome 1 and ends the
-    waits of all ranks. After that the outcome is 8 (out), and this rank posts no more notify messages: peers
-    may still look for its notify message of the previous call.
+    One program. If the words of the signature are equal in all notify messages, the outcome in the state is
+    0; else it is 2 (different) and names the first rank that differs. A notify message that does not arrive
+    in time gives the outcome 1 and ends the waits of all ranks. After that the outcome is 8 (out), and this
+    rank posts no more notify messages: peers may still look for its notify message of the previous call.
 
     With blocks for channels and experts (powers of two that hold them), the notify messages have counts: by
-    rank, by channel (in channel_prefix) and by expert. `routing` is filled (as rank_prefix) and the digests
-    are started. If `ticket` is not 0, the host finds its rows at `totals` and those of all ranks at
-    `rows_of`, closed by `ticket`. If a word of the state says that an id in `topk_idx` is no expert, the host
-    is told which one.
+    rank, by channel (in channel_prefix) and by expert. The prefix sums are filled and the digests are
+    started. If there is a ticket, the host finds its totals, closed by the ticket. If a word of the state
+    says that an id is no expert, the host is told which one.
 
-    Without these blocks, a checksum of `routing` must agree. The digests of the rows between each two ranks
+    Without these blocks, a checksum of rank_prefix must agree. The digests of the rows between each two ranks
     must agree too; if they do not, the outcome is also 2, and the host is told which two ranks.
 
     Example:
@@ -491,44 +621,29 @@ def exchange_notify(
     """
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
-    rank = tl.load(constants + RANK)
-    own = tl.load(constants + OWN_HEAP)
+    constants, state = tables.constants, tables.state
+    rank, own = tl.load(constants + RANK), tl.load(constants + OWN_HEAP)
     abort = own + tl.load(constants + ABORT_AT)
-    number_at = words_at(own + tl.load(constants + NUMBER_AT))
-    call = tl.load(number_at) + 1
     is_out = has_given_up(constants)
     is_told = is_rank & ~is_out
-    tl.store(number_at, call)
-    tl.store(state + NUMBER, call)
-    tl.store(state + IS_REPORTED, 0)
-    tl.store(state + BAD_ROWS, 0)
-    tl.store(state + WAITED_FOR, MAILBOX_AT)
-
-    index = tl.arange(0, NUM_WORDS)
-    mine = tl.load(words_at(message) + index)
-    tl.store(state + KIND, tl.sum(tl.where(index == KIND_WORD, mine, 0), axis=0))
-    is_wrong = tl.load(state + IS_WRONG)
-    if CHANNEL_BLOCK:
-        tl.store(state + IS_WRONG, 0)
-        refusal = tl.where(is_wrong >> WRONG_SHIFT == WRONG_ID, REFUSED_BY_IDS, REFUSED_BY_COUNTS)
-        mine = tl.where((index == REFUSED) & (is_wrong != 0), refusal, mine)
-    elif not IS_REFUSED:
-        mine = tl.where(index == ROUTING, checksum(routing, ranks, is_rank, NUM_RANKS), mine)
-    box = call % 2 * tl.load(constants + BOX_STRIDE) + tl.load(constants + MAILBOX_AT)
-    stride = tl.load(constants + NOTIFY_STRIDE)
-    there = tl.load(heaps + ranks, mask=is_rank, other=0) + box + rank * stride
-    headers_there = words_at(there)
-    tl.store(
-        headers_there[:, None] + index[None, :],
-        tl.broadcast_to(mine[None, :], (RANK_BLOCK, NUM_WORDS)),
-        mask=is_told[:, None] & (index > 0)[None, :],
+    call = begin_call(tables)
+    mine, is_wrong = own_header(
+        state,
+        host.message,
+        prefixes.rank_prefix,
+        ranks,
+        is_rank,
+        NUM_RANKS,
+        CHANNEL_BLOCK > 0,
+        IS_REFUSED,
     )
+    there, here = mailboxes(tables, call, ranks, is_rank)
+    post_header(there, mine, is_told, RANK_BLOCK)
     if CHANNEL_BLOCK:
         post_counts(
             there,
             counts,
-            channel_prefix,
-            expert_counts,
+            prefixes.channel_prefix,
             num_channels,
             local_experts,
             ranks,
@@ -538,37 +653,27 @@ def exchange_notify(
             EXPERT_BLOCK,
         )
     elif not IS_REFUSED:
-        post_digests(there, digests, is_told, NUM_RANKS, RANK_BLOCK)
-    release_max(headers_there, call, is_told)
-    here = own + box + ranks * stride
-    headers_here = words_at(here)
-    seen = wait_for_all(headers_here, is_told, call, tl.load(constants + TIMEOUT_NS), abort)
-    bad = why_not_there(seen, call, abort, constants, heaps, ranks, is_rank)
-    theirs = tl.load(headers_here[:, None] + index[None, :], mask=is_rank[:, None], other=0, volatile=True)
-    is_agreeing = (index >= REFUSED) & (index <= ROUTING)
-    differ = tl.max((is_agreeing[None, :] & (theirs != mine[None, :])).to(tl.int32), axis=1)
-    is_refused = word_of(headers_here, is_rank, REFUSED) != 0
-    # Notify messages are compared only if all have arrived: a rank that lacks one has given up, and that
-    # outcome must not be replaced.
+        post_digests(there, prefixes.digests, is_told, NUM_RANKS, RANK_BLOCK)
+    release_max(words_at(there), call, is_told)
+
+    headers = words_at(here)
+    seen = wait_for_all(headers, is_told, call, tl.load(constants + TIMEOUT_NS), abort)
+    bad = why_not_there(seen, call, abort, constants, tables.heaps, ranks, is_rank)
     are_all_there = tl.max(bad, axis=0) == GOOD
-    bad = tl.where(are_all_there & ((differ > 0) | is_refused), DIFFERENT, bad)
+    words = headers[:, None] + tl.arange(0, NUM_WORDS)[None, :]
+    theirs = tl.load(words, mask=is_rank[:, None], other=0, volatile=True)
+    # A lane without a rank differs from everything; it is not looked at.
+    bad = compare_headers(theirs, mine, bad)
     if (not CHANNEL_BLOCK) and (not IS_REFUSED):
-        other = first_other_rows(here, ranks, is_rank, NUM_RANKS)
-        # Any other difference also explains why the digests differ.
-        is_other = (other != NO_PLACE) & (tl.max(tl.where(is_rank, bad, GOOD), axis=0) == GOOD)
-        bad = tl.where(is_other & (ranks == other // NUM_RANKS), DIFFERENT, bad)
-        is_wrong = tl.where(is_other, wrong_word(OTHER_ROUTING, other), is_wrong)
-    rows = word_of(headers_here, is_rank, RESULT_ROWS)
+        bad, is_wrong = compare_digests(here, bad, is_wrong, ranks, is_rank, NUM_RANKS)
+    rows = word_of(headers, is_rank, RESULT_ROWS)
     if CHANNEL_BLOCK:
         arriving = read_counts(
             here,
             num_channels,
             local_experts,
-            routing,
-            channel_prefix,
-            recv_channel_prefix,
-            digests,
-            words_at(totals) + TOTAL_BY_EXPERT,
+            prefixes,
+            words_at(host.totals) + TOTAL_BY_EXPERT,
             ranks,
             is_rank,
             NUM_RANKS,
@@ -581,38 +686,20 @@ def exchange_notify(
         rows = tl.where(rows >= 0, rows, arriving)
         tl.store(state + NUM_ROWS, tl.sum(tl.where(ranks == rank, arriving, 0), axis=0))
     if IS_COMBINE:
-        has_target = find_outputs(headers_here, rows, ranks, is_rank, bases, targets)
+        has_target = find_outputs(headers, rows, ranks, is_rank, tables.bases, tables.targets)
     else:
-        has_target = choose_windows(headers_here, rows, ranks, is_rank, bases, targets)
+        has_target = choose_windows(headers, rows, ranks, is_rank, tables.bases, tables.targets)
     uses_rings = tl.max(tl.where(is_rank & ~has_target, 1, 0), axis=0).to(tl.int64)
     outcome = tl.where(is_out, OUT + NUM_CODES * rank, first_bad(bad, ranks, is_rank, RANK_BLOCK))
     tl.store(state + USES_RINGS, uses_rings)
     tl.store(state + OUTCOME, outcome)
     # A rank that refuses already knows that the notify messages differ.
     if (outcome != 0) & ((not IS_REFUSED) | (outcome % NUM_CODES != DIFFERENT)):
-        # The host explains the outcome, and needs the notify messages for that.
-        report_words = words_at(tl.load(constants + REPORT))
-        if tl.load(report_words + NUM_REPORTS, volatile=True) == tl.load(
-            report_words + NUM_READ, volatile=True
-        ):
-            to = report_words + REPORTED_HEADERS + ranks[:, None] * NUM_WORDS + index[None, :]
-            tl.store(to, theirs, mask=is_rank[:, None] & (index >= 0)[None, :])
-            tl.store(report_words + REPORTED_WRONG, is_wrong)
-            if CHANNEL_BLOCK:
-                is_id = is_wrong >> WRONG_SHIFT == WRONG_ID
-                place = LAST_PLACE - (is_wrong & LAST_PLACE)
-                tl.store(report_words + REPORTED_VALUE, tl.load(topk_idx + place, mask=is_id, other=0))
-        report(constants, state, outcome)
+        report_messages(tables, theirs, is_wrong, counts.topk_idx, outcome, ranks, is_rank, CHANNEL_BLOCK > 0)
     if CHANNEL_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
-        if ticket != 0:
+        if host.ticket != 0:
             # After the report: the host reads the report when it finds the ticket.
-            words = words_at(totals)
-            tl.store(words + TOTAL_OUTCOME, outcome)
-            tl.store(words + TOTAL_ROWS, tl.load(state + NUM_ROWS))
-            tl.store(words + TOTAL_USES_RINGS, uses_rings)
-            tl.store(words + TOTAL_ALL_WAIT, all_wait.to(tl.int64))
-            tl.store(words_at(rows_of) + ranks, rows, mask=is_rank)
-            tell_host(words, ticket)
+            tell_totals(host, state, outcome, uses_rings, all_wait, rows, ranks, is_rank)
 
 
 @triton.jit

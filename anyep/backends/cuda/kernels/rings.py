@@ -38,6 +38,17 @@ from anyep.backends.cuda.kernels.atomics import (
     release_max,
 )
 from anyep.backends.cuda.kernels.floats import FP32, load_rows, store_rows, values_at
+from anyep.backends.cuda.kernels.groups import (
+    Beside,
+    Biases,
+    Outputs,
+    Payload,
+    Prefixes,
+    RingArea,
+    Scales,
+    Sums,
+    Tables,
+)
 
 GOOD = tl.constexpr(outcomes.GOOD)
 LATE = tl.constexpr(outcomes.LATE)
@@ -52,37 +63,12 @@ TARGET_WEIGHTS = tl.constexpr(3)
 USES_RINGS = tl.constexpr(constants.USES_RINGS)
 WAITED_FOR = tl.constexpr(constants.WAITED_FOR)
 TAIL_AT = tl.constexpr(constants.TAIL_AT)
-
-VARYING = [
-    *(
-        "results",
-        "abort",
-        "timeout_ns",
-        "rank",
-        "ring_rows",
-        "meta_at",
-        "scales_at",
-        "ids_at",
-        "weights_at",
-    ),
-    *("num_channels", "num_tokens", "tokens_per_channel", "num_scales", "stride_token", "stride_scale"),
-    *("num_topk", "experts_per_rank"),
-]
-"""Numbers that differ between calls or ranks; kernels are not specialized for their values."""
-
-
-class Area(NamedTuple):
-    """Where rings and their counters lie in the heaps: offsets and strides in bytes."""
-
-    heaps: Any
-    rank: Any
-    rows_at: Any
-    tail_at: Any
-    tail_stride: Any
-    head_at: Any
-    head_stride: Any
-    ring_rows: Any
-    slot_bytes: Any
+HEAD_AT = tl.constexpr(constants.HEAD_AT)
+RING_STRIDE = tl.constexpr(constants.RING_STRIDE)
+RANK = tl.constexpr(constants.RANK)
+OWN_HEAP = tl.constexpr(constants.OWN_HEAP)
+ABORT_AT = tl.constexpr(constants.ABORT_AT)
+TIMEOUT_NS = tl.constexpr(constants.TIMEOUT_NS)
 
 
 class Rings(NamedTuple):
@@ -109,19 +95,22 @@ class Waiting(NamedTuple):
     outcome: Any
 
 
-class Beside(NamedTuple):
-    """What follows the row in a place of a ring: offsets in bytes, and counts."""
-
-    meta_at: Any
-    scales_at: Any
-    ids_at: Any
-    weights_at: Any
-    num_scales: Any
-    num_topk: Any
+@triton.jit
+def waiting_of(tables):
+    """How long this rank waits, and where it writes the outcome."""
+    constants = tables.constants
+    return Waiting(
+        rank=tl.load(constants + RANK).to(tl.int32),
+        timeout_ns=tl.load(constants + TIMEOUT_NS),
+        abort=tl.load(constants + OWN_HEAP) + tl.load(constants + ABORT_AT),
+        outcome=tables.state,
+    )
 
 
 @triton.jit
-def rings_of(area, channel, TO_PEERS: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+def rings_of(
+    tables, area, channel, TO_PEERS: tl.constexpr, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr
+):
     """A channel's rings to the peers (`TO_PEERS`) or from them.
 
     The places and tails of rings to peers lie at the peers, and their heads lie here.
@@ -131,28 +120,31 @@ def rings_of(area, channel, TO_PEERS: tl.constexpr, NUM_RANKS: tl.constexpr, RAN
     the peers at 144 and 1168, and those from the peers at 1120 and 1168. With tails at 16, heads at 48 and
     strides of 8, it advances the tails at 24 and 1048, and the peers advance the heads at 1072 and 1080.
     """
+    constants = tables.constants
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
-    here = tl.load(area.heaps + area.rank)
-    there = tl.load(area.heaps + ranks, mask=is_rank, other=0)
+    rank, here = tl.load(constants + RANK), tl.load(constants + OWN_HEAP)
+    tail_at, head_at = tl.load(constants + TAIL_AT), tl.load(constants + HEAD_AT)
+    stride = tl.load(constants + RING_STRIDE)
+    there = tl.load(tables.heaps + ranks, mask=is_rank, other=0)
     # Tells the compiler that the size is a multiple of 16.
-    slot_bytes = area.slot_bytes // 16 * 16
+    slot_bytes = area.slot_bytes.to(tl.int32) // 16 * 16
     ring_bytes = area.ring_rows.to(tl.int64) * slot_bytes
     if TO_PEERS:
-        rows = there + (channel * NUM_RANKS + area.rank) * ring_bytes
-        ours = there + area.tail_at + area.rank * area.tail_stride
-        theirs = here + area.head_at + ranks * area.head_stride
+        rows = there + (channel * NUM_RANKS + rank) * ring_bytes
+        ours = there + tail_at + rank * stride
+        theirs = here + head_at + ranks * stride
     else:
         rows = here + (channel * NUM_RANKS + ranks) * ring_bytes
-        ours = there + area.head_at + area.rank * area.head_stride
-        theirs = here + area.tail_at + ranks * area.tail_stride
+        ours = there + head_at + rank * stride
+        theirs = here + tail_at + ranks * stride
     return Rings(
         ranks=ranks,
         is_rank=is_rank,
         rows=rows + area.rows_at,
         ours=(ours + 8 * channel).to(tl.pointer_type(tl.int64)),
         theirs=(theirs + 8 * channel).to(tl.pointer_type(tl.int64)),
-        num_slots=area.ring_rows,
+        num_slots=area.ring_rows.to(tl.int32),
         slot_bytes=slot_bytes,
     )
 
@@ -218,7 +210,17 @@ def next_channel(channel, num_channels, outcome):
 
 
 @triton.jit
-def lanes(rank_prefix, recv_channel_prefix, rank, channel, num_channels, rings, NUM_RANKS: tl.constexpr):
+def num_tokens_of(num_channels, num_tokens):
+    """The tokens of each channel but the last ones, which may have fewer; at least 1.
+
+    Example:
+    3 channels share 7 tokens: 3, 3 and 1.
+    """
+    return tl.maximum(tl.cdiv(num_tokens, num_channels), 1)
+
+
+@triton.jit
+def lanes(prefixes, rank, channel, num_channels, rings, NUM_RANKS: tl.constexpr):
     """The begin and the end of this rank's rows of a channel, for each peer.
 
     Example:
@@ -226,9 +228,9 @@ def lanes(rank_prefix, recv_channel_prefix, rank, channel, num_channels, rings, 
     rows are [0, 1) for peer 0 and [2, 2) (none) for peer 1; in channel 1 they are [1, 2) and [2, 3).
     """
     ranks, is_rank = rings.ranks, rings.is_rank
-    by_peer = rank_prefix + ranks * NUM_RANKS + rank
+    by_peer = prefixes.rank_prefix + ranks * NUM_RANKS + rank
     before = tl.load(by_peer - NUM_RANKS, mask=is_rank & (ranks > 0), other=0)
-    by_channel = recv_channel_prefix + ranks * num_channels + channel
+    by_channel = prefixes.recv_channel_prefix + ranks * num_channels + channel
     is_last = channel == num_channels - 1
     next_begin = before + tl.load(by_channel + 1, mask=is_rank & ~is_last, other=0)
     begin = before + tl.load(by_channel, mask=is_rank, other=0)
@@ -320,41 +322,19 @@ def copy_rows(source, target, is_row, row_words, TILE_WORDS: tl.constexpr, STAGE
         tl.store(words_at(target)[:, None] + words[None, :], values, mask=mask)
 
 
-@triton.jit(do_not_specialize=VARYING)
+# Values that vary from call to call must not be compiled in.
+@triton.jit(do_not_specialize=["results", "area", "beside", "num_tokens", "experts_per_rank"])
 def dispatch_through_rings(
-    x,
-    scales,
-    topk_idx,
-    topk_weights,
+    payload: Payload,
+    scales: Scales,
     send_head,
-    targets,
+    tables: Tables,
     results: tl.int64,
-    rank_prefix,
-    recv_channel_prefix,
-    heaps,
-    outcome,
-    abort,
-    timeout_ns,
-    rank,
-    rows_at,
-    tail_at,
-    tail_stride,
-    head_at,
-    head_stride,
-    ring_rows,
-    slot_bytes,
-    num_channels,
-    meta_at,
-    scales_at,
-    ids_at,
-    weights_at,
+    prefixes: Prefixes,
+    area: RingArea,
+    beside: Beside,
     num_tokens,
-    tokens_per_channel,
     row_words,
-    num_scales,
-    stride_token,
-    stride_scale,
-    num_topk,
     experts_per_rank,
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
@@ -382,48 +362,29 @@ def dispatch_through_rings(
     to itself go through places 2 and 0, and both counters become 4.
     """
     channel = tl.program_id(0) // 2
-    area = Area(
-        heaps=heaps,
-        rank=rank,
-        rows_at=rows_at,
-        tail_at=tail_at,
-        tail_stride=tail_stride,
-        head_at=head_at,
-        head_stride=head_stride,
-        ring_rows=ring_rows,
-        slot_bytes=slot_bytes,
-    )
-    waiting = Waiting(rank=rank, timeout_ns=timeout_ns, abort=abort, outcome=outcome)
-    beside = Beside(
-        meta_at=meta_at,
-        scales_at=scales_at,
-        ids_at=ids_at,
-        weights_at=weights_at,
-        num_scales=num_scales,
-        num_topk=num_topk,
-    )
+    num_channels = area.num_channels.to(tl.int32)
+    tokens_per_channel = num_tokens_of(num_channels, num_tokens)
+    waiting = waiting_of(tables)
+    state, rank = tables.state, waiting.rank
+    own_target = tables.targets + TARGET_WORDS * rank
     # Tells the compiler that a row is a multiple of 4 words.
     row_words = row_words // 4 * 4
-    if is_good(outcome) & (tl.load(outcome + USES_RINGS) != 0):
-        tl.store(outcome + WAITED_FOR, TAIL_AT)
+    if is_good(state) & (tl.load(state + USES_RINGS) != 0):
+        tl.store(state + WAITED_FOR, TAIL_AT)
         if tl.program_id(0) % 2 == 0:
             while channel < num_channels:
                 first_token = channel * tokens_per_channel
                 send_tokens(
-                    x,
+                    payload,
                     scales,
-                    topk_idx,
-                    topk_weights,
                     send_head,
-                    targets,
-                    rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK),
+                    tables.targets,
+                    rings_of(tables, area, channel, True, NUM_RANKS, RANK_BLOCK),
                     waiting,
                     beside,
                     first_token,
                     tl.minimum(first_token + tokens_per_channel, num_tokens),
                     row_words,
-                    stride_token,
-                    stride_scale,
                     experts_per_rank,
                     NUM_RANKS,
                     SCALE_BLOCK,
@@ -432,16 +393,14 @@ def dispatch_through_rings(
                     TILE_WORDS,
                     STAGES,
                 )
-                channel = next_channel(channel, num_channels, outcome)
-        elif tl.load(targets + TARGET_WORDS * rank) == 0:
+                channel = next_channel(channel, num_channels, state)
+        elif tl.load(own_target) == 0:
             while channel < num_channels:
-                rings = rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK)
-                begin, end = lanes(
-                    rank_prefix, recv_channel_prefix, rank, channel, num_channels, rings, NUM_RANKS
-                )
+                rings = rings_of(tables, area, channel, False, NUM_RANKS, RANK_BLOCK)
+                begin, end = lanes(prefixes, rank, channel, num_channels, rings, NUM_RANKS)
                 take_rows(
                     results.to(tl.pointer_type(tl.int64)),
-                    tl.load(targets + TARGET_WORDS * rank + TARGET_ROWS),
+                    tl.load(own_target + TARGET_ROWS),
                     begin,
                     end,
                     rings,
@@ -455,15 +414,13 @@ def dispatch_through_rings(
                     TILE_WORDS,
                     STAGES,
                 )
-                channel = next_channel(channel, num_channels, outcome)
+                channel = next_channel(channel, num_channels, state)
 
 
 @triton.jit
 def send_tokens(
-    x,
+    payload,
     scales,
-    topk_idx,
-    topk_weights,
     send_head,
     targets,
     rings,
@@ -472,8 +429,6 @@ def send_tokens(
     token,
     end_token,
     row_words,
-    stride_token,
-    stride_scale,
     experts_per_rank,
     NUM_RANKS: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
@@ -497,12 +452,12 @@ def send_tokens(
         if TOPK_BLOCK:
             is_slot = is_token[:, None] & (slots < beside.num_topk)[None, :]
             index = tokens[:, None] * beside.num_topk + slots[None, :]
-            ids = tl.load(topk_idx + index, mask=is_slot, other=-1)
-            weights = tl.load(topk_weights + index, mask=is_slot, other=0.0)
+            ids = tl.load(payload.topk_idx + index, mask=is_slot, other=-1)
+            weights = tl.load(payload.topk_weights + index, mask=is_slot, other=0.0)
         if SCALE_BLOCK:
             is_scale = is_token[:, None] & (columns < beside.num_scales)[None, :]
-            at = tokens[:, None] * stride_token + columns.to(tl.int64)[None, :] * stride_scale
-            factors = tl.load(scales + at, mask=is_scale, other=0)
+            at = tokens[:, None] * scales.stride_token + columns.to(tl.int64)[None, :] * scales.stride_scale
+            factors = tl.load(scales.words + at, mask=is_scale, other=0)
         counts, first_rows = rows_of_tile(send_head, tokens, is_token, by_ring, ranks, NUM_RANKS)
         expected = tl.where(counts > 0, sent + counts - rings.num_slots, 0)
         taken = wait_for_counters(rings.theirs, taken, expected, waiting)
@@ -534,7 +489,7 @@ def send_tokens(
             for start in tl.range(0, row_words, TILE_WORDS, num_stages=STAGES):
                 words = start + tl.arange(0, TILE_WORDS)
                 is_word = (words < row_words)[None, :]
-                source = x + tokens[:, None] * row_words + words[None, :]
+                source = payload.x + tokens[:, None] * row_words + words[None, :]
                 values = tl.load(source, mask=is_read[:, None] & is_word)
                 for receiver in tl.static_range(NUM_RANKS):
                     row = words_at(addresses[receiver])[:, None] + words[None, :]
@@ -622,36 +577,19 @@ def take_rows(
             is_over = is_hopeless(deadline, waiting)
 
 
-@triton.jit(do_not_specialize=VARYING)
+# Values that vary from call to call must not be compiled in.
+@triton.jit(do_not_specialize=["area", "beside", "num_tokens"])
 def combine_through_rings(
-    x,
-    topk_weights,
-    out,
-    out_weights,
-    bias_0,
-    bias_1,
+    outputs: Outputs,
+    out: Sums,
+    biases: Biases,
     send_head,
-    targets,
-    rank_prefix,
-    recv_channel_prefix,
-    heaps,
-    outcome,
-    abort,
-    timeout_ns,
-    rank,
-    rows_at,
-    tail_at,
-    tail_stride,
-    head_at,
-    head_stride,
-    ring_rows,
-    slot_bytes,
-    num_channels,
-    weights_at,
+    tables: Tables,
+    prefixes: Prefixes,
+    area: RingArea,
+    beside: Beside,
     num_tokens,
-    tokens_per_channel,
     hidden,
-    num_topk,
     DTYPE: tl.constexpr,
     NUM_BIASES: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -667,10 +605,10 @@ def combine_through_rings(
 
     `targets[r]` holds the address of rank r's rows, or 0 if they come through rings, the address of their
     weights, and their number. The rows of a channel arrive in the order of its tokens. Sums are in float32,
-    ranks ascending, starting from bias_0 + bias_1, or from bias_0, or from +0.0. Top-k weights are summed
-    likewise, per choice, without bias. A row that a window does not have is left out: BAD_ROWS is then 5 (bad
-    handle) + 16 * its rank. The kernel does nothing if the outcome so far, the first word of the call's
-    state, is not 0, or if no rows go through rings.
+    ranks ascending, starting from the sum of the biases, or from the first one, or from +0.0. Top-k weights
+    are summed likewise, per choice, without bias. A row that a window does not have is left out: BAD_ROWS is
+    then 5 (bad handle) + 16 * its rank. The kernel does nothing if the outcome so far, the first word of the
+    call's state, is not 0, or if no rows go through rings.
 
     x is read as words of 4 bytes, out and biases as their bits (uint16) or as float32. Rows are pushed in
     tiles of `TILE_TOKENS` x `TILE_WORDS`, and summed in tiles of `TILE_TOKENS` x `TILE_VALUES`. `TOPK_BLOCK`
@@ -683,64 +621,51 @@ def combine_through_rings(
     """
     tl.static_assert(TILE_WORDS != TILE_VALUES, "tiles of one shape get one layout, which suits one of them")
     channel = tl.program_id(0) // 2
-    area = Area(
-        heaps=heaps,
-        rank=rank,
-        rows_at=rows_at,
-        tail_at=tail_at,
-        tail_stride=tail_stride,
-        head_at=head_at,
-        head_stride=head_stride,
-        ring_rows=ring_rows,
-        slot_bytes=slot_bytes,
-    )
-    waiting = Waiting(rank=rank, timeout_ns=timeout_ns, abort=abort, outcome=outcome)
+    num_channels = area.num_channels.to(tl.int32)
+    tokens_per_channel = num_tokens_of(num_channels, num_tokens)
+    waiting = waiting_of(tables)
+    state, rank = tables.state, waiting.rank
+    own_target = tables.targets + TARGET_WORDS * rank
     # Tells the compiler that a row is a multiple of 4 words.
     row_words = hidden // 4 * 4 if DTYPE == FP32 else hidden // 8 * 4
-    if is_good(outcome) & (tl.load(outcome + USES_RINGS) != 0):
-        tl.store(outcome + WAITED_FOR, TAIL_AT)
+    if is_good(state) & (tl.load(state + USES_RINGS) != 0):
+        tl.store(state + WAITED_FOR, TAIL_AT)
         if tl.program_id(0) % 2 == 0:
-            if tl.load(targets + TARGET_WORDS * rank) == 0:
+            if tl.load(own_target) == 0:
                 while channel < num_channels:
-                    rings = rings_of(area, channel, True, NUM_RANKS, RANK_BLOCK)
-                    begin, end = lanes(
-                        rank_prefix, recv_channel_prefix, rank, channel, num_channels, rings, NUM_RANKS
-                    )
+                    rings = rings_of(tables, area, channel, True, NUM_RANKS, RANK_BLOCK)
+                    begin, end = lanes(prefixes, rank, channel, num_channels, rings, NUM_RANKS)
                     push_rows(
-                        x,
-                        topk_weights,
-                        tl.load(targets + TARGET_WORDS * rank + TARGET_ROWS),
+                        outputs,
+                        tl.load(own_target + TARGET_ROWS),
                         begin,
                         end,
                         rings,
                         waiting,
-                        weights_at,
+                        beside,
                         row_words,
-                        num_topk,
                         NUM_RANKS,
                         TOPK_BLOCK,
                         TILE_TOKENS,
                         TILE_WORDS,
                         STAGES,
                     )
-                    channel = next_channel(channel, num_channels, outcome)
+                    channel = next_channel(channel, num_channels, state)
         else:
             while channel < num_channels:
                 first_token = channel * tokens_per_channel
                 sum_tokens(
+                    outputs.x,
                     out,
-                    out_weights,
-                    bias_0,
-                    bias_1,
+                    biases,
                     send_head,
-                    targets,
-                    rings_of(area, channel, False, NUM_RANKS, RANK_BLOCK),
+                    tables.targets,
+                    rings_of(tables, area, channel, False, NUM_RANKS, RANK_BLOCK),
                     waiting,
-                    weights_at,
+                    beside,
                     first_token,
                     tl.minimum(first_token + tokens_per_channel, num_tokens),
                     row_words,
-                    num_topk,
                     DTYPE,
                     NUM_BIASES,
                     NUM_RANKS,
@@ -749,21 +674,19 @@ def combine_through_rings(
                     TILE_VALUES,
                     IN_HARDWARE,
                 )
-                channel = next_channel(channel, num_channels, outcome)
+                channel = next_channel(channel, num_channels, state)
 
 
 @triton.jit
 def push_rows(
-    x,
-    topk_weights,
+    outputs,
     num_rows,
     begin,
     end,
     rings,
     waiting,
-    weights_at,
+    beside,
     row_words,
-    num_topk,
     NUM_RANKS: tl.constexpr,
     TOPK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
@@ -793,13 +716,13 @@ def push_rows(
                     is_row = (numbers < count) & (rows < num_rows)
                     place = slots_at(rings, receiver, sent, numbers)
                     if TOPK_BLOCK:
-                        is_slot = is_row[:, None] & (slots < num_topk)[None, :]
-                        index = rows[:, None] * num_topk + slots[None, :]
-                        weights = tl.load(topk_weights + index, mask=is_slot)
-                    source = x.to(tl.int64) + rows * (4 * row_words)
+                        is_slot = is_row[:, None] & (slots < beside.num_topk)[None, :]
+                        index = rows[:, None] * beside.num_topk + slots[None, :]
+                        weights = tl.load(outputs.topk_weights + index, mask=is_slot)
+                    source = outputs.x.to(tl.int64) + rows * (4 * row_words)
                     copy_rows(source, place, is_row, row_words, TILE_WORDS, STAGES)
                     if TOPK_BLOCK:
-                        to = float32_at(place + weights_at)[:, None] + slots[None, :]
+                        to = float32_at(place + beside.weights_at)[:, None] + slots[None, :]
                         tl.store(to, weights, mask=is_slot)
             begin += counts
             sent += counts
@@ -815,19 +738,17 @@ def push_rows(
 
 @triton.jit
 def sum_tokens(
+    x,
     out,
-    out_weights,
-    bias_0,
-    bias_1,
+    biases,
     send_head,
     targets,
     rings,
     waiting,
-    weights_at,
+    beside,
     token,
     end_token,
     row_words,
-    num_topk,
     DTYPE: tl.constexpr,
     NUM_BIASES: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -836,13 +757,20 @@ def sum_tokens(
     TILE_VALUES: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
 ):
-    """Add up the rows of a channel's tokens, tile by tile, reading them from windows or from rings."""
+    """Add up the rows of a channel's tokens, tile by tile, reading them from windows or from rings.
+
+    This rank's own rows are read from `x`, unless they come through a ring.
+    """
     ranks, is_rank = rings.ranks, rings.is_rank
     hidden = row_words if DTYPE == FP32 else 2 * row_words
     place = targets + TARGET_WORDS * ranks
     windows = tl.load(place, mask=is_rank, other=1)
     weight_windows = tl.load(place + TARGET_WEIGHTS, mask=is_rank, other=0)
     num_rows = tl.load(place + TARGET_ROWS, mask=is_rank, other=0)
+    # A staged window lacks this rank's own rows (`copy_for_peers`): they are read where they are. Without
+    # rows, x has no address.
+    is_own = (ranks == waiting.rank) & (windows != 0) & (num_rows > 0)
+    windows = tl.where(is_own, x.to(tl.int64), windows)
     by_ring = windows == 0
     slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     taken = tl.load(rings.ours, mask=by_ring, other=0, volatile=True)
@@ -872,9 +800,9 @@ def sum_tokens(
                 source = tl.where(is_pushed, slot, window + rows * (4 * row_words))
                 sources += (tl.where(is_pushed | is_pulled, source, 0),)
                 if TOPK_BLOCK:
-                    in_window = value_of(weight_windows, ranks, rank) + rows * (4 * num_topk)
-                    source = float32_at(tl.where(is_pushed, slot + weights_at, in_window))
-                    mask = (is_pushed | is_pulled)[:, None] & (slots < num_topk)[None, :]
+                    in_window = value_of(weight_windows, ranks, rank) + rows * (4 * beside.num_topk)
+                    source = float32_at(tl.where(is_pushed, slot + beside.weights_at, in_window))
+                    mask = (is_pushed | is_pulled)[:, None] & (slots < beside.num_topk)[None, :]
                     weights += (tl.load(source[:, None] + slots[None, :], mask=mask, other=0.0),)
             for start in tl.range(0, hidden, TILE_VALUES, num_stages=1):
                 columns = start + tl.arange(0, TILE_VALUES)
@@ -883,20 +811,20 @@ def sum_tokens(
                 index = tokens[:, None] * hidden + columns[None, :]
                 sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
                 if NUM_BIASES > 0:
-                    sums = load_rows(bias_0 + index, is_value, DTYPE)
+                    sums = load_rows(biases.first + index, is_value, DTYPE)
                 if NUM_BIASES > 1:
-                    sums += load_rows(bias_1 + index, is_value, DTYPE)
+                    sums += load_rows(biases.second + index, is_value, DTYPE)
                 for rank in tl.static_range(NUM_RANKS):
                     values = values_at(sources[rank], DTYPE)[:, None] + columns[None, :]
                     is_there = (sources[rank] != 0)[:, None] & is_column
                     sums += load_rows(values, is_there, DTYPE, NUM_BIASES == 0)
-                store_rows(out + index, sums, is_value, DTYPE, IN_HARDWARE)
+                store_rows(out.x + index, sums, is_value, DTYPE, IN_HARDWARE)
             if TOPK_BLOCK:
                 sums = tl.zeros((TILE_TOKENS, TOPK_BLOCK), tl.float32)
                 for rank in tl.static_range(NUM_RANKS):
                     sums += weights[rank]
-                to = out_weights + tokens[:, None] * num_topk + slots[None, :]
-                tl.store(to, sums, mask=is_token[:, None] & (slots < num_topk)[None, :])
+                to = out.topk_weights + tokens[:, None] * beside.num_topk + slots[None, :]
+                tl.store(to, sums, mask=is_token[:, None] & (slots < beside.num_topk)[None, :])
             taken += counts
             release_max(rings.ours, taken, counts > 0)
             token += TILE_TOKENS

@@ -38,6 +38,7 @@ from anyep.backends.cuda.kernels.casts import (
     ue8m0_of_scale,
 )
 from anyep.backends.cuda.kernels.floats import bf16_of_float
+from anyep.backends.cuda.kernels.groups import LowLatencyCall, Packed, Slots
 from anyep.backends.cuda.kernels.notify import (
     ABORT_AT,
     BAD_HANDLE,
@@ -124,17 +125,18 @@ REFUSED_BY_IDS = tl.constexpr(BY_IDS)
 
 
 @triton.jit
-def known_generations(constants, generations, ranks, is_rank):
+def known_generations(call, ranks, is_rank):
     """The generation of every rank: the largest that any rank has reported here.
 
     Example:
         After [0, 1] from rank 0 and [0, 0] from rank 1, the result is [0, 1]: rank 1 is masked.
     """
+    constants = call.constants
     own = tl.load(constants + OWN_HEAP)
     rows = words_at(own + tl.load(constants + MASK_AT) + ranks * tl.load(constants + MASK_STRIDE))
     is_pair = is_rank[:, None] & is_rank[None, :]
     told = tl.where(is_pair, load_acquire(rows[:, None] + ranks[None, :], is_pair), 0)
-    return tl.maximum(tl.load(generations + ranks, mask=is_rank, other=0), tl.max(told, axis=0))
+    return tl.maximum(tl.load(call.generations + ranks, mask=is_rank, other=0), tl.max(told, axis=0))
 
 
 @triton.jit
@@ -158,12 +160,13 @@ def hear_the_host(constants, ranks, is_rank):
 
 
 @triton.jit
-def tell_generations(constants, heaps, generations, known, ranks, is_rank, RANK_BLOCK: tl.constexpr):
+def tell_generations(call, known, ranks, is_rank, RANK_BLOCK: tl.constexpr):
     """Pass on the generations that are new to this rank, to every rank, before it does anything else."""
+    constants, generations = call.constants, call.generations
     is_new = is_rank & (known > tl.load(generations + ranks, mask=is_rank, other=0))
     if tl.max(is_new.to(tl.int32), axis=0) > 0:
         row = tl.load(constants + MASK_AT) + tl.load(constants + RANK) * tl.load(constants + MASK_STRIDE)
-        there = words_at(tl.load(heaps + ranks, mask=is_rank, other=0) + row)
+        there = words_at(tl.load(call.heaps + ranks, mask=is_rank, other=0) + row)
         release_max(
             there[:, None] + ranks[None, :],
             tl.broadcast_to(known[None, :], (RANK_BLOCK, RANK_BLOCK)),
@@ -195,10 +198,7 @@ def mask_rank(
 
 @triton.jit
 def await_flags(
-    constants,
-    heaps,
-    generations,
-    state,
+    call: LowLatencyCall,
     flags_at,
     flags,
     expected,
@@ -220,6 +220,7 @@ def await_flags(
         With flags [7, 6], 7 expected and no time left, the outcome is 1 (late) + 16 * 1 (rank 1); where ranks
         can be masked, it is 0, and only rank 0 is there.
     """
+    constants, generations, state = call.constants, call.generations, call.state
     rank = tl.load(constants + RANK)
     own = tl.load(constants + OWN_HEAP)
     abort = own + tl.load(constants + ABORT_AT)
@@ -227,7 +228,7 @@ def await_flags(
     start = nanoseconds()
     deadline = start + tl.load(constants + TIMEOUT_NS)
     if CAN_SHRINK:
-        known = known_generations(constants, generations, ranks, is_rank)
+        known = known_generations(call, ranks, is_rank)
     else:
         known = tl.load(generations + ranks, mask=is_rank, other=0)
     is_open = is_rank & (known % 2 == 0)
@@ -239,7 +240,7 @@ def await_flags(
         if CAN_SHRINK:
             if is_time:
                 hear_the_host(constants, ranks, is_rank)
-            known = known_generations(constants, generations, ranks, is_rank)
+            known = known_generations(call, ranks, is_rank)
             is_open = is_rank & (known % 2 == 0)
             is_gone = load_acquire(given_up, is_rank) != 0
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
@@ -272,7 +273,7 @@ def await_flags(
         is_late = is_open & (seen < expected)
         generation = 2 * (tl.load(state + NUMBER) >> ROUND_BITS) + 1
         known = tl.where(is_late & is_in & ~has_given_up & (ranks != rank), generation, known)
-        tell_generations(constants, heaps, generations, known, ranks, is_rank, RANK_BLOCK)
+        tell_generations(call, known, ranks, is_rank, RANK_BLOCK)
         is_open = is_rank & (known % 2 == 0)
         # Late ranks are masked: they are no reason to fail, unless this rank has given up itself.
         why = tl.where(has_given_up, STOPPED, tl.where(ranks == rank, LATE, GOOD))
@@ -284,7 +285,8 @@ def await_flags(
             is_aborted(abort)
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
         # A flag may be larger than expected: the first calls of a round expect nothing.
-        bad = why_not_there(tl.minimum(seen, expected), expected, abort, constants, heaps, ranks, is_rank)
+        late = tl.minimum(seen, expected)
+        bad = why_not_there(late, expected, abort, constants, call.heaps, ranks, is_rank)
         outcome = first_bad(bad, ranks, is_open, RANK_BLOCK)
     if outcome != 0:
         tl.store(state + WAITED_FOR, flags_at)
@@ -304,7 +306,7 @@ def record_of(constants, address, number):
 
 
 @triton.jit
-def post_records(constants, heaps, generations, state, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
+def post_records(call, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
     """Post this rank's completion record, which closes its sending, to every reader that is not masked.
 
     If the handle or an id was found to be wrong, the completion record says so; if the call went wrong in
@@ -314,6 +316,7 @@ def post_records(constants, heaps, generations, state, NUM_RANKS: tl.constexpr, 
         With number 7 and the header [-, 0, 4, ...] in the state, a reader that acquires 7 in word 0 of its
         completion record finds 0 and 4 after it, and everything that was written before.
     """
+    constants, state = call.constants, call.state
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
     number = tl.load(state + NUMBER)
@@ -321,9 +324,9 @@ def post_records(constants, heaps, generations, state, NUM_RANKS: tl.constexpr, 
     tl.store(state + OUTCOME, outcome)
     code = outcome % NUM_CODES
     is_good = (code == GOOD) | (code == BAD_HANDLE) | (code == BAD_IDS)
-    known = tl.load(generations + ranks, mask=is_rank, other=1)
+    known = tl.load(call.generations + ranks, mask=is_rank, other=1)
     is_open = is_rank & (known % 2 == 0) & is_good
-    there = record_of(constants, tl.load(heaps + ranks, mask=is_rank, other=0), number)
+    there = record_of(constants, tl.load(call.heaps + ranks, mask=is_rank, other=0), number)
     there = words_at(there + tl.load(constants + RANK) * tl.load(constants + RECORD_STRIDE))
     index = tl.arange(0, RECORD_WORDS)
     words = tl.load(state + RECORD_HEADER + index)
@@ -339,10 +342,7 @@ def post_records(constants, heaps, generations, state, NUM_RANKS: tl.constexpr, 
 
 @triton.jit
 def close_call(
-    constants,
-    heaps,
-    generations,
-    state,
+    call: LowLatencyCall,
     CAN_SHRINK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
@@ -354,20 +354,22 @@ def close_call(
     Example:
         In call 7, this rank's words in the set of odd calls become 7 on every rank, unless the call failed.
     """
+    constants, state = call.constants, call.state
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
     rank = tl.load(constants + RANK)
     outcome = tl.load(state + OUTCOME, volatile=True)
     if CAN_SHRINK:
-        known = known_generations(constants, generations, ranks, is_rank)
-        tell_generations(constants, heaps, generations, known, ranks, is_rank, RANK_BLOCK)
+        known = known_generations(call, ranks, is_rank)
+        tell_generations(call, known, ranks, is_rank, RANK_BLOCK)
         is_out = tl.max((is_rank & (ranks == rank) & (known % 2 == 1)).to(tl.int32), axis=0) > 0
         outcome = tl.where(is_out, rank * NUM_CODES + MASKED, outcome)
     code = outcome % NUM_CODES
     is_told = (code != LATE) & (code != STOPPED) & (code != MASKED) & (code != OUT)
     number = tl.load(state + NUMBER)
     flags_at = tl.load(constants + PACKED_AT) + number % NUM_SETS * tl.load(constants + PACKED_SET_STRIDE)
-    there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + rank * tl.load(constants + FLAG_STRIDE)
+    heaps = tl.load(call.heaps + ranks, mask=is_rank, other=0)
+    there = heaps + flags_at + rank * tl.load(constants + FLAG_STRIDE)
     release_max(words_at(there), number, is_rank & is_told)
     tl.store(state + OUTCOME, outcome)
     if outcome != 0:
@@ -394,10 +396,7 @@ def is_last(counter):
 # Values that vary from call to call must not be compiled in.
 @triton.jit(do_not_specialize=["kind", "max_tokens", "hidden", "num_experts", "travel", "refused"])
 def open_call(
-    constants,
-    heaps,
-    generations,
-    state,
+    call: LowLatencyCall,
     kind,
     max_tokens,
     hidden,
@@ -422,6 +421,7 @@ def open_call(
         the outcome in its state is 0. If this is rank 2 and it has given up before, the outcome is 8 (out) +
         16 * 2.
     """
+    constants, state = call.constants, call.state
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
     own = tl.load(constants + OWN_HEAP)
@@ -457,10 +457,7 @@ def open_call(
     # The first calls of a round wait for no flags: every rank was done before the round.
     expected = tl.where((number & NUMBER_IN_ROUND) > NUM_SETS, number - NUM_SETS, 0)
     outcome, _ = await_flags(
-        constants,
-        heaps,
-        generations,
-        state,
+        call,
         PACKED_AT,
         flags,
         expected,
@@ -476,15 +473,12 @@ def open_call(
     tl.debug_barrier()
     report(constants, state, outcome)
     if POSTS:
-        post_records(constants, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
+        post_records(call, NUM_RANKS, RANK_BLOCK)
 
 
 @triton.jit(do_not_specialize=["local_experts"])
 def receive_records(
-    constants,
-    heaps,
-    generations,
-    state,
+    call: LowLatencyCall,
     stats,
     local_experts,
     HAS_STATS: tl.constexpr,
@@ -501,6 +495,7 @@ def receive_records(
         With the headers [7, 0, 4, ...] and [7, 0, 5, ...] the outcome is 2 (different) + 16 * 1 (rank 1), and
         the host gets all headers to report what the ranks disagree about.
     """
+    constants, state = call.constants, call.state
     ranks = tl.arange(0, RANK_BLOCK)
     is_rank = ranks < NUM_RANKS
     if tl.load(state + OUTCOME) == 0:
@@ -509,10 +504,7 @@ def receive_records(
         here = record_of(constants, own, number) + ranks * tl.load(constants + RECORD_STRIDE)
         words = words_at(here)
         outcome, is_open = await_flags(
-            constants,
-            heaps,
-            generations,
-            state,
+            call,
             RECORD_AT,
             words,
             number,
@@ -552,16 +544,13 @@ def receive_records(
 
 @triton.jit
 def finish_call(
-    constants,
-    heaps,
-    generations,
-    state,
+    call: LowLatencyCall,
     CAN_SHRINK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
     """Close a call that takes no rows, as `close_call` does. One program."""
-    close_call(constants, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
+    close_call(call, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
 
 
 # Ids
@@ -673,19 +662,12 @@ def list_tokens(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def send_tokens(
-    constants,
-    heaps,
-    generations,
-    state,
+    call: LowLatencyCall,
+    slots: Slots,
     x,
     topk_idx,
-    messages,
-    lists,
     num_tokens,
     hidden,
-    message_bytes,
-    list_stride,
-    local_experts,
     TRAVEL: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     SLOT_BLOCK: tl.constexpr,
@@ -713,6 +695,7 @@ def send_tokens(
         records say that this call is refused.
     """
     program = tl.program_id(0)
+    constants, state, local_experts = call.constants, call.state, slots.local_experts
     num_experts = NUM_RANKS * local_experts
     number = tl.load(state + NUMBER)
     if tl.load(state + OUTCOME) == 0:
@@ -720,10 +703,10 @@ def send_tokens(
         if program < num_experts:
             reader = program // local_experts
             local = (program - reader * local_experts).to(tl.int64)
-            is_open = tl.load(generations + reader) % 2 == 0
-            record = record_of(constants, tl.load(heaps + reader), number)
+            is_open = tl.load(call.generations + reader) % 2 == 0
+            record = record_of(constants, tl.load(call.heaps + reader), number)
             record += tl.load(constants + RANK) * tl.load(constants + RECORD_STRIDE)
-            place = tl.load(lists + table + reader) + local * list_stride
+            place = tl.load(slots.lists + table + reader) + local * slots.list_stride
             if is_open:
                 list_tokens(
                     topk_idx,
@@ -738,7 +721,7 @@ def send_tokens(
                 )
         else:
             # The compiler cannot know that a pointer loaded from a table is aligned; these pointers are.
-            own = tl.load(messages + table + tl.load(constants + RANK)).to(tl.pointer_type(tl.uint8))
+            own = tl.load(slots.messages + table + tl.load(constants + RANK)).to(tl.pointer_type(tl.uint8))
             token = (program - num_experts) // NUM_SHARES
             cast_token(
                 state,
@@ -747,7 +730,7 @@ def send_tokens(
                 topk_idx,
                 num_experts,
                 tl.multiple_of(own, 16),
-                message_bytes,
+                slots.message_bytes,
                 token.to(tl.int64),
                 program - num_experts - token * NUM_SHARES,
                 TRAVEL,
@@ -758,29 +741,16 @@ def send_tokens(
             )
     if is_last(state + NUM_SENT):
         refuse_wrong_ids(constants, state, topk_idx, NUM_TOPK)
-        post_records(constants, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
+        post_records(call, NUM_RANKS, RANK_BLOCK)
 
 
 @triton.jit
 def pack_tokens(
-    constants,
-    heaps,
-    generations,
-    state,
-    messages,
-    lists,
-    x,
-    scales,
-    src_info,
-    layout_range,
-    counts,
-    stats,
-    message_bytes,
-    list_stride,
+    call: LowLatencyCall,
+    slots: Slots,
+    results: Packed,
     row_words,
     num_scale_words,
-    local_experts,
-    rows_per_expert,
     HAS_SCALES: tl.constexpr,
     HAS_STATS: tl.constexpr,
     CAN_SHRINK: tl.constexpr,
@@ -805,6 +775,7 @@ def pack_tokens(
         0 and token 1 of sender 1: src_info [[0, 3, 1, ...]], layout_range [[2, 2 << 32 | 1]], counts [3], and
         stats grows by 3.
     """
+    state, rows_per_expert = call.state, slots.rows_per_expert
     expert = tl.program_id(0)
     sender = tl.program_id(1)
     share = tl.program_id(2)
@@ -812,24 +783,25 @@ def pack_tokens(
     table = tl.load(state + NUMBER) % NUM_SETS * NUM_RANKS
     senders = tl.arange(0, RANK_BLOCK)
     ranges = state + RANGES
-    theirs = tl.load(ranges + senders * local_experts + expert, mask=senders < NUM_RANKS, other=0)
+    theirs = tl.load(ranges + senders * slots.local_experts + expert, mask=senders < NUM_RANKS, other=0)
     their_counts = tl.where(is_good, theirs & COUNT_MASK, 0).to(tl.int32)
     begin = tl.sum(tl.where(senders < sender, their_counts, 0), axis=0)
     count = tl.sum(tl.where(senders == sender, their_counts, 0), axis=0)
     is_first = is_good & (share == 0)
     whole_range = (begin.to(tl.int64) << COUNT_BITS) | count.to(tl.int64)
-    tl.store(layout_range + expert * NUM_RANKS + sender, whole_range, mask=is_first)
+    tl.store(results.layout_range + expert * NUM_RANKS + sender, whole_range, mask=is_first)
     total = tl.sum(their_counts, axis=0)
     is_first = is_first & (sender == 0)
-    tl.store(counts + expert, total, mask=is_first)
+    tl.store(results.counts + expert, total, mask=is_first)
     if HAS_STATS:
-        tl.store(stats + expert, tl.load(stats + expert) + total, mask=is_first)
+        tl.store(results.stats + expert, tl.load(results.stats + expert) + total, mask=is_first)
 
     max_tokens = rows_per_expert // NUM_RANKS
-    place = tl.load(lists + table + sender) + expert.to(tl.int64) * list_stride
+    place = tl.load(slots.lists + table + sender) + expert.to(tl.int64) * slots.list_stride
     listed = place.to(tl.pointer_type(tl.int32))
     # The compiler cannot know that a pointer loaded from a table is aligned; these pointers are.
-    their_messages = tl.multiple_of(tl.load(messages + table + sender).to(tl.pointer_type(tl.uint8)), 16)
+    their_messages = tl.load(slots.messages + table + sender).to(tl.pointer_type(tl.uint8))
+    their_messages = tl.multiple_of(their_messages, 16)
     for first in range(share * TILE_ROWS, count, tl.num_programs(2) * TILE_ROWS):
         indices = first + tl.arange(0, TILE_ROWS)
         is_row = indices < count
@@ -838,24 +810,24 @@ def pack_tokens(
         tokens = tl.load(listed + indices, mask=is_row, other=0)
         tokens = tl.minimum(tl.maximum(tokens, 0), max_tokens - 1)
         rows = expert.to(tl.int64) * rows_per_expert + begin + indices
-        tl.store(src_info + rows, tokens, mask=is_row)
-        payload = their_messages + tokens.to(tl.int64) * message_bytes + MESSAGE_HEADER_BYTES
+        tl.store(results.src_info + rows, tokens, mask=is_row)
+        payload = their_messages + tokens.to(tl.int64) * slots.message_bytes + MESSAGE_HEADER_BYTES
         source = payload.to(tl.pointer_type(tl.int32))
         for start in range(0, row_words, TILE_WORDS):
             words = start + tl.arange(0, TILE_WORDS)
             is_word = is_row[:, None] & (words < row_words)[None, :]
             values = tl.load(source[:, None] + words[None, :], mask=is_word)
-            tl.store(x + rows[:, None] * row_words + words[None, :], values, mask=is_word)
+            tl.store(results.x + rows[:, None] * row_words + words[None, :], values, mask=is_word)
         if HAS_SCALES:
             for start in range(0, num_scale_words, TILE_SCALES):
                 words = start + tl.arange(0, TILE_SCALES)
                 is_word = is_row[:, None] & (words < num_scale_words)[None, :]
                 values = tl.load((source + row_words)[:, None] + words[None, :], mask=is_word)
                 columns = (expert.to(tl.int64) * num_scale_words + words) * rows_per_expert
-                to = scales + columns[None, :] + (begin + indices)[:, None]
+                to = results.scales + columns[None, :] + (begin + indices)[:, None]
                 tl.store(to, values, mask=is_word)
     if is_last(state + NUM_TAKEN):
-        close_call(constants, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
+        close_call(call, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
 
 
 # Combine
@@ -939,22 +911,14 @@ def stage_rows(
 
 @triton.jit(do_not_specialize=["num_ids"])
 def return_rows(
-    constants,
-    heaps,
-    generations,
-    state,
+    call: LowLatencyCall,
+    slots: Slots,
     x,
     topk_idx,
     src_info,
     layout_range,
-    messages,
-    lists,
     num_ids,
     hidden,
-    message_bytes,
-    list_stride,
-    local_experts,
-    rows_per_expert,
     USE_LOGFMT: tl.constexpr,
     NUM_TOPK: tl.constexpr,
     NUM_SHARES: tl.constexpr,
@@ -982,7 +946,8 @@ def return_rows(
         call is refused.
     """
     program = tl.program_id(0)
-    num_lists = NUM_RANKS * local_experts
+    constants, state, rows_per_expert = call.constants, call.state, slots.rows_per_expert
+    num_lists = NUM_RANKS * slots.local_experts
     number = tl.load(state + NUMBER)
     if tl.load(state + OUTCOME) == 0:
         table = number % NUM_SETS * NUM_RANKS
@@ -994,10 +959,10 @@ def return_rows(
                 look_for_wrong_ids(state, ids, places.to(tl.int64), num_lists, True)
             expert = (program // NUM_RANKS).to(tl.int64)
             reader = program % NUM_RANKS
-            record = record_of(constants, tl.load(heaps + reader), number) + rank * tl.load(
+            record = record_of(constants, tl.load(call.heaps + reader), number) + rank * tl.load(
                 constants + RECORD_STRIDE
             )
-            place = tl.load(lists + table + reader) + expert * list_stride
+            place = tl.load(slots.lists + table + reader) + expert * slots.list_stride
             list_returns(
                 state,
                 src_info,
@@ -1007,7 +972,7 @@ def return_rows(
                 expert,
                 reader,
                 rank,
-                tl.load(generations + reader) % 2 == 0,
+                tl.load(call.generations + reader) % 2 == 0,
                 rows_per_expert // NUM_RANKS,
                 rows_per_expert,
                 NUM_RANKS,
@@ -1015,7 +980,7 @@ def return_rows(
                 TILE_ROWS,
             )
         else:
-            own = tl.load(messages + table + rank).to(tl.pointer_type(tl.uint8))
+            own = tl.load(slots.messages + table + rank).to(tl.pointer_type(tl.uint8))
             staged = program - num_lists
             stage_rows(
                 x,
@@ -1023,7 +988,7 @@ def return_rows(
                 layout_range,
                 rows_per_expert,
                 tl.multiple_of(own, 16),
-                message_bytes,
+                slots.message_bytes,
                 (staged // NUM_SHARES).to(tl.int64),
                 staged % NUM_SHARES,
                 USE_LOGFMT,
@@ -1033,7 +998,7 @@ def return_rows(
             )
     if is_last(state + NUM_SENT):
         refuse_wrong_ids(constants, state, topk_idx, NUM_TOPK)
-        post_records(constants, heaps, generations, state, NUM_RANKS, RANK_BLOCK)
+        post_records(call, NUM_RANKS, RANK_BLOCK)
 
 
 @triton.jit
@@ -1084,21 +1049,13 @@ def sum_logfmt_rows(addresses, slots, weights, blocks, hidden, NUM_TOPK: tl.cons
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def sum_tokens(
-    constants,
-    heaps,
-    generations,
-    state,
+    call: LowLatencyCall,
+    slots: Slots,
     topk_idx,
     topk_weights,
-    messages,
-    lists,
     out,
     num_tokens,
     hidden,
-    message_bytes,
-    list_stride,
-    local_experts,
-    rows_per_expert,
     USE_LOGFMT: tl.constexpr,
     CAN_SHRINK: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -1124,29 +1081,32 @@ def sum_tokens(
         With 1 expert per rank, topk_idx [[1, 0]], weights [[0.5, 2]] and a row of 4s at rank 1, of 1s at rank
         0, out is a row of 4s: 4 * 0.5 + 1 * 2.
     """
+    state, local_experts = call.state, slots.local_experts
     token = tl.program_id(0).to(tl.int64)
     is_good = (tl.load(state + OUTCOME) == 0) & (token < num_tokens)
     table = tl.load(state + NUMBER) % NUM_SETS * NUM_RANKS
-    slots = tl.arange(0, SLOT_BLOCK)
-    is_slot = (slots < NUM_TOPK) & (token < num_tokens)
-    chosen = tl.load(topk_idx + token * NUM_TOPK + slots, mask=is_slot, other=-1)
+    choices = tl.arange(0, SLOT_BLOCK)
+    is_choice = (choices < NUM_TOPK) & (token < num_tokens)
+    chosen = tl.load(topk_idx + token * NUM_TOPK + choices, mask=is_choice, other=-1)
     is_expert = (chosen >= 0) & (chosen < NUM_RANKS * local_experts)
     experts = tl.where(is_expert, chosen, 0)
     ranks = experts // local_experts
     locals_there = experts - ranks * local_experts
-    is_wanted = is_expert & is_good & (tl.load(generations + ranks) % 2 == 0)
+    is_wanted = is_expert & is_good & (tl.load(call.generations + ranks) % 2 == 0)
     theirs = tl.load(state + RANGES + experts)
     counts = tl.where(is_wanted, theirs & COUNT_MASK, 0).to(tl.int32)
-    listed = (tl.load(lists + table + ranks) + locals_there * list_stride).to(tl.pointer_type(tl.int32))
+    listed = tl.load(slots.lists + table + ranks) + locals_there * slots.list_stride
+    listed = listed.to(tl.pointer_type(tl.int32))
     places = find_places(listed, counts, token, SLOT_BLOCK, TILE_LIST)
     is_missing = is_wanted & (places < 0)
-    first_missing = tl.min(tl.where(is_missing, token * NUM_TOPK + slots, NONE_MISSING), axis=0)
+    first_missing = tl.min(tl.where(is_missing, token * NUM_TOPK + choices, NONE_MISSING), axis=0)
     is_told = (first_missing != NONE_MISSING) & (tl.program_id(1) == 0)
     tl.atomic_min(state + MISSING_ROW, first_missing, mask=is_told, sem="relaxed", scope="gpu")
 
-    rows = locals_there * rows_per_expert + (theirs >> COUNT_BITS) + places
+    rows = locals_there * slots.rows_per_expert + (theirs >> COUNT_BITS) + places
     is_there = is_wanted & ~is_missing
-    addresses = tl.where(is_there, tl.load(messages + table + ranks) + rows * message_bytes, 0)
+    messages = tl.load(slots.messages + table + ranks)
+    addresses = tl.where(is_there, messages + rows * slots.message_bytes, 0)
     end = tl.where(is_good, hidden, 0)
     step = TILE_BLOCKS * CHANNELS
     for start in range(tl.program_id(1) * step, end, tl.num_programs(1) * step):
@@ -1154,16 +1114,16 @@ def sum_tokens(
         if USE_LOGFMT:
             blocks = start // CHANNELS + tl.arange(0, TILE_BLOCKS)
             columns = blocks[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-            sums = sum_logfmt_rows(addresses, slots, weights, blocks, hidden, NUM_TOPK)
+            sums = sum_logfmt_rows(addresses, choices, weights, blocks, hidden, NUM_TOPK)
         else:
             columns = start + tl.arange(0, TILE_BLOCKS * CHANNELS)
-            sums = sum_raw_rows(addresses, slots, weights, columns, hidden, NUM_TOPK)
+            sums = sum_raw_rows(addresses, choices, weights, columns, hidden, NUM_TOPK)
         tl.store(out + token * hidden + columns, bf16_of_float(sums, IN_HARDWARE), mask=columns < hidden)
     if is_last(state + NUM_TAKEN):
         missing = tl.load(state + MISSING_ROW, volatile=True)
         if missing != NONE_MISSING:
             wrong = (missing // NUM_TOPK << COUNT_BITS) | tl.load(topk_idx + missing)
             tl.store(state + IS_WRONG, wrong)
-            tl.store(state + OUTCOME, tl.load(constants + RANK) * NUM_CODES + MISSING)
+            tl.store(state + OUTCOME, tl.load(call.constants + RANK) * NUM_CODES + MISSING)
             tl.debug_barrier()
-        close_call(constants, heaps, generations, state, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)
+        close_call(call, CAN_SHRINK, NUM_RANKS, RANK_BLOCK)

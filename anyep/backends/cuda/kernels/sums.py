@@ -7,6 +7,7 @@ import triton.language as tl
 
 from anyep.backends.cuda import constants as words_of
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows, values_at
+from anyep.backends.cuda.kernels.groups import Biases, Sums, Tables
 from anyep.backends.cuda.kernels.windows import (
     is_below,
     num_rows_there,
@@ -24,13 +25,10 @@ USES_RINGS = tl.constexpr(words_of.USES_RINGS)
 # These vary from call to call: the kernel is not specialized for their values.
 @triton.jit(do_not_specialize=["own_x", "own_rank", "num_tokens", "num_topk"])
 def pull_and_sum(
-    out,
-    out_weights,
-    bias_0,
-    bias_1,
+    out: Sums,
+    biases: Biases,
     send_head,
-    targets,
-    state,
+    tables: Tables,
     own_x: tl.int64,
     own_rank,
     num_tokens,
@@ -49,24 +47,24 @@ def pull_and_sum(
     """Read the rows of each token where they lie at the peers, and add them up, ranks ascending.
 
     `targets[r]` holds the addresses of rank r's rows and of their top-k weights, and the number of the rows.
-    This rank's own rows are at the address `own_x`. Sums start from bias_0 + bias_1, or from bias_0, or from
-    +0.0. Top-k weights are summed likewise, per choice, without bias; TOPK_BLOCK is 0 if there are none. A
-    row that rank r does not have is left out: BAD_ROWS in `state` is then 5 (bad handle) + 16 * r. The kernel
-    does nothing if the outcome so far is not 0, or if some rows come through rings.
+    This rank's own rows are at the address `own_x`. Sums start from the sum of the biases, or from the first
+    one, or from +0.0. Top-k weights are summed likewise, per choice, without bias; TOPK_BLOCK is 0 if there
+    are none. A row that rank r does not have is left out: BAD_ROWS in the state is then 5 (bad handle) +
+    16 * r. The kernel does nothing if the outcome so far is not 0, or if some rows come through rings.
 
     Example:
     With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of rank 0 plus row 2 of rank 1, and the
     second is row 3 of rank 1.
     """
+    state, targets = tables.state, tables.targets
     is_mine = (tl.load(state + OUTCOME) == 0) & (tl.load(state + USES_RINGS) == 0)
     # Work is split into pieces of rows: no program still has a whole row to do when the others are done.
     num_pieces = tl.cdiv(hidden, TILE_VALUES)
     num_tiles = tl.where(is_mine, tl.cdiv(num_tokens, TILE_TOKENS) * num_pieces, 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         sum_tile(
-            out,
-            bias_0,
-            bias_1,
+            out.x,
+            biases,
             send_head,
             targets,
             own_x,
@@ -82,7 +80,7 @@ def pull_and_sum(
             IN_HARDWARE,
         )
     sum_weights(
-        out_weights,
+        out.topk_weights,
         send_head,
         targets,
         state,
@@ -98,8 +96,7 @@ def pull_and_sum(
 @triton.jit
 def sum_tile(
     out,
-    bias_0,
-    bias_1,
+    biases,
     send_head,
     targets,
     own_x,
@@ -128,9 +125,9 @@ def sum_tile(
     if NUM_BIASES > 0:
         index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
         is_value = is_token[:, None] & is_column[None, :]
-        sums = load_rows(bias_0 + index, is_value, DTYPE)
+        sums = load_rows(biases.first + index, is_value, DTYPE)
         if NUM_BIASES > 1:
-            sums += load_rows(bias_1 + index, is_value, DTYPE)
+            sums += load_rows(biases.second + index, is_value, DTYPE)
     for rank in tl.static_range(NUM_RANKS):
         rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
         place = tl.load(targets + TARGET_WORDS * rank)

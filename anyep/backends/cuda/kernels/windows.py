@@ -8,6 +8,7 @@ import triton.language as tl
 from anyep import outcomes
 from anyep.backends.cuda import constants as words_of
 from anyep.backends.cuda.kernels.digests import mixed_rows
+from anyep.backends.cuda.kernels.groups import Payload, Scales, Tables
 
 TARGET_WORDS = tl.constexpr(words_of.TARGET_WORDS)
 TARGET_ROWS = tl.constexpr(words_of.TARGET_ROWS)
@@ -65,18 +66,12 @@ def is_below(rows, limit):
 # Values that vary from call to call must not be compiled in.
 @triton.jit(do_not_specialize=["num_tokens", "num_topk", "experts_per_rank"])
 def send_to_windows(
-    x,
-    scales,
-    topk_idx,
-    topk_weights,
+    payload: Payload,
+    scales: Scales,
     send_head,
-    targets,
-    state,
+    tables: Tables,
     num_tokens,
     row_words,
-    num_scales,
-    stride_token,
-    stride_scale,
     num_topk,
     experts_per_rank,
     NUM_RECEIVERS: tl.constexpr,
@@ -94,7 +89,7 @@ def send_to_windows(
     or zeros where r has no window, and the number of its rows. An expert id is written as the receiver's
     local id; where the expert is not on the receiver, -1 and weight 0 are written. Nothing is sent if the
     outcome so far is not 0, or if ALL_OR_NONE is set and some receiver has no window. A row that receiver r
-    does not have is not written: BAD_ROWS in `state` is then 5 (bad handle) + 16 * r.
+    does not have is not written: BAD_ROWS in the state is then 5 (bad handle) + 16 * r.
 
     x is read as words of 4 bytes. A program takes tiles of `TILE_TOKENS` tokens, and a tile in pieces of
     `TILE_WORDS` columns: each thread then moves 16 bytes at a time. Source indices and top-k are sent in
@@ -105,6 +100,7 @@ def send_to_windows(
         With send_head [[0, 2], [-1, 3]], row 0 of x goes to row 0 at receiver 0 and to row 2 at receiver 1;
         row 1 goes to row 3 at receiver 1. The source indices there are 0, 0 and 1.
     """
+    state, targets = tables.state, tables.targets
     is_good = tl.load(state + OUTCOME) == 0
     if ALL_OR_NONE:
         is_good = is_good & (tl.load(state + USES_RINGS) == 0)
@@ -116,15 +112,15 @@ def send_to_windows(
         is_token = tokens < num_tokens
         words = tile % num_pieces * TILE_WORDS + tl.arange(0, TILE_WORDS)
         is_word = words < row_words
-        source = x + tokens.to(tl.int64)[:, None] * row_words + words[None, :]
+        source = payload.x + tokens.to(tl.int64)[:, None] * row_words + words[None, :]
         values = tl.load(source, mask=is_token[:, None] & is_word[None, :])
         if SCALE_BLOCK:
             # Scales go with the first piece of their row: both are in flight at once.
             is_first = tile % num_pieces == 0
             columns = tl.arange(0, SCALE_BLOCK)
-            is_scale = is_first & (columns < num_scales)
-            at = tokens.to(tl.int64)[:, None] * stride_token + columns[None, :] * stride_scale
-            carried = tl.load(scales + at, mask=is_token[:, None] & is_scale[None, :])
+            is_scale = is_first & (columns < scales.count)
+            at = tokens.to(tl.int64)[:, None] * scales.stride_token + columns[None, :] * scales.stride_scale
+            carried = tl.load(scales.words + at, mask=is_token[:, None] & is_scale[None, :])
         for receiver in tl.static_range(NUM_RECEIVERS):
             rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
             place = tl.load(targets + TARGET_WORDS * receiver)
@@ -138,7 +134,7 @@ def send_to_windows(
                     scales_there = tl.load(targets + TARGET_WORDS * receiver + 4).to(
                         tl.pointer_type(tl.int32)
                     )
-                    to = rows.to(tl.int64)[:, None] * num_scales + columns[None, :]
+                    to = rows.to(tl.int64)[:, None] * scales.count + columns[None, :]
                     tl.store(scales_there + to, carried, mask=is_sent[:, None] & is_scale[None, :])
     # The rest is little data, but each chunk takes time. Last programs first: they had fewer tiles.
     num_chunks = tl.where(is_good, tl.cdiv(num_tokens, CHUNK_TOKENS), 0)
@@ -148,8 +144,7 @@ def send_to_windows(
         send_sources(send_head, targets, state, tokens, is_token, NUM_RECEIVERS, RECEIVER_BLOCK)
         if TOPK_BLOCK:
             send_choices(
-                topk_idx,
-                topk_weights,
+                payload,
                 send_head,
                 targets,
                 tokens,
@@ -186,8 +181,7 @@ def send_sources(
 
 @triton.jit
 def send_choices(
-    topk_idx,
-    topk_weights,
+    payload,
     send_head,
     targets,
     tokens,
@@ -205,8 +199,8 @@ def send_choices(
     slots = tl.arange(0, TOPK_BLOCK)
     is_slot = is_token[:, None] & (slots < num_topk)[None, :]
     index = tokens[:, None] * num_topk + slots[None, :]
-    ids = tl.load(topk_idx + index, mask=is_slot, other=-1)
-    weights = tl.load(topk_weights + index, mask=is_slot, other=0.0)
+    ids = tl.load(payload.topk_idx + index, mask=is_slot, other=-1)
+    weights = tl.load(payload.topk_weights + index, mask=is_slot, other=0.0)
     # Not unrolled: the values for all receivers at once would not fit into registers.
     for receiver in range(NUM_RECEIVERS):
         rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)

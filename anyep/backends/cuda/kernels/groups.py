@@ -1,0 +1,148 @@
+"""Arguments of kernels that travel together. On the host their members are tensors and integers, in a kernel
+pointers and numbers.
+
+A kernel declares a group by an annotation: `tables: Tables`. Where a tensor is not needed, any other takes
+its place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Tables(NamedTuple):
+    """The tables of a Buffer in normal mode (anyep/backends/cuda/constants.py)."""
+
+    constants: Any
+    heaps: Any
+    """The address of each rank's heap."""
+    state: Any
+    """The state of the call."""
+    targets: Any
+    """Where each rank's results, or its rows for a combine, lie in this call."""
+    bases: Any
+    """The address of each rank's blocks of windows."""
+
+
+class Payload(NamedTuple):
+    """What a dispatch sends: rows, ids and weights."""
+
+    x: Any
+    topk_idx: Any
+    topk_weights: Any
+
+
+class Scales(NamedTuple):
+    """The scales of a dispatch's rows, as words of 4 bytes: `count` per row, with strides in words."""
+
+    words: Any
+    count: Any
+    stride_token: Any
+    stride_scale: Any
+
+
+class Prefixes(NamedTuple):
+    """Prefix sums and digests of a routing, as in a handle."""
+
+    rank_prefix: Any
+    channel_prefix: Any
+    recv_channel_prefix: Any
+    digests: Any
+
+
+class Counts(NamedTuple):
+    """How many tokens of a dispatch go to each rank and to each expert, and the ids that say so."""
+
+    by_rank: Any
+    by_expert: Any
+    topk_idx: Any
+
+
+class HostWords(NamedTuple):
+    """Addresses in memory of the host that the kernel of notify messages uses."""
+
+    message: Any
+    """The header of this rank's message."""
+    totals: Any
+    """Where the host finds its totals."""
+    rows_of: Any
+    """Where the host finds the rows of all ranks."""
+    ticket: Any
+    """The number that closes the totals; 0 if the host does not wait for them."""
+
+
+class RingArea(NamedTuple):
+    """Where the rows of rings lie in every heap, and their sizes."""
+
+    rows_at: Any
+    ring_rows: Any
+    slot_bytes: Any
+    num_channels: Any
+
+
+class Beside(NamedTuple):
+    """What follows the row in a place of a ring: offsets in bytes, and counts."""
+
+    meta_at: Any
+    scales_at: Any
+    ids_at: Any
+    weights_at: Any
+    num_scales: Any
+    num_topk: Any
+
+
+class Outputs(NamedTuple):
+    """What a combine sums: the experts' rows, and top-k weights."""
+
+    x: Any
+    topk_weights: Any
+
+
+class Sums(NamedTuple):
+    """What a combine fills: a row per token, and top-k weights."""
+
+    x: Any
+    topk_weights: Any
+
+
+class Biases(NamedTuple):
+    """Where the sums of a combine start."""
+
+    first: Any
+    second: Any
+
+
+class LowLatencyCall(NamedTuple):
+    """The tables of a low-latency call; its state is its own."""
+
+    constants: Any
+    heaps: Any
+    generations: Any
+    """Which ranks are masked: those whose number is odd."""
+    state: Any
+
+
+class Slots(NamedTuple):
+    """The slots of low-latency calls: tables of addresses by set and rank, and sizes."""
+
+    messages: Any
+    """The first message of each rank."""
+    lists: Any
+    """The lists for each rank, or of each rank, of the first expert."""
+    message_bytes: Any
+    list_stride: Any
+    """Bytes from one expert's list to the next."""
+    local_experts: Any
+    rows_per_expert: Any
+
+
+class Packed(NamedTuple):
+    """What a low-latency dispatch fills: rows by expert, and where they came from."""
+
+    x: Any
+    scales: Any
+    src_info: Any
+    layout_range: Any
+    counts: Any
+    stats: Any
+    """The tokens of each expert, over all calls."""
