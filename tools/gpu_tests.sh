@@ -26,7 +26,8 @@ fi
 logs=${OUT:-$(mktemp -d /tmp/anyep-gpu-tests.XXXX)}
 
 results=(
-    "tests/normal/test_oracle.py tests/normal/test_recorded.py"
+    "tests/normal/test_oracle.py"
+    "tests/normal/test_recorded.py"
     "tests/low_latency/test_oracle.py tests/low_latency/test_recorded.py"
     "tests/gpu/test_kernels.py"
 )

@@ -393,7 +393,8 @@ import sys
 from pathlib import Path
 from anyep.backends import cpu
 from anyep.backends.cpu import compilation
-from anyep.backends.cpu.compile_cache import Folder, open_folder, source_key
+from anyep.backends.cache_folder import Folder, open_folder
+from anyep.backends.cpu.compile_cache import source_key
 from anyep.backends.cpu.kernels.compiler import KERNELS
 if len(sys.argv) > 1:
     theirs, ours = Folder(Path(sys.argv[1])), open_folder(source_key())

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from anyep.backends.cuda.compiled import Leaf, compiled
+from anyep.backends.cuda.compiled import Leaf, compiled_by_triton
 
 
 def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> str:
@@ -18,7 +18,8 @@ def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], option
     kernel is specialized for: as for the sizes of real calls."""
     arguments = [param for param in kernel.params if param.name not in constants]
     leaves = [_leaves(kernel, param, types) for param in arguments]
-    return compiled(kernel, leaves, constants, options, 90).ptx
+    text: str = compiled_by_triton(kernel, leaves, constants, options, 90).asm["ptx"]
+    return text
 
 
 def _leaves(kernel: Any, param: Any, types: dict[str, str]) -> Any:

@@ -22,8 +22,10 @@ import pytest
 
 import anyep
 from anyep import sizes
+from anyep.backends import cache_folder
+from anyep.backends.cache_folder import Folder, Unusable, open_folder
 from anyep.backends.cpu import compilation, compile_cache
-from anyep.backends.cpu.compile_cache import Folder, Unusable, open_folder, source_key
+from anyep.backends.cpu.compile_cache import source_key
 from anyep.backends.cpu.kernels import masks, notify, signals
 from anyep.backends.cpu.kernels.compiler import KERNELS, Group, Kernel, kernel
 from anyep.progress import CompileProgress
@@ -84,7 +86,7 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str],
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert str(compile_cache.base_folder()) == expected
+    assert str(cache_folder.base_folder()) == expected
 
 
 def test_it_is_readable_by_its_user_alone(base: Path) -> None:
@@ -173,7 +175,7 @@ def test_a_damaged_file_counts_as_missing(base: Path, damage: Callable[[bytes], 
 def test_the_newest_keys_and_those_in_use_stay(base: Path) -> None:
     used = open_folder("e" * 32)
     (base / "notes of the user").mkdir()
-    for age in range(6):
+    for age in range(cache_folder.NUM_KEPT + 2):
         path = base / f"{age:032x}"
         path.mkdir()
         (path / "in-use").touch()
@@ -184,7 +186,7 @@ def test_the_newest_keys_and_those_in_use_stay(base: Path) -> None:
     os.utime(folder.path / "name.abc.tmp", (0, 0))
     folder.prune()
     left = {path.name for path in base.iterdir()}
-    newest = {f"{age:032x}" for age in range(compile_cache.NUM_KEPT - 1)}
+    newest = {f"{age:032x}" for age in range(cache_folder.NUM_KEPT - 1)}
     assert left == {KEY, used.path.name, "notes of the user", *newest}
     assert [path.name for path in folder.path.iterdir()] == ["in-use"]
 
@@ -199,8 +201,8 @@ def test_where_there_are_no_locks_nobody_waits(base: Path, monkeypatch: pytest.M
 
 
 def test_a_lock_that_is_held_for_too_long_is_passed_over(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_cache, "GIVE_UP_S", 0.5)
-    monkeypatch.setattr(compile_cache, "LONG_WAIT_S", 0.1)
+    monkeypatch.setattr(cache_folder, "GIVE_UP_S", 0.5)
+    monkeypatch.setattr(cache_folder, "LONG_WAIT_S", 0.1)
     folder = open_folder(KEY)
     waited_for: list[int] = []
     with folder.locked(waited_for.append):

@@ -24,7 +24,8 @@ from typing import Any
 
 import numba
 
-from anyep.backends.cpu.compile_cache import VARIABLE, Folder, Unusable, open_folder, source_key
+from anyep.backends.cache_folder import VARIABLE, Folder, Unusable, open_folder
+from anyep.backends.cpu.compile_cache import source_key
 from anyep.backends.cpu.kernels.compiler import KERNELS, PACKAGE, Group, Kernel
 from anyep.errors import NotSupported
 from anyep.progress import CompileProgress

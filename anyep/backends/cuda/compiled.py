@@ -2,18 +2,29 @@
 
 Types are Triton's: "*i32" for a pointer, "i32", "i64". A kernel is specialized for integers that are 1, or
 multiples of 16, unless it declares otherwise (`do_not_specialize`), and for pointers to multiples of 16
-bytes. Groups of arguments are NamedTuples, declared by the annotations of the kernel. Triton keeps what was
-compiled in its cache on disk.
+bytes. Groups of arguments are NamedTuples, declared by the annotations of the kernel. What was compiled is
+kept in the user's cache folder, by the sources of the kernels and the version of Triton.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import logging
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+
+from anyep.backends.cache_folder import Folder, Unusable, hash_of_files, open_folder
+
+log = logging.getLogger("anyep")
+NUM_LOCKS: Final = 64
 
 INT32: Final = range(-(2**31), 2**31)
 ALIGNMENT: Final = 16
@@ -50,7 +61,6 @@ class Machine(NamedTuple):
 
     name: str
     cubin: bytes
-    ptx: str
     shared_bytes: int
     parameters: struct.Struct
     num_unused: int
@@ -84,28 +94,73 @@ def compiled(
     options: Mapping[str, Any],
     capability: int,
 ) -> Machine:
-    """Compile for GPUs of a compute capability (90 for an H100). `leaves` are the kernel's arguments before
-    its constants; a group is a NamedTuple of leaves."""
-    from triton import compile as compile_for
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    """The machine code of a kernel for GPUs of a compute capability (90 for an H100), from the user's cache
+    if it is there. One process at a time compiles a kernel; others wait for it. `leaves` are the kernel's
+    arguments before its constants; a group is a NamedTuple of leaves."""
+    folder = _folder()
+    if folder is None:
+        return compile_now(kernel, leaves, constants, options, capability)
+    parts = (kernel.cache_key, leaves, sorted(constants.items()), sorted(options.items()), capability)
+    identity = repr((*parts, triton_version()))
+    digest = hashlib.sha256(identity.encode()).hexdigest()
+    name = f"{kernel.fn.__name__}.{digest[:24]}"
+    payload = folder.read(name, identity)
+    if payload is None:
+        with folder.locked(_wait_silently, f"lock-{int(digest, 16) % NUM_LOCKS}"):
+            payload = folder.read(name, identity)
+            if payload is None:
+                machine = compile_now(kernel, leaves, constants, options, capability)
+                with contextlib.suppress(Unusable):
+                    folder.write(name, identity, _encoded(machine))
+                return machine
+    return _decoded(payload)
 
-    signature: dict[str, Any] = dict.fromkeys(kernel.arg_names, "constexpr")
-    known: dict[Any, Any] = dict(constants)
-    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, (name, argument) in enumerate(zip(_names(kernel, constants), leaves, strict=True)):
-        # A leaf has the type of the kernel's annotation, if there is one.
-        forced = kernel.params[index].annotation_type or None
-        signature[name] = _kinds(argument, forced)
-        for path, leaf in _paths(argument, index):
-            if leaf.kind == "constexpr" and not forced:
-                known[path] = 1
-            elif leaf.is_aligned:
-                aligned[path] = [["tt.divisibility", ALIGNMENT]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
-    made = compile_for(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
-    ptx: str = made.asm["ptx"]
-    widths = _parameter_widths(ptx)
+
+@cache
+def _folder() -> Folder | None:
+    """Where machine code is kept; None if that is not possible."""
+    try:
+        key = hash_of_files(sorted((Path(__file__).parent / "kernels").glob("*.py")))
+        folder = open_folder(hashlib.sha256(f"cuda {key} {triton_version()}".encode()).hexdigest()[:32])
+        with folder.locked(_wait_silently):
+            folder.prune()
+        return folder
+    except (Unusable, OSError) as error:
+        log.warning("kernels are compiled by every process, because they cannot be kept: %s", error)
+        return None
+
+
+def triton_version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+def _wait_silently(holder: int) -> None:
+    """Another process compiles the same kernel, which takes seconds."""
+
+
+def _encoded(machine: Machine) -> bytes:
+    facts = (machine.name, machine.shared_bytes, machine.parameters.format, machine.num_unused)
+    return json.dumps(facts).encode() + b"\n" + machine.cubin
+
+
+def _decoded(payload: bytes) -> Machine:
+    facts, _, cubin = payload.partition(b"\n")
+    name, shared_bytes, parameters, num_unused = json.loads(facts)
+    return Machine(name, cubin, shared_bytes, struct.Struct(parameters), num_unused)
+
+
+def compile_now(
+    kernel: Any,
+    leaves: Sequence[Leaf | tuple[Leaf, ...]],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+    capability: int,
+) -> Machine:
+    """Compile a kernel, which takes seconds."""
+    made = compiled_by_triton(kernel, leaves, constants, options, capability)
+    widths = _parameter_widths(made.asm["ptx"])
     num_own = sum(
         leaf.kind != "constexpr" or bool(kernel.params[index].annotation_type)
         for index, argument in enumerate(leaves)
@@ -114,11 +169,38 @@ def compiled(
     return Machine(
         made.metadata.name,
         made.asm["cubin"],
-        ptx,
         made.metadata.shared,
         struct.Struct("@" + "".join("q" if width == 64 else "i" for width in widths)),
         len(widths) - num_own,
     )
+
+
+def compiled_by_triton(
+    kernel: Any,
+    leaves: Sequence[Leaf | tuple[Leaf, ...]],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+    capability: int,
+) -> Any:
+    """What Triton makes of a kernel: PTX and machine code."""
+    from triton import compile as compile_for
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, Any] = dict.fromkeys(kernel.arg_names, "constexpr")
+    known: dict[Any, Any] = dict(constants)
+    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, (name, argument) in enumerate(zip(_names(kernel, constants), leaves, strict=True)):
+        # An argument has the type of the kernel's annotation, if there is one.
+        forced = kernel.params[index].annotation_type or None
+        signature[name] = _kinds(argument, forced)
+        for path, leaf in _paths(argument, index):
+            if leaf.kind == "constexpr" and not forced:
+                known[path] = 1
+            elif leaf.is_aligned:
+                aligned[path] = [["tt.divisibility", ALIGNMENT]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
+    return compile_for(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
 
 
 def _names(kernel: Any, constants: Mapping[str, Any]) -> list[str]:

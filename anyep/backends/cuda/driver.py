@@ -1,6 +1,6 @@
 """The CUDA driver, called through ctypes: loads compiled kernels and launches them.
 
-    kernel = load(cubin, "send_to_windows", num_warps=32, shared_bytes=0, parameters=Struct("@qi"))
+    kernel = load(cubin, "send_to_windows", 0, num_warps=32, shared_bytes=0, parameters=Struct("@qi"))
     kernel.launch(stream.cuda_stream, (24,), [address, number])
 
 Neither a C compiler nor an interface of Triton is needed for this.
@@ -49,6 +49,7 @@ class Kernel:
         self._size = ctypes.c_size_t(parameters.size)
         addresses = (ctypes.addressof(self._packed), SIZE_AT, ctypes.addressof(self._size))
         self._extra = (ctypes.c_void_p * 5)(PARAMETERS_AT, *addresses, END)
+        self._extra_at = ctypes.addressof(self._extra)
         self._lock = threading.Lock()
 
     def launch(self, stream: int, grid: tuple[int, ...], values: Sequence[int]) -> None:
@@ -76,17 +77,23 @@ class Kernel:
             self._shared_bytes,
             stream,
             None,
-            self._extra,
+            self._extra_at,
         )
         return status
 
 
-def load(cubin: bytes, name: str, num_warps: int, shared_bytes: int, parameters: struct.Struct) -> Kernel:
-    """Load a kernel on the GPU of the current context, and keep it for the rest of the process. `parameters`
+def load(
+    cubin: bytes, name: str, device: int, num_warps: int, shared_bytes: int, parameters: struct.Struct
+) -> Kernel:
+    """Load a kernel on a GPU, which is the current one, and keep it for the rest of the process. `parameters`
     is the layout of its parameters, that of a C struct."""
     library = _library()
     context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     check(library.cuCtxGetCurrent(ctypes.byref(context)), name)
+    if not context.value:
+        # This thread has not used CUDA before; torch uses the primary context.
+        check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), name)
+        check(library.cuCtxSetCurrent(context), name)
     check(library.cuModuleLoadData(ctypes.byref(module), cubin), name)
     check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
     if shared_bytes > SHARED_BYTES_WITHOUT_OPT_IN:
@@ -111,6 +118,7 @@ def check(status: int, name: str) -> None:
 @cache
 def _library() -> Any:
     library = ctypes.CDLL("libcuda.so.1")
+    library.cuInit(0)
     number, pointer = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
     return library

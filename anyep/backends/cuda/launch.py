@@ -117,7 +117,12 @@ class Launcher:
             10 * major + minor,
         )
         kernel = driver.load(
-            machine.cubin, machine.name, self._num_warps, machine.shared_bytes, machine.parameters
+            machine.cubin,
+            machine.name,
+            torch.cuda.current_device(),
+            self._num_warps,
+            machine.shared_bytes,
+            machine.parameters,
         )
         is_known = [
             leaf.kind == "constexpr" and not self._kernel.params[index].annotation_type
