@@ -21,7 +21,10 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install anyep
 from anyep import formats
 from anyep.backends import cpu
 from anyep.backends.cuda import constants
-from anyep.backends.cuda.kernels import casts, counting, digests, notify, rings, slots, sums, windows
+from anyep.backends.cuda.kernels import counting, digests, notify, rings, slots, sums, windows
+from anyep.backends.cuda.launch import OPTIONS
+from anyep.backends.cuda.slot_kernels import CAST_BLOCKS
+from tests.support.checks import cast_kernels
 from tests.support.checks.casts import FP8_MODES
 from tests.support.ptx import ptx_of, spilled_bytes
 
@@ -154,21 +157,23 @@ def finds_the_smallest_missing_row(text: str) -> None:
 # Casts
 
 CAST_TYPES = {"x": "*u16", "data": "*u8", "scales": "*fp32", "messages": "*u8", "out": "*fp32"}
-TILE = {"TILE_BLOCKS": casts.TILE_BLOCKS}
+TILE = {"TILE_BLOCKS": CAST_BLOCKS}
+TILE_OF_CASTS = {"tile_blocks": CAST_BLOCKS}
+WITHOUT_FUSION = {"num_warps": 4, **OPTIONS}
 EXACT = (rounds_every_step, divides_exactly)
 
 
 def cast(power_of_two: bool, as_ue8m0: bool) -> Source:
     types = CAST_TYPES | ({"scales": "*u8"} if as_ue8m0 else {})
-    constants = TILE | {"POWER_OF_TWO": power_of_two, "AS_UE8M0": as_ue8m0}
+    constants = TILE_OF_CASTS | {"power_of_two": power_of_two, "as_ue8m0": as_ue8m0}
     # Per thread 16 values of bf16, 16 codes; and a few scales.
     moves = partial(moves_only, ["v4.b32"] * 2, ["v4.b32", "b8" if as_ue8m0 else "b32"], exactly=True)
-    return Source(casts.cast_to_fp8_kernel, types, constants, casts.OPTIONS, (*EXACT, moves))
+    return Source(cast_kernels.cast_to_fp8_kernel, types, constants, WITHOUT_FUSION, (*EXACT, moves))
 
 
 def logfmt(kernel: Any, loads: list[str], stores: list[str]) -> Source:
     aspects = (*EXACT, counts_bits_by_one_instruction, partial(moves_only, loads, stores))
-    return Source(kernel, CAST_TYPES, TILE, casts.OPTIONS, aspects)
+    return Source(kernel, CAST_TYPES, TILE_OF_CASTS, WITHOUT_FUSION, aspects)
 
 
 # Normal mode
@@ -339,7 +344,7 @@ def send_tokens(travel: int) -> Source:
     aspects = (rounds_every_step, partial(moves_words_of_128_bits, 1, 1, narrow=""), releases_the_record_last)
     if travel == formats.RAW:
         aspects = (COPIES_ROWS, tells_by_its_last_program)
-    return Source(slots.send_tokens, SLOT_TYPES, constants, casts.OPTIONS, aspects)
+    return Source(slots.send_tokens, SLOT_TYPES, constants, WITHOUT_FUSION, aspects)
 
 
 def pack(has_scales: bool, has_stats: bool) -> Source:
@@ -352,7 +357,7 @@ def return_rows(use_logfmt: bool) -> Source:
     how = {"USE_LOGFMT": use_logfmt, "NUM_TOPK": 8, "NUM_SHARES": 8, "TILE_ROWS": 128}
     raw = (COPIES_ROWS, releases_the_record_last, tells_by_its_last_program)
     aspects = (rounds_every_step,) if use_logfmt else raw
-    return Source(slots.return_rows, SLOT_TYPES, RANKS | TILE | how, casts.OPTIONS, aspects)
+    return Source(slots.return_rows, SLOT_TYPES, RANKS | TILE | how, WITHOUT_FUSION, aspects)
 
 
 def add_up(use_logfmt: bool, can_shrink: bool = False) -> Source:
@@ -360,7 +365,7 @@ def add_up(use_logfmt: bool, can_shrink: bool = False) -> Source:
     # Each of the 8 slots loads 16 values per thread.
     moves = partial(moves_words_of_128_bits, 0 if use_logfmt else 16, 1, narrow="")
     aspects = (rounds_every_step, moves, tells_by_its_last_program, finds_the_smallest_missing_row)
-    return Source(slots.sum_tokens, SLOT_TYPES, RANKS | TOPK | TILE | how, casts.OPTIONS, aspects)
+    return Source(slots.sum_tokens, SLOT_TYPES, RANKS | TOPK | TILE | how, WITHOUT_FUSION, aspects)
 
 
 SLOTS = {
@@ -388,8 +393,8 @@ SLOTS = {
 KERNELS: dict[str, Source] = {
     **{f"cast to FP8, {mode}": cast(*mode) for mode in FP8_MODES},
     # Blocks begin at multiples of 4 bytes; the mask is two words of 64 bits.
-    "encode LogFMT": logfmt(casts.encode_logfmt_kernel, ["v4.b32"], ["b32", "b64"]),
-    "decode LogFMT": logfmt(casts.decode_logfmt_kernel, ["b32", "b64"], ["v4.b32"]),
+    "encode LogFMT": logfmt(cast_kernels.encode_logfmt_kernel, ["v4.b32"], ["b32", "b64"]),
+    "decode LogFMT": logfmt(cast_kernels.decode_logfmt_kernel, ["b32", "b64"], ["v4.b32"]),
     "count_layout": normal(counting.count_layout, 32, 1, **COUNTING),
     "place_tokens": normal(counting.place_tokens, 32, **COUNTING),
     "exchange of a dispatch": exchange(6, CHANNEL_BLOCK=16, EXPERT_BLOCK=32),

@@ -11,13 +11,16 @@ of them: NamedTuples that the kernel takes as one argument.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from triton import JITFunction
 
 from anyep.backends.cuda import driver
 from anyep.backends.cuda.compiled import ALIGNMENT, Leaf, compiled, number, pointer
+
+OPTIONS: Final = {"enable_fp_fusion": False}
+"""Every product and every sum is rounded, as on the CPU."""
 
 
 class Seen:
@@ -113,7 +116,7 @@ class Launcher:
             self._kernel,
             leaves,
             self._constants,
-            {"num_warps": self._num_warps, "enable_fp_fusion": False},
+            {"num_warps": self._num_warps, **OPTIONS},
             10 * major + minor,
         )
         kernel = driver.load(

@@ -12,10 +12,9 @@ Where ranks may be masked, kernels mask those that do not come; hosts meet only 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,9 +31,9 @@ from anyep.backends.base import (
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.kernels import slots as kernels
-from anyep.backends.cuda.kernels.groups import LowLatencyCall, Packed, Slots
-from anyep.backends.cuda.launch import Fixed, Seen
-from anyep.backends.cuda.tiles import block_of
+from anyep.backends.cuda.masks import GpuMasks
+from anyep.backends.cuda.order import Launch, Order
+from anyep.backends.cuda.slot_kernels import SlotKernels, SlotTables
 from anyep.calls import Array, Call, Phase, Stall, name_of_call
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, Masked, no_expert
 from anyep.events import EventHandle
@@ -43,20 +42,6 @@ from anyep.outcomes import still_missing
 from anyep.records import REFUSAL_TEXTS, Format
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
-CHANNELS: Final = 128
-CAST_BLOCKS: Final = 16
-"""Blocks of 128 values that a program casts or copies at once: 16 values per thread."""
-SUM_BLOCKS: Final = 8
-LIST_CHOICES: Final = 1024
-PACK_TILE: Final = (2, 1024, 64)
-"""Rows, words and scale words that a program handles at once."""
-LIST_TILE: Final = 128
-RECORD_TILE: Final = 32
-SEARCH_TILE: Final = 32
-MOST_SHARES: Final = 64
-PROGRAMS_PER_SM: Final = 16
-UNKNOWN_GRAPH: Final = -1
-Launch = Callable[[Any], None]
 ErrorOf = Callable[[Call, int, int], AnyEPError]
 
 
@@ -93,7 +78,7 @@ class GpuLowLatencyOps(ending.Part):
         self._region: ControlRegion = device_control.region
         self._heap = device_control.heap
         self._can_shrink = can_shrink
-        self._order = _Order(self._gpu)
+        self._order = Order(self._gpu)
         self._unheard: AnyEPError | None = None
         """The error of an earlier call, for the next one to raise."""
         self._report = self._gpu.words(constants.REPORTED_HEADERS + records.NUM_WORDS * self._num_ranks)
@@ -101,21 +86,14 @@ class GpuLowLatencyOps(ending.Part):
         self._words = self._constants()
         self._device_constants = self._gpu.table(self._words)
         self._generations = self._gpu.table([0] * self._num_ranks)
-        self._blocks = {"NUM_RANKS": self._num_ranks, "RANK_BLOCK": device_control.rank_block}
-        self._shrink = {"CAN_SHRINK": can_shrink, **self._blocks}
-        self._programs = max(1, PROGRAMS_PER_SM * int(self._gpu.num_sms) // ranks_on_gpu)
-        # It tells the kernels of all ranks the generation of a rank. A kernel that waits also reads it at its
-        # host.
-        tell_kernels = partial(
-            device_control.launcher(kernels.mask_rank, 1, **self._blocks),
-            self._gpu.side_stream,
-            (1,),
-            self._device_constants,
-            device_control.heaps,
+        self._kernels = SlotKernels(
+            device_control, self._device_constants, self._generations, ranks_on_gpu, can_shrink
         )
-        # When it is needed it may be too late to load it.
-        tell_kernels(-1, 0)
-        self.kernel_masks = GpuMasks(self._region, self._heap, self._gpu, self._num_ranks, tell_kernels)
+        # When this kernel is needed it may be too late to load it.
+        self._kernels.mask_rank(-1, 0)
+        self.kernel_masks = GpuMasks(
+            self._region, self._heap, self._gpu, self._num_ranks, self._kernels.mask_rank
+        )
         self._known: dict[LowLatencySizes, SlotTables] = {}
         self._at: SlotTables | None = None
         self._calls_with_slots = 0
@@ -198,8 +176,8 @@ class GpuLowLatencyOps(ending.Part):
         state = self._new_state(0)
 
         def launch(stream: Any) -> None:
-            self._open(stream, state, records.header_of(call.kind), 1 + text, posts=True)
-            self._finish_call(stream, state)
+            self._kernels.open(stream, state, records.header_of(call.kind), 1 + text, posts=True)
+            self._kernels.finish_call(stream, state)
 
         self._in_line(launch)
 
@@ -212,12 +190,12 @@ class GpuLowLatencyOps(ending.Part):
         header = records.header_of(call.kind, tokens.sizes, tokens.travel)
 
         def send(stream: Any) -> None:
-            self._open(stream, state, header)
-            self._launch_tokens(stream, state, at, tokens)
+            self._kernels.open(stream, state, header)
+            self._kernels.send_tokens(stream, state, at, tokens)
 
         def receive(stream: Any) -> None:
-            self._receive_records(stream, state, at.slots.num_local_experts, tokens.wait_stats)
-            self._launch_pack(stream, state, at, tokens, results)
+            self._kernels.receive_records(stream, state, at.slots.num_local_experts, tokens.wait_stats)
+            self._kernels.pack_tokens(stream, state, at, tokens, results)
 
         tensors = (tokens.x, tokens.topk_idx, tokens.expert_stats, tokens.wait_stats, *results, state)
         return self._new_work(call, state, send, receive, tensors)
@@ -230,12 +208,12 @@ class GpuLowLatencyOps(ending.Part):
         header = records.header_of(call.kind, combined.sizes, travel)
 
         def send(stream: Any) -> None:
-            self._open(stream, state, header)
-            self._launch_rows(stream, state, at, combined)
+            self._kernels.open(stream, state, header)
+            self._kernels.return_rows(stream, state, at, combined)
 
         def receive(stream: Any) -> None:
-            self._receive_records(stream, state, at.slots.num_local_experts, combined.wait_stats)
-            self._launch_sum(stream, state, at, combined, out)
+            self._kernels.receive_records(stream, state, at.slots.num_local_experts, combined.wait_stats)
+            self._kernels.sum_tokens(stream, state, at, combined, out)
 
         tensors = (
             *(combined.x, combined.topk_idx, combined.topk_weights, combined.src_info),
@@ -297,7 +275,7 @@ class GpuLowLatencyOps(ending.Part):
     def _release(self, call: Call, state: torch.Tensor) -> None:
         """Let the senders go on whose rows will not be received."""
         if self._work_in_flight.pop(call, None) is not None:
-            self._in_line(lambda stream: self._finish_call(stream, state))
+            self._in_line(lambda stream: self._kernels.finish_call(stream, state))
 
     def _begin(self, call: Call) -> None:
         self._control.enter(call, Phase.SEND)
@@ -316,9 +294,9 @@ class GpuLowLatencyOps(ending.Part):
         header = records.header_of(call.kind, sizes)
 
         def launch(stream: Any) -> None:
-            self._open(stream, state, header, posts=True)
-            self._receive_records(stream, state, 0, None)
-            self._finish_call(stream, state)
+            self._kernels.open(stream, state, header, posts=True)
+            self._kernels.receive_records(stream, state, 0, None)
+            self._kernels.finish_call(stream, state)
 
         self._in_line(launch)
         self._settle()
@@ -332,7 +310,7 @@ class GpuLowLatencyOps(ending.Part):
         self._control.enter(call, Phase.SEND)
         state = self._new_state(0)
         header = records.header_of(call.kind, slots.sizes)
-        self._in_line(lambda stream: self._open(stream, state, header, advances=False))
+        self._in_line(lambda stream: self._kernels.open(stream, state, header, advances=False))
         self._settle()
         number = int(state[constants.NUMBER])
         messages: torch.Tensor = self._heap.lend(
@@ -362,139 +340,6 @@ class GpuLowLatencyOps(ending.Part):
             self._heap.tensor(self._words[constants.CALLS_AT], (1,), torch.int64).fill_(number)
             self._gpu.synchronize()
 
-    def _launch_tokens(
-        self, stream: Any, state: torch.Tensor, at: SlotTables, tokens: LowLatencyTokens
-    ) -> None:
-        num_tokens, num_topk = tokens.topk_idx.shape
-        sizes = tokens.sizes
-        slot_block = block_of(num_topk)
-        num_shares = self._shares(num_tokens, -(-sizes.hidden // (CAST_BLOCKS * CHANNELS)))
-        send = self._device_control.launcher(
-            kernels.send_tokens,
-            4,
-            TRAVEL=int(tokens.travel),
-            NUM_TOPK=num_topk,
-            SLOT_BLOCK=slot_block,
-            NUM_SHARES=num_shares,
-            TILE_BLOCKS=CAST_BLOCKS,
-            TILE_TOKENS=max(16, LIST_CHOICES // slot_block),
-            **self._blocks,
-        )
-        send(
-            stream,
-            (sizes.num_experts + num_tokens * num_shares,),
-            self._common(state),
-            at.for_peers,
-            Seen(tokens.x, torch.uint16),
-            tokens.topk_idx,
-            num_tokens,
-            sizes.hidden,
-        )
-
-    def _launch_pack(
-        self,
-        stream: Any,
-        state: torch.Tensor,
-        at: SlotTables,
-        tokens: LowLatencyTokens,
-        results: LowLatencyResults,
-    ) -> None:
-        num_experts = at.slots.num_local_experts
-        tile_rows, tile_words, tile_scales = PACK_TILE
-        has_scales, has_stats = results.scales is not None, tokens.expert_stats is not None
-        most_shares = -(-tokens.sizes.num_max_tokens // tile_rows)
-        # Twice as many, because the work is uneven.
-        num_shares = min(2 * self._shares(num_experts * self._num_ranks, most_shares), most_shares)
-        pack = self._device_control.launcher(
-            kernels.pack_tokens,
-            4,
-            HAS_SCALES=has_scales,
-            HAS_STATS=has_stats,
-            TILE_ROWS=tile_rows,
-            TILE_WORDS=tile_words,
-            TILE_SCALES=tile_scales,
-            **self._shrink,
-        )
-        pack(
-            stream,
-            (num_experts, self._num_ranks, num_shares),
-            self._common(state),
-            at.of_peers,
-            Packed(
-                Seen(results.x, torch.int32),
-                Seen(results.scales, torch.int32) if results.scales is not None else state,
-                results.src_info,
-                results.layout_range,
-                results.counts,
-                tokens.expert_stats if has_stats else state,
-            ),
-            tokens.sizes.hidden * results.x.element_size() // 4,
-            tokens.num_scale_words,
-        )
-
-    def _launch_rows(
-        self, stream: Any, state: torch.Tensor, at: SlotTables, combined: LowLatencyInput
-    ) -> None:
-        num_experts = at.slots.num_local_experts
-        num_shares = self._shares(num_experts, combined.sizes.num_max_tokens)
-        give_back = self._device_control.launcher(
-            kernels.return_rows,
-            4,
-            USE_LOGFMT=combined.use_logfmt,
-            NUM_TOPK=combined.topk_idx.shape[1],
-            NUM_SHARES=num_shares,
-            TILE_BLOCKS=CAST_BLOCKS,
-            TILE_ROWS=LIST_TILE,
-            **self._blocks,
-        )
-        give_back(
-            stream,
-            (num_experts * (self._num_ranks + (0 if combined.zero_copy else num_shares)),),
-            self._common(state),
-            at.for_peers,
-            Seen(combined.x, torch.uint16) if not combined.zero_copy else state,
-            combined.topk_idx,
-            combined.src_info,
-            combined.layout_range,
-            combined.topk_idx.numel(),
-            combined.sizes.hidden,
-        )
-
-    def _launch_sum(
-        self, stream: Any, state: torch.Tensor, at: SlotTables, combined: LowLatencyInput, out: torch.Tensor
-    ) -> None:
-        num_tokens, num_topk = combined.topk_idx.shape
-        hidden = combined.sizes.hidden
-        tile_blocks = CAST_BLOCKS if combined.use_logfmt else SUM_BLOCKS
-        num_shares = self._shares(num_tokens, -(-hidden // (tile_blocks * CHANNELS)))
-        add_up = self._device_control.launcher(
-            kernels.sum_tokens,
-            4,
-            USE_LOGFMT=combined.use_logfmt,
-            NUM_TOPK=num_topk,
-            SLOT_BLOCK=block_of(num_topk),
-            TILE_LIST=SEARCH_TILE,
-            TILE_BLOCKS=tile_blocks,
-            IN_HARDWARE=self._gpu.rounds_in_hardware,
-            **self._shrink,
-        )
-        add_up(
-            stream,
-            # A call without tokens has to be closed by a program, too.
-            (max(1, num_tokens), num_shares),
-            self._common(state),
-            at.of_peers,
-            combined.topk_idx,
-            combined.topk_weights,
-            Seen(out, torch.uint16),
-            num_tokens,
-            hidden,
-        )
-
-    def _shares(self, num_pieces: int, most: int) -> int:
-        """Programs per piece of work, such that the programs of all ranks fill the GPU."""
-        return max(1, min(self._programs // max(1, num_pieces), most, MOST_SHARES))
-
     # Steps of a call
 
     def _new_state(self, num_experts: int) -> torch.Tensor:
@@ -502,46 +347,11 @@ class GpuLowLatencyOps(ending.Part):
         state: torch.Tensor = self._gpu.empty((constants.RANGES + num_experts,), torch.int64)
         return state
 
-    def _common(self, state: torch.Tensor) -> LowLatencyCall:
-        """The first argument of every kernel."""
-        return LowLatencyCall(self._device_constants, self._device_control.heaps, self._generations, state)
-
     def _in_line(self, launch: Launch) -> None:
         """Run kernels on the communication stream, after earlier and before later work of the caller's."""
         self._gpu.stream.begin(None)
         self._order.run(self._gpu.stream.stream, launch)
         self._gpu.stream.end(False)
-
-    def _open(
-        self,
-        stream: Any,
-        state: torch.Tensor,
-        header: Array,
-        refused: int = 0,
-        posts: bool = False,
-        advances: bool = True,
-    ) -> None:
-        launch = self._device_control.launcher(
-            kernels.open_call, 1, ADVANCES=advances, POSTS=posts, **self._shrink
-        )
-        words = header[records.Field.KIND : records.Field.FORMAT + 1].tolist()
-        launch(stream, (1,), self._common(state), *words, refused)
-
-    def _receive_records(
-        self, stream: Any, state: torch.Tensor, num_experts: int, wait_stats: torch.Tensor | None
-    ) -> None:
-        launch = self._device_control.launcher(
-            kernels.receive_records,
-            1,
-            HAS_STATS=wait_stats is not None,
-            TILE_EXPERTS=min(RECORD_TILE, max(2, block_of(num_experts))),
-            **self._shrink,
-        )
-        launch(stream, (1,), self._common(state), state if wait_stats is None else wait_stats, num_experts)
-
-    def _finish_call(self, stream: Any, state: torch.Tensor) -> None:
-        launch = self._device_control.launcher(kernels.finish_call, 1, **self._shrink)
-        launch(stream, (1,), self._common(state))
 
     # What went wrong
 
@@ -644,89 +454,3 @@ class GpuLowLatencyOps(ending.Part):
     def last_use(self) -> Any:
         """An event after all that was launched outside of graphs."""
         return self._order.done
-
-
-class GpuMasks:
-    """The masks that kernels know, in the memory of this rank's GPU."""
-
-    def __init__(
-        self,
-        region: ControlRegion,
-        heap: Any,
-        gpu: Any,
-        num_ranks: int,
-        tell_kernels: Callable[[int, int], None],
-    ) -> None:
-        block = region.blocks.mask
-        self._gpu = gpu
-        self._num_ranks = num_ranks
-        self._rows = heap.tensor(block.start, (num_ranks * block.stride // 8,), torch.int64)
-        self.tell = tell_kernels
-
-    def newest(self) -> Array:
-        with self.beside_kernels():
-            rows: Array = self._rows.cpu().numpy().reshape(self._num_ranks, -1)
-        newest: Array = rows[:, : self._num_ranks].max(axis=0)
-        return newest
-
-    def beside_kernels(self) -> contextlib.AbstractContextManager[Any]:
-        """Work of torch inside this context does not wait for waiting kernels (but see `side_stream`)."""
-        side = self._gpu.side_stream
-        return contextlib.nullcontext() if side is None else torch.cuda.stream(side)
-
-
-class _Order:
-    """Makes kernels run in the order in which the host launches them, whatever their streams."""
-
-    def __init__(self, gpu: Any) -> None:
-        self._gpu = gpu
-        self.done = gpu.now()
-        """An event after the last launch outside of graphs."""
-        self._done_in_graph = gpu.now()
-        self._last: tuple[int, Any] = (0, gpu.stream.stream)
-        """The graph that the last launch was captured in, 0 for none, and its stream."""
-        self._lock = threading.Lock()
-
-    def run(self, stream: Any, launch: Launch) -> None:
-        """Launch kernels on a stream, after everything that was launched before."""
-        with self._lock:
-            graph = 0
-            if self._gpu.stream.is_capturing():
-                graph = self._gpu.stream.graph() or UNKNOWN_GRAPH
-            last_graph, last_stream = self._last
-            done = self._done_in_graph if graph else self.done
-            # A graph can only wait for its own work; the caller orders its replays.
-            if graph == last_graph != UNKNOWN_GRAPH and stream != last_stream:
-                stream.wait_event(done)
-            launch(stream)
-            done.record(stream)
-            self._last = (graph, stream)
-
-
-class SlotTables:
-    """The addresses of a layout of slots, by set and then by rank, in tables for kernels."""
-
-    def __init__(self, slots: LowLatencySlots, heap_addresses: Sequence[int], rank: int, gpu: Any) -> None:
-        self.slots = slots
-        sets, ranks = range(NUM_SLOT_SETS), range(slots.num_ranks)
-        rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens
-        sizes = (
-            slots.message_bytes,
-            rows_per_expert * slots.message_bytes,
-            slots.num_local_experts,
-            rows_per_expert,
-        )
-
-        def table(address: Callable[[int, int], int]) -> Any:
-            return gpu.table([address(slot_set, other) for slot_set in sets for other in ranks])
-
-        def list_at(slot_set: int, reader: int) -> int:
-            return slots.slot_offset(slot_set, 0, reader, 0)
-
-        messages = table(lambda slot_set, other: heap_addresses[other] + slots.row_offset(slot_set, 0))
-        lists_for_peers = table(lambda slot_set, other: heap_addresses[rank] + list_at(slot_set, other))
-        lists_of_peers = table(lambda slot_set, other: heap_addresses[other] + list_at(slot_set, rank))
-        self.for_peers = Fixed(Slots(messages, lists_for_peers, *sizes))
-        """With the lists for each peer, in this rank's own memory."""
-        self.of_peers = Fixed(Slots(messages, lists_of_peers, *sizes))
-        """With the lists that each peer keeps for this rank."""

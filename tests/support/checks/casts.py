@@ -17,7 +17,8 @@ import torch
 
 from anyep import formats
 from anyep.backends.cpu.kernels import casts as cpu_casts
-from tests.support.checks import deeper
+from tests.support.checks import cast_kernels, deeper
+from tests.support.checks.launching import launch
 from tests.support.depth import IS_DEEP
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
@@ -174,8 +175,11 @@ class Triton:
         count, step = len(values), 2**17 if self.device == "cpu" else 1024
         e4m3 = torch.empty(count, dtype=torch.uint8, device=self.device)
         bf16 = torch.empty(count, dtype=torch.uint16, device=self.device)
-        grid = (triton.cdiv(count, step),)
-        narrow_kernel[grid](self.there(values), e4m3, bf16, count, step, **casts.OPTIONS)
+        launch(
+            *(narrow_kernel, self.device, triton.cdiv(count, step)),
+            *(self.there(values), e4m3, bf16, count),
+            step=step,
+        )
         return e4m3.cpu().numpy(), bf16.cpu().numpy()
 
     def narrow(self, values: Array) -> Array:
@@ -188,19 +192,19 @@ class Triton:
         # Rows of guards, so that the first scale is aligned whatever their number.
         scales = torch.full((num_rows + 32, hidden // BLOCK), GUARD, dtype=kind, device=self.device)
         ours = data[1:-1].view(torch.float8_e4m3fn), scales[16:-16]
-        casts.cast_to_fp8(self.rows_there(rows), *ours, power_of_two, as_ue8m0)
+        cast_kernels.cast_to_fp8(self.rows_there(rows), *ours, power_of_two, as_ue8m0)
         assert (data[[0, -1]] == GUARD).all()
         assert (scales[[*range(16), *range(-16, 0)]] == GUARD).all()
         return data[1:-1].cpu().numpy(), scales[16:-16].cpu().numpy()
 
     def encode(self, rows: Array, stride: int) -> Array:
         messages = torch.full((len(rows), stride), GUARD, dtype=torch.uint8, device=self.device)
-        casts.encode_logfmt_rows(self.rows_there(rows), messages)
+        cast_kernels.encode_logfmt_rows(self.rows_there(rows), messages)
         return messages.cpu().numpy()
 
     def decode(self, messages: Array, hidden: int) -> Array:
         out = torch.full((len(messages) + 2, hidden), torch.nan, device=self.device)
-        casts.decode_logfmt_rows(self.there(messages), out[1:-1])
+        cast_kernels.decode_logfmt_rows(self.there(messages), out[1:-1])
         assert out[[0, -1]].isnan().all()
         return out[1:-1].cpu().numpy()
 
@@ -272,7 +276,7 @@ def check_bf16(device: str) -> None:
     """Every bf16 widens to its float, and floats of all exponents narrow to nearest even."""
     halves = np.arange(2**16).astype(np.uint16)
     values = torch.empty(2**16, device=device)
-    widen_kernel[(1,)](torch.from_numpy(halves).to(device), values, 2**16, **casts.OPTIONS)
+    launch(widen_kernel, device, 1, torch.from_numpy(halves).to(device), values, step=2**16)
     assert_same_bits(values.cpu().numpy(), floats_of(halves))
     tops = np.arange(2**17, dtype=np.uint32) << 15
     wide = np.concatenate([tops, tops | 1, tops | 0x7FFF, tops >> 15]).view(np.float32)

@@ -2,24 +2,17 @@
 
 `anyep/formats.py` defines the bits; they equal those of the CPU's kernels. Helpers work on tiles of blocks,
 [blocks, 128], and handle bf16 as its bits (uint16). Conversions are integer arithmetic, because Triton's
-interpreter rounds Triton's own conversions differently. Kernels that call a helper are compiled with
-`OPTIONS`: without them products and sums would be fused. Divisions are `tl.div_rn`, because `/` is only an
-approximation on a GPU.
-
-The function after each kernel launches it on tensors, in torch's current stream.
+interpreter rounds Triton's own conversions differently. Kernels are compiled without fused products and sums
+(`anyep/backends/cuda/launch.py`). Divisions are `tl.div_rn`, because `/` is only an approximation on a GPU.
+The mask bits of the LogFMT blocks of a tile lie in one word of the message's mask.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from anyep import formats
-
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-TILE_BLOCKS = 16
-"""16 values per thread with four warps. The mask bits of these LogFMT blocks lie in one word of the mask."""
 
 CHANNELS = tl.constexpr(formats.CHANNELS_PER_BLOCK)
 FP8_MAX = tl.constexpr(formats.FP8_MAX)
@@ -135,59 +128,6 @@ def ue8m0_of_scale(scale):
     2**-7 gives 120.
     """
     return ((bits_of_float(scale) >> 23) & 0xFF).to(tl.uint8)
-
-
-# The number of blocks differs between calls: the kernel is not specialized for its value.
-@triton.jit(do_not_specialize=["num_blocks"])
-def cast_to_fp8_kernel(
-    x,
-    data,
-    scales,
-    num_blocks,
-    POWER_OF_TWO: tl.constexpr,
-    AS_UE8M0: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-):
-    """Cast blocks of bf16, x [num_blocks, 128], to FP8: data [num_blocks, 128], scales [num_blocks].
-
-    Any number of contiguous rows forms such blocks.
-
-    Example:
-    A row of 128 values 1.0, -3.5, 0.0, 0.0, ... has amax 3.5, the scale 3.5 / 448 = 2**-7, and data 0x70
-    (128), 0xFE (-448), 0x00, ... With POWER_OF_TWO a row 1.0, -3.0, 0.0, 0.0, ... also has the scale 2**-7,
-    not 3 / 448; its data is 0x70 (128), 0xFC (-384), 0x00, ... As UE8M0 that scale is the byte 120.
-    """
-    blocks = tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
-    is_block = blocks < num_blocks
-    values = blocks.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    halves = tl.load(x + values, mask=is_block[:, None], other=0)
-    codes, scale = fp8_block(halves, POWER_OF_TWO)
-    tl.store(data + values, codes, mask=is_block[:, None])
-    if AS_UE8M0:
-        tl.store(scales + blocks, ue8m0_of_scale(scale), mask=is_block)
-    else:
-        tl.store(scales + blocks, scale, mask=is_block)
-
-
-def cast_to_fp8(
-    x: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, power_of_two: bool, as_ue8m0: bool
-) -> None:
-    """Cast the rows of x [rows, hidden], bf16, to FP8: data [rows, hidden], scales [rows, hidden / 128].
-
-    Data is e4m3fn; scales are float32, or bytes with as_ue8m0, which needs power_of_two. All tensors are
-    contiguous and begin at multiples of 16 bytes. See `cast_to_fp8_kernel` for an example.
-    """
-    num_blocks = x.numel() // formats.CHANNELS_PER_BLOCK
-    cast_to_fp8_kernel[(triton.cdiv(num_blocks, TILE_BLOCKS),)](
-        x.view(torch.uint16),
-        data.view(torch.uint8),
-        scales,
-        num_blocks,
-        power_of_two,
-        as_ue8m0,
-        TILE_BLOCKS,
-        **OPTIONS,
-    )
 
 
 @triton.jit
@@ -383,64 +323,3 @@ def load_logfmt_blocks(message, blocks, is_block):
     halves = tl.load(header.to(tl.pointer_type(tl.uint16))[:, None] + channels, mask=is_raw[:, None], other=0)
     decoded = decode_logfmt_block(low, high, extremes & 0xFFFF, extremes >> 16)
     return tl.where(is_encoded[:, None], decoded, bf16_bits_to_float(halves))
-
-
-@triton.jit
-def encode_logfmt_kernel(x, messages, message_stride, hidden, TILE_BLOCKS: tl.constexpr):
-    """Encode each row of x [rows, hidden], bf16, into its message; messages are `message_stride` bytes apart.
-
-    A program encodes one message, `TILE_BLOCKS` blocks at a time: a power of two up to 64.
-
-    Example:
-    A row of two blocks, 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ..., becomes 16 + 164 + 256 bytes:
-
-        01 00 00 ...        the mask: only the first block is below 1
-        00 3F 00 3E         0.5 and 0.125: 510 steps are 2 octaves
-        FF 01 00 00 ...     the low bits of the codes 0x1FF, 0x201 (the sign is 0x200), 0x100, 0, 0, ...
-        01 02 01 00 ...     their high bits
-        00 40 00 40 ...     2.0
-    """
-    row = tl.program_id(0).to(tl.int64)
-    encode_logfmt(x + row * hidden, messages + row * message_stride, hidden, TILE_BLOCKS)
-
-
-def encode_logfmt_rows(x: torch.Tensor, messages: torch.Tensor) -> None:
-    """Encode each row of x [rows, hidden], bf16, into its row of messages, uint8.
-
-    A row of messages has room for `hidden` values that are not encoded, and begins at a multiple of 8 bytes;
-    bytes after the end of a message are not changed. See `encode_logfmt_kernel` for an example.
-    """
-    num_rows, hidden = x.shape
-    encode_logfmt_kernel[(num_rows,)](
-        x.view(torch.uint16), messages, messages.stride(0), hidden, TILE_BLOCKS, **OPTIONS
-    )
-
-
-@triton.jit
-def decode_logfmt_kernel(messages, message_stride, out, hidden, TILE_BLOCKS: tl.constexpr):
-    """Decode messages, `message_stride` bytes apart, into the rows of out [rows, hidden], float32.
-
-    A program decodes `TILE_BLOCKS` blocks of a message; the mask determines where they begin.
-
-    Example:
-    The message of `encode_logfmt_kernel` is decoded to 0.5, -0.125, 0.25, 0.0, 0.0, ... and 2.0, 2.0, ...
-    With the header 00 3F 00 3F every code of its first block except 0 would mean 0.5.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    blocks = tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
-    is_block = blocks < hidden // CHANNELS
-    values = load_logfmt_blocks(messages + row * message_stride, blocks, is_block)
-    places = out + row * hidden + blocks[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    tl.store(places, values, mask=is_block[:, None])
-
-
-def decode_logfmt_rows(messages: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode each row of messages, uint8, into its row of out [rows, hidden], float32.
-
-    A row of messages begins at a multiple of 8 bytes. See `decode_logfmt_kernel` for an example.
-    """
-    num_rows, hidden = out.shape
-    num_blocks = hidden // formats.CHANNELS_PER_BLOCK
-    decode_logfmt_kernel[(num_rows, triton.cdiv(num_blocks, TILE_BLOCKS))](
-        messages, messages.stride(0), out, hidden, TILE_BLOCKS, **OPTIONS
-    )

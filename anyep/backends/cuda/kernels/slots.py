@@ -10,7 +10,7 @@ A call's number, its outcome and the contents of its completion records are in i
 may lie far apart, and a captured graph can be replayed. Where something went wrong, no later kernel of the
 call takes anything. `generations` says which ranks are masked: those whose number is odd. Tables hold
 addresses, one per rank, for either set of slots; the addresses of messages are multiples of 16, as are the
-sizes of messages. Kernels that cast or sum are compiled without fused products: see `casts.OPTIONS`.
+sizes of messages.
 """
 
 from __future__ import annotations
