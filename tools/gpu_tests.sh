@@ -39,6 +39,7 @@ failures=(
 others=(
     "tests/gpu/test_commands.py tests/gpu/test_mps.py"
     "tests/gpu/test_turns.py"
+    "tests/gpu/test_making.py tests/gpu/test_routing.py tests/gpu/test_shares.py"
 )
 left="tests"
 for paths in "${results[@]}" "${failures[@]}" "${others[@]}"; do
