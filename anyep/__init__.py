@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from anyep import sizes as sizes
     from anyep import topology as topology
     from anyep import training as training
-    from anyep.buffer import Buffer
+    from anyep.api.buffer import Buffer
     from anyep.deep_ep_modules import install_as_deep_ep
     from anyep.events import EventHandle, EventOverlap
     from anyep.sizes import Config
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 _LOADED_WHEN_USED = {
-    "Buffer": ("anyep.buffer", "Buffer"),
+    "Buffer": ("anyep.api.buffer", "Buffer"),
     "Config": ("anyep.sizes", "Config"),
     "EventHandle": ("anyep.events", "EventHandle"),
     "EventOverlap": ("anyep.events", "EventOverlap"),

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from anyep.buffer import Buffer, Handle
+from anyep.api.buffer import Buffer
+from anyep.api.normal_arguments import Handle
 from anyep.errors import BufferBroken, InvalidCall
 from anyep.sizes import SOURCE_META_BYTES
 

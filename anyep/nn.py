@@ -32,9 +32,9 @@ from torch.nn import functional
 
 from anyep import autograd
 from anyep.agreement import Said, check_agreement
-from anyep.arguments import check_num_experts
+from anyep.api.arguments import check_num_experts
+from anyep.api.buffer import Buffer
 from anyep.balance import expert_counts, load_balancing_loss, router_z_loss, update_bias
-from anyep.buffer import Buffer
 from anyep.connection import chosen_topology, on_all_ranks
 from anyep.errors import InvalidCall, whole_number
 from anyep.machine import host_identity

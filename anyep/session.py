@@ -212,6 +212,12 @@ class Session:
             memory=(ops, gpu_connection.windows),
         )
 
+    def before_low_latency(self, run_async: bool) -> None:
+        """Raise errors of earlier calls, of both modes, before a low-latency call."""
+        assert self.low_latency is not None
+        self.normal.ops.before(run_async)
+        self.low_latency.listen()
+
     # The end
 
     @property

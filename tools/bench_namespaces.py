@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.cli.bench_measure import (
     Barrier,
     Case,

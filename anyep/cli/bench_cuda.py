@@ -214,7 +214,7 @@ def _measure_on_rank(rank: Rank, setup: Setup, num_gpus: int) -> RankReport:
 
 def _sms_of(setup: Setup, num_sms: int, ranks_on_a_gpu: int, room: int) -> int | None:
     """SMs per rank: as requested, or the default if there is room; low-latency calls choose their own."""
-    from anyep.buffer import Buffer
+    from anyep.api.buffer import Buffer
 
     if setup.mode != "normal":
         return None

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.cli import draw
 from anyep.cli.bench_cuda import GpuCase, Label, copy_of, equals
 from anyep.cli.bench_measure import Setup

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from anyep.api.buffer import Buffer
 from anyep.backends import cpu
-from anyep.buffer import Buffer
 from anyep.cli import draw
 from anyep.cli.bench_measure import Case, Setup
 from anyep.cli.gate import choose

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from anyep.api.buffer import Buffer
 from anyep.backends import cpu
-from anyep.buffer import Buffer
 from anyep.cli import draw
 from anyep.cli.bench_measure import Case, Crossing, Setup
 from anyep.cli.bench_rival import AllToAll

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.cli import draw
 from anyep.cli.demo_decode_reference import Experts, compare, gate_of, layer_in_one_process
 from anyep.cli.demo_job import DecodeJob, DecodeProgress, DecodeReport, Difference, now

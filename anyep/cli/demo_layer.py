@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.cli import draw
 from anyep.cli.demo_job import Job, StepReport, finish_work
 from anyep.cli.gate import choose, misrouting

@@ -24,7 +24,7 @@ from anyep.errors import AnyEPError, PeerLost, whole_number
 from anyep.progress import compile_sentence
 from anyep.requirements import check_requirements
 
-PRELOADED: Final = ["torch.distributed", "anyep.buffer", "anyep.backends.cpu.preload"]
+PRELOADED: Final = ["torch.distributed", "anyep.api.buffer", "anyep.backends.cpu.preload"]
 PRELOADED_FOR_GPUS: Final = [*PRELOADED, "triton"]
 PR_SET_PDEATHSIG: Final = 1
 

@@ -20,7 +20,7 @@ def warmup(
     """Compile all kernels for the CPU now, so that no program has to wait for it."""
     started = time.perf_counter()
     # Imported here, since other commands do not need Numba; this imports everything that a Buffer uses.
-    importlib.import_module("anyep.buffer")
+    importlib.import_module("anyep.api.buffer")
     from anyep.backends.cpu.compilation import check_cache, compile_kernels
 
     check_cache()

@@ -56,7 +56,7 @@ def test_demo_with_another_seed_does_something_else() -> None:
 
 def train_wrongly(rank: Rank, job: Job) -> object:
     """With a combine that is off by a little."""
-    from anyep.buffer import Buffer
+    from anyep.api.buffer import Buffer
 
     right = Buffer.combine
 

@@ -81,7 +81,7 @@ def test_demo_for_people() -> None:
 
 def decode_wrongly(rank: Rank, job: DecodeJob) -> object:
     """With a combine that is off by little, but everywhere."""
-    from anyep.buffer import Buffer
+    from anyep.api.buffer import Buffer
 
     right = Buffer.low_latency_combine
     Buffer.low_latency_combine = lambda self, x, *a, **k: right(self, x * 1.005, *a, **k)  # type: ignore

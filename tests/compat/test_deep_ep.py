@@ -85,7 +85,7 @@ def test_processes_that_multiprocessing_starts(tmp_path: Path) -> None:
         "    process = multiprocessing.get_context('spawn').Process(target=child)\n"
         "    process.start(); process.join(); assert process.exitcode == 0\n"
     )
-    assert succeeds(str(script)) == "<class 'anyep.buffer.Buffer'>\n"
+    assert succeeds(str(script)) == "<class 'anyep.api.buffer.Buffer'>\n"
 
 
 @pytest.mark.skipif(
@@ -185,7 +185,7 @@ def test_a_script_sees_what_it_expects(script: Path) -> None:
     assert (finished.returncode, finished.stderr) == (7, "")
     assert arguments == [str(script), "-m", "--replace"]
     assert (folder, name, file) == (str(script.parent), "__main__", str(script))
-    assert (is_main, module) == (True, "anyep.buffer")
+    assert (is_main, module) == (True, "anyep.api.buffer")
 
 
 def test_a_module_instead_of_a_script(script: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_module_instead_of_a_script(script: Path) -> None:
         ("from importlib.util import find_spec; print(find_spec('deep_ep').origin)", "as_deep_ep"),
         pytest.param(
             "import deep_ep; print(deep_ep.Buffer)",
-            "<class 'anyep.buffer.Buffer'>",
+            "<class 'anyep.api.buffer.Buffer'>",
             marks=pytest.mark.slow,  # it imports torch
         ),
     ],
@@ -216,7 +216,7 @@ def test_pythons_that_a_script_starts(tmp_path: Path, code: str, printed: str) -
 
 def test_a_script_where_another_is(another: Path, script: Path) -> None:
     refused(python(*RUN, str(script), path=(another,)), another / "deep_ep" / "__init__.py")
-    assert "anyep.buffer" in python(*RUN, "--replace", str(script), path=(another,)).stdout
+    assert "anyep.api.buffer" in python(*RUN, "--replace", str(script), path=(another,)).stdout
 
 
 @pytest.mark.parametrize("arguments", [(), ("--replace",), ("-m",), ("--nonsense", "script.py")])

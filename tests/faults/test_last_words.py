@@ -8,7 +8,7 @@ import os
 import torch.distributed as dist
 
 from anyep import ending
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.world import RankContext, get_world
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import PeerLost
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.calls import Kind, Phase, Stall
 from tests.support import faults, low_latency_oracle, oracle
 from tests.support.faults import ANSWER_S, ANSWER_TIMED_S, UNTIMED_S, Fault, arm, forget, strike

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from anyep import AnyEPError
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.machine import free_memory_bytes
 from tests.support.cases import NVL_BYTES, Case, check_case
 from tests.support.world import RankContext, get_world

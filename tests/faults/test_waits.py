@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from anyep import PeerLost, WaitTimeout
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.calls import Kind, Stall
 from tests.support.world import RankContext, get_world
 

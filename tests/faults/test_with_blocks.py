@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anyep import AnyEPError, Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.places import Place, buffer_device, tensor_device
 from tests.support.world import RankContext, get_world
 

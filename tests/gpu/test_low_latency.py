@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from anyep.api.buffer import Buffer
 from anyep.backends.cuda import postponed
-from anyep.buffer import Buffer
 from tests.support import low_latency_oracle, oracle
 from tests.support.cases import ROUTINGS
 from tests.support.gpu import NEEDS_GPU, let_die_in_a_capture

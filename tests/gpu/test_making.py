@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import AnyEPError
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.rendezvous import GroupRendezvous
 from tests.support.gpu import NEEDS_GPU, new_gpu_world, prepare_rank
 from tests.support.making import SOON_S, Outcome, die, struck

@@ -20,8 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from anyep.api.buffer import Buffer
 from anyep.backends.cuda import postponed
-from anyep.buffer import Buffer
 from anyep.events import EventHandle, EventOverlap
 from tests.support import gpu_scenarios
 from tests.support.cases import POISON, poison_windows

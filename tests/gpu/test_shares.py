@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.cases import Case, buffer_for, run_case
 from tests.support.gpu import NEEDS_GPU
 from tests.support.gpu_oracle import Shape, Tally, Truth, experts

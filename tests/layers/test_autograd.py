@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anyep import BufferBroken, InvalidCall
+from anyep.api.buffer import Buffer
 from anyep.autograd import combine, dispatch, dispatch_again, key_of
-from anyep.buffer import Buffer
 from tests.support.cases import NVL_BYTES, buffer_for
 from tests.support.dense_gradients import (
     HIDDEN,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import Config, autograd, gradients
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support import moe
 from tests.support.low_latency_cases import NVL_BYTES, RDMA_BYTES
 from tests.support.world import RankContext, get_world

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import AnyEPError
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support import cases
 from tests.support.low_latency_cases import (
     NVL_BYTES,

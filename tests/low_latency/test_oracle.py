@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.depth import examples
 from tests.support.low_latency_cases import FORMATS, Case, check_case, in_process_of, run_case
 from tests.support.places import Place, buffer_device

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.modes.masks import SEQUENCE, _Round
 from tests.support.low_latency_cases import RDMA_BYTES, Case, check_case
 from tests.support.world import RankContext, get_world

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import Masked
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.low_latency_cases import RDMA_BYTES
 from tests.support.world import RankContext, get_world
 

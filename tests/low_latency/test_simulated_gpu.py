@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.gpu_scenarios import closing_threads
 from tests.support.low_latency_cases import (
     RDMA_BYTES,

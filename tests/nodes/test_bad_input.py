@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anyep import AnyEPError, Config, InvalidCall
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.cases import RDMA_BYTES, Case, buffer_for, check_case
 from tests.support.world import RankContext, get_world
 

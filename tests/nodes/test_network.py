@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from anyep import AnyEPError, InvalidCall
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.cases import Case, buffer_for, check_case, delays
 from tests.support.faults import case_for
 from tests.support.places import Place

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from anyep import AnyEPError, Config, Disagreement, InvalidCall
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.cases import Case, buffer_for, check_case
 from tests.support.world import RankContext, get_world
 

@@ -18,7 +18,7 @@ import torch
 
 import anyep
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.calls import Phase
 from anyep.freelist import FreeList
 from tests.support import oracle

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.world import RankContext, World, get_world
 
 

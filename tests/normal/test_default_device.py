@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import anyep
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.nn import ExpertParallelMoE, FeedForward, TopKGate
 from tests.support import cases, dense_gradients, gpu_pairs, low_latency_cases, moe
 from tests.support.low_latency_cases import FORMATS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.cases import Case, check_case
 from tests.support.places import Place, buffer_device, tensor_device
 from tests.support.world import RankContext, get_world

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anyep import Config, InvalidCall
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.cases import buffer_for
 from tests.support.commands import anyep
 from tests.support.world import RankContext, get_world

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anyep import Disagreement, InvalidCall
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.cases import Case, check_case
 from tests.support.world import RankContext, get_world
 

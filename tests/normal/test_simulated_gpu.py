@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.errors import AnyEPError
 from tests.support.cases import NVL_BYTES, Case, check_case, poison_windows
 from tests.support.commands import wait_until

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.cases import NVL_BYTES, Case, check_case, poison_windows
 from tests.support.depth import IS_DEEP
 from tests.support.gpu_scenarios import good_arguments

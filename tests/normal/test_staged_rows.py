@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.cases import Case, inputs_of
 from tests.support.world import RankContext, get_world
 

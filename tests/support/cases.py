@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support import oracle
 from tests.support.places import Place, buffer_device, tensor_device
 from tests.support.world import RankContext

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyep.api.buffer import Buffer
 from anyep.autograd import combine, dispatch
-from anyep.buffer import Buffer
 from tests.support.cases import buffer_for
 from tests.support.places import buffer_device, tensor_device
 from tests.support.world import RankContext

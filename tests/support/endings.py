@@ -120,8 +120,6 @@ class EndingServer:
 
 def main(device: str) -> None:
     """Serve requests; a forked rank returns from here when its program is over."""
-    import anyep.backends.cpu.preload
-    import anyep.buffer  # noqa: F401 - loaded once for all ranks
 
     if device == "simulated":
         from tests.support.simulated_gpu import use_simulated_gpu
@@ -201,7 +199,7 @@ class Rank:
             print(words, file=said)
 
     def buffer(self, **options: Any) -> Any:
-        from anyep.buffer import Buffer
+        from anyep.api.buffer import Buffer
 
         device = "cpu" if self.device == "cpu" else "cuda"
         return Buffer(dist.group.WORLD, 1 << 20, device=device, **options)
@@ -417,7 +415,7 @@ def several(rank: Rank) -> Any:
 
 def hook_held(rank: Rank) -> Any:
     """A low-latency call that was sent, and whose hook is never called."""
-    from anyep.buffer import Buffer
+    from anyep.api.buffer import Buffer
 
     experts = rank.num_ranks
     num_bytes = Buffer.get_low_latency_rdma_size_hint(NUM_TOKENS, HIDDEN, rank.num_ranks, experts)

@@ -34,7 +34,7 @@ import pytest
 import torch
 
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.calls import Phase
 from tests.support import cases, low_latency_cases
 from tests.support.namespaces import TwoHosts, cut_own_link

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.cases import NVL_BYTES
 from tests.support.gpu_oracle import Shape, Tally, Truth, experts
 from tests.support.gpu_scenarios import POISON, device_of

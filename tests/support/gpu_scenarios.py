@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.calls import Phase
 from tests.support.cases import NVL_BYTES, POISON, Case, check_case, poison_windows
 from tests.support.world import RankContext, World

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from anyep.api.buffer import Buffer
 from anyep.backends.cpu.kernels import casts
-from anyep.buffer import Buffer
 from tests.support import cases, low_latency_oracle, oracle
 from tests.support.places import Place, buffer_device, tensor_device
 from tests.support.world import RankContext

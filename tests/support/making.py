@@ -22,8 +22,8 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from anyep import AnyEPError
+from anyep.api.buffer import Buffer
 from anyep.backends.cuda import postponed
-from anyep.buffer import Buffer
 from anyep.rendezvous import GroupRendezvous
 
 KINDS: Final[dict[str, dict[str, Any]]] = {

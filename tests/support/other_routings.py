@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.errors import Disagreement
 from tests.support.places import tensor_device
 from tests.support.world import RankContext

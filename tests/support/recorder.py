@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import AnyEPError
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.places import Place, buffer_device, tensor_device
 from tests.support.world import RankContext
 

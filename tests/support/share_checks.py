@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support import oracle
 from tests.support.cases import Case, check_case
 from tests.support.gpu_scenarios import attempt, device_of, good_arguments, warnings_heard

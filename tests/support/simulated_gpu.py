@@ -193,11 +193,11 @@ def use_simulated_gpu() -> None:
     if not IS_DEEP:
         # Overflow is checked in tests/kernels; here it would be too slow.
         triton_interpreter.look_for_no_overflow()
-    from anyep import buffer
+    from anyep.api import options
     from anyep.backends.cuda import gpu
 
     gpu.Gpu = SimulatedGpu  # type: ignore[assignment,misc]
-    checked = buffer._checked_device
+    checked = options.checked_device
 
     class Simulated:
         """A device that is called cuda, and has CPU tensors."""
@@ -212,4 +212,4 @@ def use_simulated_gpu() -> None:
 
         __hash__ = None  # type: ignore[assignment]
 
-    buffer._checked_device = lambda device: Simulated() if device == "cuda" else checked(device)  # type: ignore
+    options.checked_device = lambda device: Simulated() if device == "cuda" else checked(device)  # type: ignore

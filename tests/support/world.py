@@ -52,7 +52,7 @@ PRELOADED: Final = (
     "numba",
     "pytest",
     "hypothesis",
-    "anyep.buffer",
+    "anyep.api.buffer",
     "anyep.backends.cpu.preload",
     "tests.support.frozen",
 )

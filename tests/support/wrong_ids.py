@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support import cases, low_latency_cases
 from tests.support.places import Place, tensor_device
 from tests.support.world import RankContext

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anyep import Config, InvalidCall
-from anyep.arguments import check_config, check_devices
+from anyep.api.arguments import check_config, check_devices
 
 CPU, FIRST_GPU = torch.device("cpu"), torch.device("cuda:0")
 

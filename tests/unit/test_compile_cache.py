@@ -473,7 +473,7 @@ def test_import_compiles_nothing_and_use_leaves_nothing_in_the_package(base: Pat
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     files = {path for path in copy.rglob("*") if path.is_file()}
     code = (
-        "import anyep, anyep.buffer\n"
+        "import anyep, anyep.api.buffer\n"
         "from anyep.backends.cpu import Group, compile_kernels\n"
         "from anyep.backends.cpu.kernels.compiler import KERNELS\n"
         "assert KERNELS and not any(kernel.is_compiled for kernel in KERNELS)\n"

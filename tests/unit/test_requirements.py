@@ -54,7 +54,7 @@ def sentence_about_torch(folder: Path) -> str:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import anyep.buffer",
+        "import anyep.api.buffer",
         "import anyep.events",
         "import anyep.autograd",
         "import anyep.nn",

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import anyep
 from anyep import AnyEPError, Config, Disagreement, InvalidCall, settings
 from anyep.agreement import Said, check_agreement
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from anyep.nn import make_buffer
 from anyep.rendezvous import refuse_one_gpu_twice
 from anyep.roll_call import Process
@@ -142,7 +143,7 @@ def test_nodes_that_do_not_fit() -> None:
 
 
 def test_a_device_that_is_not_there() -> None:
-    if anyep.buffer.torch.cuda.is_available():  # type: ignore[attr-defined]
+    if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     for message in get_world(2).run(make, [{"ANYEP_DEVICE": "cuda"}] * 2, {}):
         assert message == (

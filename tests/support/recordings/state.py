@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.recorder import Player
 
 

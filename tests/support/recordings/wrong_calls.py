@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from anyep import Config
-from anyep.buffer import Buffer
+from anyep.api.buffer import Buffer
 from tests.support.recorder import Player
 from tests.support.recordings.low_latency import LowLatency
 from tests.support.recordings.normal import CONFIG, Normal

@@ -1,0 +1,1 @@
+"""The public classes: they check arguments, call a session, and return the documented tuples."""

@@ -1,0 +1,208 @@
+"""Checks of the arguments that users pass to the normal-mode calls of `Buffer`, and what is remembered for
+them between calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from anyep import gradients, sizes
+from anyep.api.arguments import (
+    FLOAT_DTYPES,
+    check_biases,
+    check_config,
+    check_devices,
+    check_events,
+    check_num_experts,
+    check_payload,
+    check_tensor,
+    check_topk_idx,
+    check_x,
+)
+from anyep.api.unfilled import Unfilled
+from anyep.backends.base import CombineInput, Payload
+from anyep.errors import InvalidCall, whole_number
+from anyep.events import EventOverlap
+from anyep.modes.normal import Dispatch, NormalMode
+from anyep.sizes import Config, token_layout
+
+MAX_ROWS: Final = 2**31 - 1
+RANK_PREFIX: Final = 0
+"""The part of a handle that stands for all."""
+Handle = tuple[torch.Tensor, ...]
+Tuned = Callable[[int], Config]
+"""Gives the tuned config for a number of ranks."""
+
+
+class Streams(NamedTuple):
+    """How a call is ordered with other work, as the user passed it."""
+
+    previous_event: Any
+    async_finish: bool
+    allocate_on_comm_stream: bool
+
+    def checked(self) -> EventOverlap | None:
+        """The event that the call follows."""
+        return check_events(self.previous_event, self.async_finish, self.allocate_on_comm_stream)
+
+
+class Layout(NamedTuple):
+    """What `get_dispatch_layout` returned, as the user passed it on."""
+
+    num_tokens_per_rank: Any
+    num_tokens_per_rdma_rank: Any
+    is_token_in_rank: Any
+    num_tokens_per_expert: Any
+
+
+class CachedDispatch(NamedTuple):
+    """The checked arguments of a dispatch with a handle."""
+
+    payload: Payload
+    routing: Any
+    config: Config
+
+
+class NormalArguments:
+    """Checks the arguments of one Buffer's calls."""
+
+    def __init__(self, mode: NormalMode, device: torch.device, num_ranks: int, unfilled: Unfilled) -> None:
+        self._mode = mode
+        self._device = device
+        self._num_ranks = num_ranks
+        self._unfilled = unfilled
+        self._last_handle: tuple[Handle, Any] | None = None
+
+    def remember(self, handle: Handle, routing: Any) -> None:
+        """Keep the routing of the handle that a dispatch returns: the next call often passes it back."""
+        self._last_handle = (handle, routing)
+
+    def layout(self, topk_idx: Any, num_experts: Any) -> tuple[torch.Tensor, int]:
+        """The arguments of `get_dispatch_layout`."""
+        check_devices(self._device, topk_idx=topk_idx)
+        return check_topk_idx(topk_idx, None), check_num_experts(num_experts, self._num_ranks)
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        layout: Layout,
+        expert_alignment: Any,
+        num_worst_tokens: Any,
+        config: Config | None,
+        default: Tuned,
+        streams: Streams,
+    ) -> tuple[Dispatch, EventOverlap | None]:
+        """The arguments of a dispatch without a handle, and the event that it follows."""
+        ops = self._mode.ops
+        ops.before(streams.async_finish)
+        previous = streams.checked()
+        ops.wait_until_readable(previous)
+        check_devices(self._device, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **layout._asdict())
+        gradients.warn_if_lost(x, topk_weights)
+        payload = check_payload(x, topk_idx, topk_weights, ops.source_bytes)
+        chosen = self._config(config, default, None)
+        self._mode.check_rings(chosen, payload.token)
+        counts = self._counts(payload, layout, chosen)
+        worst = whole_number("num_worst_tokens", num_worst_tokens, 0)
+        if worst > MAX_ROWS:
+            raise InvalidCall(f"num_worst_tokens is {worst}: at most {MAX_ROWS} rows are possible")
+        if worst and payload.topk_idx is None:
+            raise InvalidCall("num_worst_tokens needs topk_idx: that is how padding rows are told apart")
+        alignment = whole_number("expert_alignment", expert_alignment, 1)
+        return Dispatch(payload, counts, chosen, worst, alignment), previous
+
+    def cached_dispatch(
+        self,
+        x: Any,
+        handle: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        config: Config | None,
+        default: Tuned,
+        streams: Streams,
+    ) -> tuple[CachedDispatch, EventOverlap | None]:
+        """The arguments of a dispatch with a handle, and the event that it follows."""
+        ops = self._mode.ops
+        ops.before(streams.async_finish)
+        previous = streams.checked()
+        check_devices(self._device, x=x)
+        if topk_idx is not None or topk_weights is not None:
+            raise InvalidCall(
+                "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
+            )
+        gradients.warn_if_lost(x)
+        payload = check_payload(x, None, None, ops.source_bytes)
+        routing = self._routing(handle)
+        if payload.num_tokens != routing.num_tokens:
+            raise InvalidCall(
+                f"x has {payload.num_tokens} rows, but the handle was made for {routing.num_tokens}"
+            )
+        chosen = self._config(config, default, routing.num_channels)
+        self._mode.check_rings(chosen, payload.token)
+        return CachedDispatch(payload, routing, chosen), previous
+
+    def combine(
+        self,
+        x: Any,
+        handle: Any,
+        topk_weights: Any,
+        bias: Any,
+        config: Config | None,
+        default: Tuned,
+        streams: Streams,
+    ) -> tuple[CombineInput, EventOverlap | None]:
+        """The arguments of a combine, and the event that it follows."""
+        self._mode.ops.before(streams.async_finish)
+        previous = streams.checked()
+        check_devices(self._device, x=x, topk_weights=topk_weights, bias=bias)
+        gradients.warn_if_lost(x, topk_weights, bias)
+        rows = check_x("x", x, FLOAT_DTYPES)
+        routing = self._routing(handle)
+        if rows.shape[0] != routing.num_recv_rows:
+            raise InvalidCall(
+                f"x has {rows.shape[0]} rows, but the handle's dispatch gave {routing.num_recv_rows}"
+            )
+        weights = topk_weights
+        if weights is not None:
+            weights = check_tensor("topk_weights", weights, (torch.float32,), (rows.shape[0], "top-k"))
+            if not 1 <= weights.shape[1] <= sizes.NUM_MAX_TOPK:
+                raise InvalidCall(
+                    f"topk_weights has {weights.shape[1]} columns: it must be 1 to {sizes.NUM_MAX_TOPK}"
+                )
+            weights = weights.contiguous()
+        biases = check_biases(bias, (routing.num_tokens, rows.shape[1]), rows.dtype)
+        chosen = self._config(config, default, routing.num_channels)
+        num_topk = weights.shape[1] if weights is not None else 0
+        token = token_layout(rows.shape[1] * rows.element_size(), 0, num_topk)
+        self._mode.check_rings(chosen, token)
+        return CombineInput(rows, routing, weights, biases, chosen), previous
+
+    def _config(self, config: Config | None, default: Tuned, num_channels: int | None) -> Config:
+        tuned = self._mode.ops.default_config(default(self._num_ranks))
+        return check_config(config, tuned, num_channels)
+
+    def _routing(self, handle: Any) -> Any:
+        """The routing of a handle."""
+        self._unfilled.wait_for_handle(handle, RANK_PREFIX)
+        return self._mode.ops.routing_of(handle, self._last_handle)
+
+    def _counts(self, payload: Payload, layout: Layout, config: Config) -> Any:
+        """How many tokens go where; the backend refuses counts that contradict each other."""
+        for name in ("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert"):
+            if getattr(layout, name) is None:
+                raise InvalidCall(f"{name} is missing: pass what get_dispatch_layout returned, or a handle")
+        self._unfilled.wait_for(layout.num_tokens_per_rank)
+        ranks, tokens = self._num_ranks, payload.num_tokens
+        per_rank = check_tensor("num_tokens_per_rank", layout.num_tokens_per_rank, (torch.int32,), (ranks,))
+        in_rank = check_tensor("is_token_in_rank", layout.is_token_in_rank, (torch.bool,), (tokens, ranks))
+        per_expert = check_tensor(
+            "num_tokens_per_expert", layout.num_tokens_per_expert, (torch.int32,), ("experts",)
+        )
+        per_rank, in_rank, per_expert = per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
+        check_num_experts(per_expert.shape[0], ranks)
+        per_node, num_channels = layout.num_tokens_per_rdma_rank, config.num_channels
+        return self._mode.ops.counts_of(payload, in_rank, per_rank, per_node, per_expert, num_channels)
