@@ -9,12 +9,14 @@ from typing import Any, Final, TypeVar
 
 from anyep.agreement import Said, check_agreement
 from anyep.backends import cpu
+from anyep.backends.cpu.heap import Block, BlockAddress, OwnBlock
 from anyep.errors import AnyEPError, InvalidCall, NotSupported
 from anyep.layout import ControlRegion
 from anyep.machine import address_space_limit_bytes, free_memory_bytes, host_identity
 from anyep.rendezvous import Rendezvous
 from anyep.settings import ARGUMENT, DEVICE, NETWORK, RANKS_PER_NODE, TIMEOUT_S, Chosen
 from anyep.topology import Topology, topology_of_hosts
+from anyep.transport.base import Engine
 from anyep.transport.nixl import NixlEngine
 from anyep.transport.remote import Transport
 
@@ -62,9 +64,9 @@ class Connection:
     options: Options
     topology: Topology
     region: ControlRegion
-    heaps: list[Any]
+    heaps: list[Block]
     """The heaps of all ranks."""
-    windows: dict[int, Any]
+    windows: dict[int, Block]
     """The windows of the ranks of this rank's node."""
     pids: list[int]
     num_result_bytes: int
@@ -100,9 +102,9 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
         raise NotSupported("enable_shrink is for ranks of one host so far: leave it out")
     share = _memory_share_bytes(hosts.count(hosts[rendezvous.rank]))
     region = ControlRegion(topology.num_ranks, topology.ranks_per_node)
-    made: list[Any] = []
+    made: list[OwnBlock] = []
 
-    def make() -> tuple[int, Any, Any]:
+    def make() -> tuple[int, BlockAddress, BlockAddress]:
         num_row_bytes = own.num_nvl_bytes + own.num_rdma_bytes * rdma_parts(own, topology)
         # Sparse: it takes memory only as windows are used.
         num_window_bytes = share if own.num_window_bytes is None else own.num_window_bytes
@@ -130,10 +132,11 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
     if own.num_window_bytes is not None and address_space_limit_bytes() is not None:
         # Where address space is limited, a user who asks for small windows wants other results small, too.
         num_result_bytes = min(share, own.num_window_bytes)
-    return Connection(own, topology, region, heaps, windows, pids, num_result_bytes, transport)
+    all_heaps = [heaps[rank] for rank in range(topology.num_ranks)]
+    return Connection(own, topology, region, all_heaps, windows, pids, num_result_bytes, transport)
 
 
-def _kernels_for(options: Options) -> list[Any]:
+def _kernels_for(options: Options) -> list[cpu.Group]:
     """The groups of kernels that these ranks will call, as far as that is known before they connect."""
     if options.device != "cpu":
         return [cpu.Group.CONTROL]
@@ -165,10 +168,10 @@ def _remote_ranks(topology: Topology, hosts: list[str], rank: int, network: str 
 
 
 def _connect_transport(
-    rendezvous: Rendezvous, region: ControlRegion, heaps: list[Any], remote: list[int]
+    rendezvous: Rendezvous, region: ControlRegion, heaps: dict[int, Block], remote: list[int]
 ) -> Transport:
-    """Connect to the remote ranks; their heaps here become outboxes. Every rank has remote ranks."""
-    engines: list[NixlEngine] = []
+    """Connect to the remote ranks; outboxes take the places of their heaps. Every rank has remote ranks."""
+    engines: list[Engine] = []
     own_heap = heaps[rendezvous.rank]
 
     def start() -> bytes:
@@ -198,21 +201,20 @@ def rdma_parts(options: Options, topology: Topology) -> int:
 def _open_all(
     rendezvous: Rendezvous,
     topology: Topology,
-    made: list[Any],
-    shared: list[tuple[int, Any, Any]],
+    made: list[OwnBlock],
+    shared: list[tuple[int, BlockAddress, BlockAddress]],
     remote: list[int],
-) -> tuple[list[Any], dict[int, Any]]:
+) -> tuple[dict[int, Block], dict[int, Block]]:
     """The heaps of all ranks that are not remote, and the windows of this node's ranks."""
     own, (own_heap, own_windows) = rendezvous.rank, made
-    heaps: list[Any] = []
-    windows: dict[int, Any] = {}
+    heaps: dict[int, Block] = {}
+    windows: dict[int, Block] = {}
 
     def open_blocks() -> None:
         for rank, (_, heap, window) in enumerate(shared):
             if rank in remote:
-                heaps.append(None)
                 continue
-            heaps.append(own_heap if rank == own else cpu.open_block(heap, rank, own))
+            heaps[rank] = own_heap if rank == own else cpu.open_block(heap, rank, own)
             if topology.node_of(rank) == topology.node_of(own):
                 windows[rank] = own_windows if rank == own else cpu.open_block(window, rank, own)
 

@@ -13,6 +13,8 @@ import torch
 
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
+from anyep.backends.cuda.gpu import Gpu
+from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.backends.cuda.mps import MultiProcessService
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.calls import Call
@@ -47,7 +49,7 @@ class GpuConnection:
 
     def __init__(
         self,
-        gpu: Any,
+        gpu: Gpu,
         group: Any,
         rendezvous: Rendezvous,
         connection: Connection,
@@ -142,10 +144,10 @@ class GpuConnection:
         on_all_ranks(self._rendezvous, lambda: self.device_control.set_window_bases(self.windows.addresses()))
         return first
 
-    def _new_block(self, num_bytes: int, num_zeros: int) -> Any:
+    def _new_block(self, num_bytes: int, num_zeros: int) -> SymmetricBlock:
         """Memory of this rank, opened by all ranks; its first `num_zeros` bytes are zeros."""
 
-        def make() -> Any:
+        def make() -> SymmetricBlock:
             block = self._gpu.new_block(num_bytes)
             if num_zeros:
                 block.tensor(0, (num_zeros,), torch.uint8).zero_()

@@ -248,9 +248,9 @@ class RollCall:
                 f" timeout of the process group, and gave up{words}"
             )
         if verdict.fate is Fate.LATE:
-            whom = _listing(names, "and") if names else "other ranks"
+            awaited = _listing(names, "and") if names else "other ranks"
             return WaitTimeout(
-                f"rank {self.own.rank} waited for {whom} while {self.doing}, until the timeout of the"
+                f"rank {self.own.rank} waited for {awaited} while {self.doing}, until the timeout of the"
                 f" process group{words}: every rank must make the Buffer; if they only need longer, pass a"
                 f" longer timeout to init_process_group or new_group"
             )

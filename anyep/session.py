@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from anyep.backends import cpu
-from anyep.backends.base import Windows
+from anyep.backends.base import Heap, Windows
 from anyep.backends.cpu.between_nodes import BetweenNodes, CallRings, Proxy, Traffic
 from anyep.backends.cpu.lifetime import CpuLifetime
 from anyep.backends.cpu.memory import WarmMemory
@@ -33,6 +33,10 @@ from anyep.transport.low_latency import LowLatencyTransport
 from anyep.transport.proxy import RingProxy
 from anyep.transport.remote import Transport
 
+if TYPE_CHECKING:
+    from anyep.backends.cuda.device_control import DeviceControl
+    from anyep.gpu_connection import GpuConnection
+
 NUM_SPINS: Final = 2000
 
 
@@ -53,12 +57,12 @@ class Session:
     """Owns everything of one rank's Buffer."""
 
     normal: NormalMode
-    heap: Any
+    heap: Heap
     """This rank's heap on its device."""
     communication_stream: Any = None
     """The CUDA stream of calls on a GPU."""
-    device_control: Any = None
-    """The `DeviceControl` of a rank on a GPU."""
+    device_control: DeviceControl | None = None
+    """The tables in GPU memory, of a rank on a GPU."""
 
     def __init__(self, group: Any, rendezvous: Rendezvous, check_options: Callable[[], Options]) -> None:
         self.low_latency: LowLatencyMode | None = None
@@ -174,7 +178,7 @@ class Session:
             gpu_connection.close()
             raise
 
-    def _make_gpu_modes(self, gpu_connection: Any, connection: Connection) -> None:
+    def _make_gpu_modes(self, gpu_connection: GpuConnection, connection: Connection) -> None:
         from anyep.backends.cuda.lifetime import GpuLifetime
         from anyep.backends.cuda.ops_normal import GpuNormalOps
 

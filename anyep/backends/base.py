@@ -210,6 +210,21 @@ class Windows(Protocol):
     def free(self, offset: int) -> None: ...
 
 
+class Heap(Protocol):
+    """The memory of one rank on a device, which its peers map."""
+
+    address: int
+    num_bytes: int
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over a part of the heap."""
+
+    def lend(
+        self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, on_death: Callable[[], None]
+    ) -> torch.Tensor:
+        """A tensor that may outlive the heap's owner; `on_death` is called when it and its views are gone."""
+
+
 # Operations
 
 

@@ -336,5 +336,5 @@ class _Round:
         newest = requests[int(requests[:, VERSION].argmax())]
         self._layout = Layout(int(newest[VERSION]), tuple(newest[SIZES].tolist()))
         if not agree:
-            raise Disagreement("the ranks disagree about whom to take back: nobody was")
+            raise Disagreement("ranks requested different ranks to unmask; none were unmasked")
         return self._number * CALLS_PER_ROUND, self._layout

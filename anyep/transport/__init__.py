@@ -1,6 +1,6 @@
 """Engines that put bytes and signals into the memory of ranks on other hosts.
 
-An engine is a class with the methods of `NixlEngine`; the modes use no other methods.
+`base.py` says what an engine is; the modes never see one.
 """
 
 from anyep.transport.nixl import NixlEngine

@@ -17,10 +17,10 @@ from anyep.backends.cpu.ops_low_latency import SlotAddresses
 from anyep.calls import Array, Call
 from anyep.layout import COUNTER_BYTES, NUM_SLOT_SETS, RECORD_HEADER_BYTES, TEXT_BYTES, ControlRegion
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES
+from anyep.transport.base import Piece
 from anyep.transport.remote import Transport
 
 COUNT_MASK = (1 << 32) - 1
-Piece = tuple[int, int, int]
 
 
 class LowLatencyTransport:

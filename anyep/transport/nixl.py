@@ -36,6 +36,7 @@ from anyep.backends.cpu.heap import Block
 from anyep.backends.cpu.kernels.signals import raise_words
 from anyep.errors import InvalidCall, NotSupported, PeerLost
 from anyep.nixl_packages import load_nixl
+from anyep.transport.base import Piece, Signal
 
 _LOOK: Final = (
     "see whether UCX_NET_DEVICES and UCX_TLS, where they are set, name what is there and up;"
@@ -121,9 +122,7 @@ class NixlEngine:
                 with self._losing(rank):
                     self._agent.make_connection(agent)
 
-    def put(
-        self, peer: int, pieces: Sequence[tuple[int, int, int]], signals: Sequence[tuple[int, int]] = ()
-    ) -> int:
+    def put(self, peer: int, pieces: Sequence[Piece], signals: Sequence[Signal] = ()) -> int:
         """Start to copy pieces: own address, offset in the peer's heap, bytes. Signals are stored after them.
 
         A signal is an offset in the peer's heap and the value that the 64-bit word there is raised to. It

@@ -22,8 +22,10 @@ from typing import Any, Final
 import numpy as np
 
 from anyep import ending
+from anyep.backends.cpu.heap import Block
 from anyep.errors import PeerLost
 from anyep.layout import STATUS_BYTES, StatusWord
+from anyep.transport.base import Engine, Piece, Signal
 
 HEARTBEAT_S: Final = 0.5
 DRAIN_S: Final = 1.0
@@ -39,7 +41,7 @@ _CLOCK: Final = struct.Struct("<q")
 class Transport(ending.Part):
     """One rank's transport to ranks on other hosts; `outboxes` are memory of this rank, one per such rank."""
 
-    def __init__(self, engine: Any, own_heap: Any, outboxes: Mapping[int, Any]) -> None:
+    def __init__(self, engine: Engine, own_heap: Block, outboxes: Mapping[int, Block]) -> None:
         self.engine = engine
         self.ranks = tuple(sorted(outboxes))
         self._outboxes = outboxes
@@ -51,16 +53,12 @@ class Transport(ending.Part):
         self._pump.start()
         ending.register(self)
 
-    def send(
-        self, rank: int, pieces: Sequence[tuple[int, int]], signals: Sequence[tuple[int, int]] = ()
-    ) -> None:
+    def send(self, rank: int, pieces: Sequence[tuple[int, int]], signals: Sequence[Signal] = ()) -> None:
         """Send pieces of a rank's outbox to it: (offset, bytes); then raise words there: (offset, value)."""
         start = self._outboxes[rank].address
         self.put(rank, [(start + offset, offset, num_bytes) for offset, num_bytes in pieces], signals)
 
-    def put(
-        self, rank: int, pieces: Sequence[tuple[int, int, int]], signals: Sequence[tuple[int, int]] = ()
-    ) -> None:
+    def put(self, rank: int, pieces: Sequence[Piece], signals: Sequence[Signal] = ()) -> None:
         """The same, with pieces of any memory: (address, offset there, bytes).
 
         Nothing is sent to a lost rank. A wait for it reports the loss, and its last status.
@@ -70,17 +68,15 @@ class Transport(ending.Part):
 
     def address(self, rank: int) -> int:
         """Where a rank's outbox begins."""
-        address: int = self._outboxes[rank].address
-        return address
+        return self._outboxes[rank].address
 
     def outbox(self, rank: int, offset: int, num_bytes: int) -> np.ndarray[Any, Any]:
         """A part of a rank's outbox, as bytes."""
-        part: np.ndarray[Any, Any] = self._outboxes[rank].array(offset, num_bytes, np.uint8)
-        return part
+        return self._outboxes[rank].array(offset, num_bytes, np.uint8)
 
     def poll(self) -> bool:
         """Receive what has arrived, and make progress with sends. Returns whether anything moved."""
-        moved: bool = self.engine.poll()
+        moved = self.engine.poll()
         self._polled_at = time.monotonic()
         if moved:
             self._moved_at = self._polled_at
@@ -112,7 +108,7 @@ class Transport(ending.Part):
         return set(self.engine.lost)
 
     def seconds_since_heard(self, rank: int) -> float:
-        return time.monotonic() - float(self.engine.last_heard(rank))
+        return time.monotonic() - self.engine.last_heard(rank)
 
     def drain(self, timeout_s: float) -> None:
         """Poll until everything that was sent has left, but no longer than `timeout_s`."""
@@ -121,7 +117,7 @@ class Transport(ending.Part):
             self.poll()
 
     def _is_done(self, rank: int) -> bool:
-        return rank in self.engine.lost or bool(self.engine.is_idle(rank))
+        return rank in self.engine.lost or self.engine.is_idle(rank)
 
     def close(self) -> None:
         """Send this rank's last status, and release the engine."""

@@ -620,7 +620,7 @@ def refuse_to_take_back(context: RankContext, place: Place, how: str) -> None:
     if context.rank == 1:
         assert message.startswith("InvalidCall: "), message
     else:
-        assert message == "Disagreement: the ranks disagree about whom to take back: nobody was"
+        assert message == "Disagreement: ranks requested different ranks to unmask; none were unmasked"
     hook()
     buffer.low_latency_update_mask_buffer(3)
     check_case(context.rank, small(context), buffer)

@@ -19,6 +19,8 @@ import torch
 
 from anyep.backends.base import Control
 from anyep.backends.cuda import constants
+from anyep.backends.cuda.gpu import Gpu
+from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.backends.cuda.kernels import notify as kernels
 from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
 from anyep.backends.cuda.launch import Fixed, Launcher
@@ -43,7 +45,7 @@ log = logging.getLogger("anyep")
 class DeviceControl:
     """The tables of one rank. `heap` is this rank's connected heap; its control region is all zeros."""
 
-    def __init__(self, gpu: Any, control: Control, region: ControlRegion, heap: Any) -> None:
+    def __init__(self, gpu: Gpu, control: Control, region: ControlRegion, heap: SymmetricBlock) -> None:
         self.gpu = gpu
         self.control = control
         self.region = region

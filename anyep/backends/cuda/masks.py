@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from anyep.backends.cuda.gpu import Gpu
+from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.calls import Array
 from anyep.layout import ControlRegion
 
@@ -18,8 +20,8 @@ class GpuMasks:
     def __init__(
         self,
         region: ControlRegion,
-        heap: Any,
-        gpu: Any,
+        heap: SymmetricBlock,
+        gpu: Gpu,
         num_ranks: int,
         tell_kernels: Callable[[int, int], None],
     ) -> None:

@@ -271,9 +271,9 @@ class GpuNormalOps:
         pending work may use the same memory (and torch may fill it). If communication does not wait for that
         stream, the memory is allocated on the communication stream."""
         if previous is None:
-            return self.gpu.empty(shape, dtype)  # type: ignore[no-any-return]
+            return self.gpu.empty(shape, dtype)
         with self.gpu.on_communication_stream():
-            return self.gpu.empty(shape, dtype)  # type: ignore[no-any-return]
+            return self.gpu.empty(shape, dtype)
 
     def keep(self, run_async: bool, previous: EventOverlap | None, *tensors: torch.Tensor | None) -> None:
         """Keep tensors until both streams are done with them, if the streams do not wait for each other."""

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from anyep.backends.cuda.gpu import Gpu
+
 UNKNOWN_GRAPH: Final = -1
 Launch = Callable[[Any], None]
 
@@ -13,7 +15,7 @@ Launch = Callable[[Any], None]
 class Order:
     """Makes kernels run in the order in which the host launches them, whatever their streams."""
 
-    def __init__(self, gpu: Any) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self.done = gpu.now()
         """An event after the last launch outside of graphs."""

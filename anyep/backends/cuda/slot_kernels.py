@@ -15,6 +15,7 @@ import torch
 from anyep import records
 from anyep.backends.base import LowLatencyInput, LowLatencyResults, LowLatencyTokens
 from anyep.backends.cuda.device_control import DeviceControl
+from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.kernels import slots as kernels
 from anyep.backends.cuda.kernels.groups import LowLatencyCall, Packed, Slots
 from anyep.backends.cuda.launch import Fixed, Seen
@@ -39,7 +40,7 @@ PROGRAMS_PER_SM: Final = 16
 class SlotTables:
     """The addresses of a layout of slots, by set and then by rank, in tables for kernels."""
 
-    def __init__(self, slots: LowLatencySlots, heap_addresses: Sequence[int], rank: int, gpu: Any) -> None:
+    def __init__(self, slots: LowLatencySlots, heap_addresses: Sequence[int], rank: int, gpu: Gpu) -> None:
         self.slots = slots
         sets, ranks = range(NUM_SLOT_SETS), range(slots.num_ranks)
         rows_per_expert = slots.num_ranks * slots.sizes.num_max_tokens

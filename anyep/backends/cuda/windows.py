@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from anyep.backends.cuda.constants import WINDOW_BLOCK_BITS
+from anyep.backends.cuda.gpu import Gpu
+from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.freelist import FreeList
 
 Part = tuple[int, tuple[int, ...], torch.dtype]
@@ -26,9 +28,9 @@ class GpuWindows:
     """Blocks of windows; the number of a block is stored above the lowest `WINDOW_BLOCK_BITS` bits of an
     offset."""
 
-    def __init__(self, gpu: Any) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._blocks: list[Any] = []
+        self._blocks: list[SymmetricBlock] = []
         self._free_lists: list[FreeList] = []
         self._returned: deque[tuple[int, list[Any]]] = deque()
         """Windows whose tensors are gone, and events after the last use of each tensor."""
@@ -36,7 +38,7 @@ class GpuWindows:
         """By window that no tensor uses any more: the graph that it belongs to, and its bytes."""
         self._lock = threading.Lock()
 
-    def add(self, block: Any) -> int:
+    def add(self, block: SymmetricBlock) -> int:
         """Add a block of windows; return the offset where it begins."""
         self._blocks.append(block)
         self._free_lists.append(FreeList(block.num_bytes))
