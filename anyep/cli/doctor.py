@@ -15,11 +15,9 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
@@ -225,30 +223,13 @@ def check_numba() -> Iterator[Finding]:
 
 def check_triton() -> Iterator[Finding]:
     version = _installed("triton")
-    if version and _list_gpus() and (lacks := _what_triton_lacks()):
-        yield Finding(
-            "triton",
-            "missing",
-            f"{version}; when it first meets a GPU it builds a small module in C, but here is no {lacks}",
-            "install gcc or clang (or set CC) and Python's headers: apt install gcc python3-dev",
-        )
-    elif version:
-        yield Finding("triton", "ok", f"{version}, compiles the kernels for GPUs")
+    if version:
+        detail = f"{version}, compiles the kernels for GPUs; the driver loads them"
+        yield Finding("triton", "ok", f"{detail}, and no C compiler is needed")
     elif _list_gpus():
         yield Finding("triton", "missing", "not installed; the GPU here needs it", "pip install triton")
     else:
         yield Finding("triton", "note", "not installed; only GPUs need it", "pip install triton")
-
-
-def _what_triton_lacks() -> str:
-    """What Triton lacks to build its own module; empty if nothing."""
-    has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    if not has_compiler:
-        return "C compiler"
-    # As Triton looks for it: Debian's own directory for user-installed packages has no headers.
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
-    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
-    return "" if header.exists() else str(header)
 
 
 def check_gpus() -> Iterator[Finding]:

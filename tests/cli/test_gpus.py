@@ -247,13 +247,11 @@ def test_doctor_on_a_gpu_with_the_service(tmp_path: Path) -> None:
 
 
 def test_doctor_on_a_gpu_without_a_c_compiler(tmp_path: Path) -> None:
+    """It is not needed."""
     put_on_path(tmp_path, "nvidia-smi", LISTS_A_GPU)
     triton = findings_of(PATH=str(tmp_path), CC="")["triton"]
-    assert triton["state"] == "missing"
-    assert triton["detail"].endswith("it builds a small module in C, but here is no C compiler")
-    assert "apt install gcc" in triton["next_step"]
-    assert "no C compiler" not in findings_of(PATH=str(tmp_path), CC="some-cc")["triton"]["detail"]
-    assert findings_of(PATH="", CC="", **NO_GPU)["triton"]["state"] == "ok"
+    assert triton["state"] == "ok"
+    assert triton["detail"].endswith("the driver loads them, and no C compiler is needed")
 
 
 def test_doctor_without_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

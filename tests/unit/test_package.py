@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.resources
 import pickle
 import re
@@ -72,6 +73,16 @@ def test_modules_are_attributes() -> None:
     )
     finished = python(code)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_what_the_page_lists_is_there() -> None:
+    page = (TESTS.parent / "docs" / "api.md").read_text()
+    rows = re.findall(r"^\| `(anyep[.a-z]*)` \| (.*) \|$", page, re.MULTILINE)
+    assert {module for module, _ in rows} >= {"anyep", "anyep.nn", "anyep.sizes", "anyep.layout"}
+    for name, contents in rows:
+        module = importlib.import_module(name)
+        for attribute in re.findall(r"`(\w+)`", contents):
+            assert hasattr(module, attribute), f"{name}.{attribute}"
 
 
 def test_a_name_that_is_not_there() -> None:
