@@ -24,7 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from anyep import Config
 from tests.support import low_latency_cases
-from tests.support.cases import ROUTINGS, ROW_DTYPES, Case, buffer_for, check_case, delays, inputs_of
+from tests.support.cases import (
+    COMBINE_FROM,
+    ROUTINGS,
+    ROW_DTYPES,
+    Case,
+    buffer_for,
+    check_case,
+    delays,
+    inputs_of,
+)
 from tests.support.node_soak import soak_between_nodes
 from tests.support.world import RankContext, get_world
 
@@ -48,7 +57,7 @@ def random_case(chance: random.Random, num_ranks: int) -> Case:
         worst=chance.random() < 0.3,
         num_biases=chance.randint(0, 2),
         combine_weights=chance.random() < 0.5,
-        combine_from_window=chance.random() < 0.5,
+        combine_from=chance.choice(COMBINE_FROM),
         config=Config(2 * chance.randint(1, 10), send_chunk, chance.randint(send_chunk + 1, 40)),
         num_window_bytes=chance.choice([None, None, 0, 1 << 14, 1 << 18]),
         run_async=chance.random() < 0.5,

@@ -433,6 +433,28 @@ class Buffer:
         combined = mode.combine(call, request, previous, async_finish)
         return combined.x, combined.topk_weights, EventOverlap(combined.event)
 
+    def get_combine_buffer(
+        self, handle: Handle, hidden: int, dtype: torch.dtype = torch.bfloat16
+    ) -> torch.Tensor:
+        """Uninitialised memory for the experts' outputs, where `combine` reads them without a copy.
+
+        A combine of rows in other memory first copies those that other ranks read. If no window has room,
+        the result is in other memory, and works the same way. It is an ordinary tensor: it may be used for
+        several combines, or for none, and is freed when it and its views are gone. On a GPU the current
+        stream waits for the earlier calls of this Buffer: call it before those that are to overlap.
+
+        Args:
+            handle: That of the dispatch; it says how many rows there are.
+            hidden: The values of a row.
+            dtype: bfloat16, float16 or float32.
+
+        Returns:
+            A tensor [received rows, hidden].
+        """
+        session, checks = self._check_usable()
+        session.control.check_works()
+        return session.normal.ops.outputs(checks.outputs(handle, hidden, dtype), dtype)
+
     def internode_dispatch(
         self,
         x: Rows,

@@ -181,6 +181,16 @@ class NormalArguments:
         self._mode.check_rings(chosen, token)
         return CombineInput(rows, routing, weights, biases, chosen), previous
 
+    def outputs(self, handle: Any, hidden: Any, dtype: Any) -> tuple[int, int]:
+        """The shape of the rows that a combine takes with this handle; `dtype` is theirs."""
+        self._mode.ops.before(True)
+        if dtype not in FLOAT_DTYPES:
+            names = ", ".join(str(known) for known in FLOAT_DTYPES)
+            raise InvalidCall(f"dtype is {dtype!r}: a combine adds up rows of {names}")
+        columns = whole_number("hidden", hidden, minimum=1)
+        sizes.check_row_bytes(columns * dtype.itemsize)
+        return self._routing(handle).num_recv_rows, columns
+
     def _config(self, config: Config | None, default: Tuned, num_channels: int | None) -> Config:
         tuned = self._mode.ops.default_config(default(self._num_ranks))
         return check_config(config, tuned, num_channels)

@@ -334,6 +334,11 @@ class NormalOps(Protocol):
         """The routing of a user's handle; `last` is the last handle that a dispatch returned, and its
         routing."""
 
+    def outputs(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for rows that a combine will read: in a window if one has room, so that nothing is staged.
+
+        Work of the caller that follows may write to it."""
+
     def counts_of(
         self,
         payload: Payload,

@@ -36,7 +36,7 @@ CONFIGS = {"24 SMs": Config(24, 6, 64), "tiny rings": Config(24, 1, 2), "128 cha
 TIMEOUT_S = 200.0
 CASES = {
     "counted": Case((200,) * NUM_RANKS, num_topk=4, combine_weights=True, num_biases=1),
-    "uneven": Case((300, 0, 7, 150, 1, 90, 33, 64), num_topk=4, combine_from_window=False),
+    "uneven": Case((300, 0, 7, 150, 1, 90, 33, 64), num_topk=4, combine_from="other memory"),
     "worst": Case((60,) * NUM_RANKS, num_topk=4, worst=True, combine_weights=True),
     "asynchronous worst": Case((60,) * NUM_RANKS, num_topk=4, worst=True, run_async=True),
     "fp8": Case((100,) * NUM_RANKS, dtype="float8_e4m3fn", num_scales=4, strided_scales=True, run_async=True),

@@ -110,9 +110,12 @@ def status_while_one_is_idle(context: RankContext) -> list[str]:
     if context.rank == 0:
         # Heartbeats, which come twice a second, say it.
         deadline = time.monotonic() + 30
-        while any(rank.waits_for != 0 for rank in buffer.status()[1:]) and time.monotonic() < deadline:
+        while True:
+            status = [str(rank) for rank in buffer.status()]
+            has_come = all("phase notify" in rank and "waiting for rank 0" in rank for rank in status[1:])
+            if has_come or time.monotonic() > deadline:
+                break
             time.sleep(0.05)
-        status = [str(rank) for rank in buffer.status()]
     check_case(context, GOOD, buffer)
     return status
 

@@ -90,7 +90,7 @@ CASES = {
     "float32, one bias": Case((5, 12, 7), dtype="float32", num_biases=1, hidden=272),
     "bytes": Case((4, 6), dtype="uint8", hidden=48),
     "fp8 with strided scales": Case(
-        (9, 3, 14), dtype="float8_e4m3fn", num_scales=5, strided_scales=True, combine_from_window=False
+        (9, 3, 14), dtype="float8_e4m3fn", num_scales=5, strided_scales=True, combine_from="other memory"
     ),
     "the worst case": Case((8, 3), worst=True, combine_weights=True),
     "the worst case of bytes with scales": Case((2, 0, 5), dtype="uint8", num_scales=3, worst=True),
@@ -103,7 +103,7 @@ CASES = {
     "tokens that go nowhere": Case((6, 5), routing="none", num_biases=2),
     "some choices missing": Case((12, 11, 9), routing="some missing", num_topk=4, num_biases=1),
     "all to one rank": Case((30, 20, 10), routing="one rank"),
-    "each to itself": Case((6, 6), routing="own rank", combine_from_window=False),
+    "each to itself": Case((6, 6), routing="own rank", combine_from="other memory"),
     "more slots than experts": Case((6, 5), num_topk=7, local_experts=1),
     "many tokens": Case((200, 150), num_topk=4, local_experts=4, config=Config(8, 2, 9)),
     "one rank alone": Case((11,), num_biases=1, combine_weights=True),

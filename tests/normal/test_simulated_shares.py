@@ -96,10 +96,10 @@ def run_case(context: RankContext, case: Case, num_sms: int, share: int) -> None
 
 
 CASES = {
-    "simple": (12, Case((14, 9), combine_from_window=False)),
-    "the worst case": (7, Case((8, 13), worst=True, combine_weights=True, combine_from_window=False)),
+    "simple": (12, Case((14, 9), combine_from="other memory")),
+    "the worst case": (7, Case((8, 13), worst=True, combine_weights=True, combine_from="other memory")),
     "fp8, asynchronous": (8, Case((9, 20), dtype="float8_e4m3fn", num_scales=5, run_async=True)),
-    "fewer tokens than channels": (12, Case((5, 0, 7), num_biases=1, combine_from_window=False)),
+    "fewer tokens than channels": (12, Case((5, 0, 7), num_biases=1, combine_from="other memory")),
 }
 """With the SMs of the GPU that the ranks share."""
 

@@ -21,6 +21,7 @@ from tests.support.world import RankContext
 NVL_BYTES = RDMA_BYTES = 1 << 22
 POISON = 0xA5
 SMALL_CONFIG = Config(4, 2, 5)
+COMBINE_FROM = ("received rows", "combine buffer", "other memory")
 ROUTINGS = ("uniform", "one rank", "none", "some missing", "skewed", "own rank")
 ROW_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -48,7 +49,8 @@ class Case:
     worst: bool = False
     num_biases: int = 0
     combine_weights: bool = False
-    combine_from_window: bool = True
+    combine_from: str = "received rows"
+    """Where the experts' outputs are: one of COMBINE_FROM."""
     config: Config = SMALL_CONFIG
     num_window_bytes: int | None = None
     run_async: bool = False
@@ -298,12 +300,13 @@ def check_combine(
     biases_there = tuple(bias.to(device) for bias in biases)
     in_rank = [given.is_token_in_rank for given in inputs]
     num_rows = len(outputs[rank])
-    if case.combine_from_window and recv_x.dtype == outputs[rank].dtype:
+    if case.combine_from == "combine buffer":
+        x = buffer.get_combine_buffer(handle, case.hidden, outputs[rank].dtype)
+    elif case.combine_from == "received rows" and recv_x.dtype == outputs[rank].dtype:
         x = recv_x
-        x[:num_rows] = outputs[rank]
     else:
         x = torch.zeros(recv_x.shape, dtype=outputs[rank].dtype, device=device)
-        x[:num_rows] = outputs[rank]
+    x[:num_rows] = outputs[rank]
     own_weights = None
     if case.combine_weights:
         own_weights = torch.zeros(len(x), 3, dtype=torch.float32, device=device)

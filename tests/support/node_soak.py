@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from anyep import Config
-from tests.support.cases import ROUTINGS, ROW_DTYPES, Case, buffer_for, check_case, delays
+from tests.support.cases import COMBINE_FROM, ROUTINGS, ROW_DTYPES, Case, buffer_for, check_case, delays
 from tests.support.world import RankContext
 
 WINDOW_BYTES = (None, 0, 1 << 13, 1 << 15)
@@ -41,7 +41,7 @@ def random_case(chance: random.Random, nodes: int, per_node: int) -> Case:
         worst=chance.random() < 0.3,
         num_biases=chance.randint(0, 2),
         combine_weights=chance.random() < 0.5,
-        combine_from_window=chance.random() < 0.5,
+        combine_from=chance.choice(COMBINE_FROM),
         config=Config(2 * chance.randint(1, 4), nvl_send, nvl_rows, rdma_send, rdma_rows),
         num_window_bytes=chance.choice(WINDOW_BYTES),
         run_async=chance.random() < 0.3,

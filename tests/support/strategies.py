@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from anyep import Config
 from tests.support import low_latency_cases as low_latency_cases_module
-from tests.support.cases import ROUTINGS, ROW_DTYPES, Case
+from tests.support.cases import COMBINE_FROM, ROUTINGS, ROW_DTYPES, Case
 from tests.support.places import Place
 
 WINDOW_BYTES = {"cpu": (None, 0, 4096, 1 << 16), "simulated": (None,), "cuda": (None, 0, 1 << 16)}
@@ -50,7 +50,7 @@ def cases(
         worst=draw(st.booleans()),
         num_biases=draw(st.integers(0, 2)),
         combine_weights=draw(st.booleans()),
-        combine_from_window=draw(st.booleans()),
+        combine_from=draw(st.sampled_from(COMBINE_FROM)),
         config=Config(2 * draw(st.integers(1, 4)), send_chunk, draw(st.integers(max(2, send_chunk + 1), 12))),
         num_window_bytes=draw(st.sampled_from(window_bytes)),
         run_async=draw(st.booleans()),

@@ -7,6 +7,7 @@ their result. `end` runs the rest: in the caller's thread, or asynchronously in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
@@ -117,6 +118,11 @@ class CpuNormalOps:
 
     def refuse(self, call: Call, error: AnyEPError) -> None:
         self.stream.run(lambda: self.control.refuse(call, error))
+
+    def outputs(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # A window is free when its last reader is done: the host waits for peers within the calls.
+        window = self.windows.allocate(math.prod(shape) * dtype.itemsize)
+        return self.memory.empty(shape, dtype) if window is None else self.windows.lend(window, shape, dtype)
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, previous: EventOverlap | None, run_async: bool

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -176,6 +177,19 @@ class GpuNormalOps:
         if last is not None and handle is last[0]:
             return last[1]._replace(digests=known_digests(handle))
         return checked_handle(handle, self._num_ranks, self.gpu.device)
+
+    def outputs(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        window = self.windows.allocate(num_bytes) if num_bytes else None
+        if window is None:
+            return self.gpu.empty(shape, dtype)
+        if self.gpu.stream.is_capturing():
+            # A stream takes part in a capture from when it first waits for one that does.
+            self.gpu.stream.begin(None)
+        # Earlier calls may have used the window, and their streams run in their own time.
+        self.gpu.stream.end(False)
+        (rows,) = self.windows.lend(window, num_bytes, [(0, shape, dtype)])
+        return rows
 
     def counts_of(
         self,
