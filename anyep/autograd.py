@@ -74,6 +74,14 @@ def dispatch_again(buffer: Buffer, x: Tensor, handle: Handle) -> Tensor:
     return rows
 
 
+def combine_buffer(buffer: Buffer, like: Tensor, handle: Handle) -> Tensor:
+    """Memory for the experts' outputs, with the columns and the dtype of `like`: see
+    `Buffer.get_combine_buffer`. What is written to it in place has gradients as usual."""
+    # `like` itself is no argument, since the result does not depend on what it was computed from.
+    rows: Tensor = torch.ops.anyep.combine_buffer(list(handle), like.shape[1], like.dtype, key_of(buffer))
+    return rows
+
+
 # Buffers by number
 
 _numbers: weakref.WeakKeyDictionary[Buffer, int] = weakref.WeakKeyDictionary()
@@ -146,6 +154,11 @@ def _combine(
     return combined, combined.new_empty(len(combined), 0) if weights is None else weights
 
 
+@torch.library.custom_op("anyep::combine_buffer", mutates_args=())
+def _combine_buffer(handle: list[Tensor], hidden: int, dtype: torch.dtype, buffer: int) -> Tensor:
+    return _buffer_of(buffer).get_combine_buffer(tuple(handle), hidden, dtype)
+
+
 # Shapes of the operators' results, for tracing
 
 
@@ -209,6 +222,12 @@ def _(x: Tensor, handle: list[Tensor], topk_weights: Tensor | None, buffer: int)
     if topk_weights is None:
         return x.new_empty((tokens, x.shape[1])), x.new_empty((tokens, 0))
     return x.new_empty((tokens, x.shape[1])), topk_weights.new_empty((tokens, topk_weights.shape[1]))
+
+
+@_combine_buffer.register_fake
+def _(handle: list[Tensor], hidden: int, dtype: torch.dtype, buffer: int) -> Tensor:
+    received = handle[RECEIVED_PART[len(handle)]]
+    return received.new_empty((received.shape[0], hidden), dtype=dtype)
 
 
 # Gradients of the operators. Each reads the saved tensors once: activation checkpointing requires it.

@@ -197,10 +197,17 @@ class FeedForward(nn.Module):
         return output
 
 
-def run_experts(rows: Tensor, topk_idx: Tensor, weights: Tensor, experts: Sequence[Expert]) -> Tensor:
+def run_experts(
+    rows: Tensor,
+    topk_idx: Tensor,
+    weights: Tensor,
+    experts: Sequence[Expert],
+    out: Tensor | None = None,
+) -> Tensor:
     """Each row's weighted sum over its experts, in float32, by ascending expert; -1 in `topk_idx` means none.
 
-    Rows are sorted by expert, and each expert is called once with all of its rows.
+    Rows are sorted by expert, and each expert is called once with all of its rows. The result is written to
+    `out` if that is given, such as to a combine buffer.
 
     >>> rows, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [-1, 1]])
     >>> run_experts(rows, ids, torch.ones(2, 2), [lambda x: x, lambda x: 10 * x])
@@ -215,7 +222,10 @@ def run_experts(rows: Tensor, topk_idx: Tensor, weights: Tensor, experts: Sequen
     parts = torch.split(rows[row], counts.tolist())
     outputs = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
     weighted = outputs.float() * weights[row, slot].unsqueeze(-1)
-    return torch.zeros_like(rows, dtype=torch.float32).index_add(0, row, weighted).to(rows.dtype)
+    if out is not None and out.dtype is torch.float32:
+        return out.zero_().index_add_(0, row, weighted)
+    total = torch.zeros_like(rows, dtype=torch.float32).index_add(0, row, weighted)
+    return total.to(rows.dtype) if out is None else out.copy_(total)
 
 
 class _Link:
@@ -314,7 +324,8 @@ class ExpertParallelMoE(nn.Module):
         topk_idx, weights, logits = self._chosen(flat, output_router_logits)
         received = autograd.dispatch(buffer, flat, topk_idx, weights, self.num_experts)
         experts = list(self.experts.values())
-        outputs = run_experts(received.x, received.topk_idx, received.topk_weights, experts)
+        out = autograd.combine_buffer(buffer, received.x, received.handle)
+        outputs = run_experts(received.x, received.topk_idx, received.topk_weights, experts, out)
         combined, _ = autograd.combine(buffer, outputs, received.handle)
         output = combined.view(x.shape)
         return output if logits is None else (output, logits)

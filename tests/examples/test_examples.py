@@ -117,6 +117,15 @@ def test_a_wrong_recipe_fails(tmp_path: Path, before: str, after: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_outputs_of_the_docs(tmp_path: Path, num_ranks: int) -> None:
+    script = tmp_path / "outputs.py"
+    script.write_text(code_of("docs/outputs.md"))
+    finished = run_script(script, num_ranks=num_ranks)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count(f"outputs of {8 // num_ranks} experts") == num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_layer_of_the_docs_runs(tmp_path: Path, num_ranks: int) -> None:
     script = tmp_path / "layer.py"
     script.write_text(code_of("docs/layers.md"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from anyep import Disagreement, InvalidCall
-from anyep.nn import ExpertParallelMoE, TopKGate, make_buffer
+from anyep.nn import ExpertParallelMoE, TopKGate, make_buffer, run_experts
 from tests.support.depth import examples
 from tests.support.moe import (
     HIDDEN,
@@ -268,3 +268,20 @@ def layers_of_both_kinds(context: RankContext) -> tuple[Tensor, Tensor]:
 def test_experts_that_are_there_or_are_made() -> None:
     for there, made in get_world(4).run(layers_of_both_kinds, timeout=TIMEOUT_S):
         assert torch.equal(there, made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_write_to_given_memory(dtype: torch.dtype) -> None:
+    """Where they write changes neither their results nor gradients."""
+    ids = torch.tensor([[1, 0], [-1, 1], [-1, -1]])
+    results = []
+    for out in (None, torch.full((3, 4), 7.0, dtype=dtype)):
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.randn(3, 4, generator=generator).to(dtype).requires_grad_()
+        weights = torch.rand(3, 2, generator=generator).requires_grad_()
+        made = run_experts(rows, ids, weights, [lambda x: x * x, lambda x: 3 * x], out)
+        assert out is None or made.data_ptr() == out.data_ptr()
+        made.float().square().sum().backward()
+        results.append((made.detach(), rows.grad, weights.grad))
+    for plain, in_place in zip(*results, strict=True):
+        assert torch.equal(plain, in_place)
