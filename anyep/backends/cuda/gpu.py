@@ -46,7 +46,8 @@ class Gpu:
 
     def words(self, count: int) -> Array:
         """Words that both the host and kernels read and write."""
-        return pinned_words(count)
+        with self.stream.relaxed():
+            return pinned_words(count)
 
     def let_kernels_read(self, address: int, num_bytes: int) -> bool:
         """Let kernels read memory of the host that begins at a page; return whether they can."""

@@ -2,7 +2,8 @@
 
 A kernel reads a call's header when it runs, which may be long after the host launched it. `Headers` gives
 each call its own place. Most places are in a circular array and are reused when the calls of a whole page are
-over. A call that is captured in a graph may be replayed at any time, so it gets a permanent place.
+over. A call that is captured in a graph may be replayed at any time, so it gets a permanent place; there are
+as many of these as memory allows.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from anyep.errors import NotSupported
 
 Array = np.ndarray[Any, Any]
 NUM_PAGES = 4
@@ -33,28 +32,27 @@ class Headers:
 
     def __init__(self, num_words: int, new_words: Callable[[int], Array], now: Callable[[], Any]) -> None:
         self._now = now
+        self._new_words = new_words
         self._num_words = num_words
         self._ring = new_words(NUM_PAGES * HEADERS_PER_PAGE * num_words).reshape(-1, num_words)
         self._num_used = 0
         self._over: list[Any] = [None] * NUM_PAGES
         """By page: the event after which its places are free."""
-        self._for_good = new_words(NUM_PAGES * HEADERS_PER_PAGE * num_words).reshape(-1, num_words)
+        self._for_good: list[Array] = []
+        """Pages of permanent places; the last one has free places."""
         self._num_for_good = 0
         self._ring_address = int(self._ring.ctypes.data)
-        self._address_for_good = int(self._for_good.ctypes.data)
 
     def keep(self, header: Array | Sequence[int], for_good: bool) -> int:
         """Store a header; return the address where a kernel finds it."""
         if for_good:
-            if self._num_for_good == len(self._for_good):
-                raise NotSupported(
-                    f"{self._num_for_good} calls of this Buffer have been captured in graphs:"
-                    f" make another Buffer for more"
-                )
-            index = self._num_for_good
+            index = self._num_for_good % HEADERS_PER_PAGE
+            if index == 0:
+                page = self._new_words(HEADERS_PER_PAGE * self._num_words)
+                self._for_good.append(page.reshape(-1, self._num_words))
             self._num_for_good += 1
-            self._for_good[index] = header
-            return self._address_for_good + 8 * self._num_words * index
+            self._for_good[-1][index] = header
+            return int(self._for_good[-1].ctypes.data) + 8 * self._num_words * index
         index = self._next_place()
         self._ring[index] = header
         return self._ring_address + 8 * self._num_words * index

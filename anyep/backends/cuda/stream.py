@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
 
 from anyep.events import EventHandle, EventOverlap
+
+RELAXED: Final = 2
+"""The mode of a thread whose other work cannot harm the graph that is captured."""
 
 
 class Stream:
@@ -65,8 +69,23 @@ class Stream:
         return 0
 
     @staticmethod
+    @contextlib.contextmanager
+    def relaxed() -> Iterator[None]:
+        """A context in which this thread may allocate memory of the host while it captures a graph."""
+        mode = ctypes.c_int(RELAXED)
+        exchange: Any = None
+        with contextlib.suppress(OSError, AttributeError):
+            exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+            exchange(ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            if exchange is not None:
+                exchange(ctypes.byref(mode))
+
+    @staticmethod
     def relax_this_thread() -> None:
         """Allow this thread to wait for events without harm to graphs that other threads capture."""
-        relaxed = ctypes.c_int(2)
+        relaxed = ctypes.c_int(RELAXED)
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
