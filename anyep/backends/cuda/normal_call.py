@@ -6,7 +6,6 @@ lie, and a barrier waits until every rank has done its part. Rows without a wind
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -15,7 +14,8 @@ from anyep.backends.base import CombineInput, Payload, Results, Totals
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.kernels import counting, digests, groups, rings, sums, windows
 from anyep.backends.cuda.kernels import notify as notify_kernels
-from anyep.backends.cuda.launch import Seen
+from anyep.backends.cuda.launch import Fixed, Launcher, Seen
+from anyep.backends.cuda.plans import Plan
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting
 from anyep.backends.cuda.tiles import (
     CHUNK_TOKENS,
@@ -327,29 +327,32 @@ class GpuCall:
         self, payload: Payload, routing: GpuRouting, config: Config, experts_per_rank: int, all_or_none: bool
     ) -> None:
         token = payload.token
-        row_words = token.hidden_bytes // 4
-        tile = self._ops.tiles.dispatch.fitting(row_words)
-        send = self._device_control.launcher(
-            windows.send_to_windows,
-            tile.warps,
-            NUM_RECEIVERS=self._num_ranks,
-            RECEIVER_BLOCK=self._device_control.rank_block,
-            SCALE_BLOCK=block_of(token.num_scales),
-            TOPK_BLOCK=block_of(token.num_topk),
-            TILE_TOKENS=tile.tokens,
-            TILE_WORDS=tile.words,
-            CHUNK_TOKENS=CHUNK_TOKENS,
-            ALL_OR_NONE=all_or_none,
-        )
-        send(
+
+        def new_plan() -> Plan:
+            tile = self._ops.tiles.dispatch.fitting(token.hidden_bytes // 4)
+            launch = self._device_control.launcher(
+                windows.send_to_windows,
+                tile.warps,
+                NUM_RECEIVERS=self._num_ranks,
+                RECEIVER_BLOCK=self._device_control.rank_block,
+                SCALE_BLOCK=block_of(token.num_scales),
+                TOPK_BLOCK=block_of(token.num_topk),
+                TILE_TOKENS=tile.tokens,
+                TILE_WORDS=tile.words,
+                CHUNK_TOKENS=CHUNK_TOKENS,
+                ALL_OR_NONE=all_or_none,
+            )
+            return Plan(token, config, launch, (self._ops.num_programs(config),))
+
+        send = self._ops.plans.get(("send", all_or_none), token, config, new_plan)
+        send.launch(
             self._stream,
-            (self._ops.num_programs(config),),
-            self._payload(payload),
-            self._scales(payload),
+            send.grid,
+            *self._carried(payload),
             routing.send_head,
             self._device_control.tables,
             payload.num_tokens,
-            row_words,
+            token.hidden_bytes // 4,
             token.num_topk,
             experts_per_rank,
         )
@@ -365,48 +368,55 @@ class GpuCall:
         """Send rows to receivers without a window, and receive rows if this rank has none. The kernel does
         nothing if all ranks have windows."""
         token = payload.token
-        area = self._ops.rings.node.area_for(config, token)
-        tile = self._ops.tiles.ring_dispatch
-        launch = self._device_control.launcher(
-            rings.dispatch_through_rings,
-            tile.warps,
-            NUM_RANKS=self._num_ranks,
-            RANK_BLOCK=self._device_control.rank_block,
-            SCALE_BLOCK=block_of(token.num_scales),
-            TOPK_BLOCK=block_of(token.num_topk),
-            TILE_TOKENS=at_most(tile.tokens, area.num_rows),
-            TILE_WORDS=tile.words,
-            STAGES=tile.stages,
-        )
+
+        def new_plan() -> Plan:
+            tile, area = self._ops.tiles.ring_dispatch, self._ops.rings.node.area_for(config, token)
+            launch = self._device_control.launcher(
+                rings.dispatch_through_rings,
+                tile.warps,
+                NUM_RANKS=self._num_ranks,
+                RANK_BLOCK=self._device_control.rank_block,
+                SCALE_BLOCK=block_of(token.num_scales),
+                TOPK_BLOCK=block_of(token.num_topk),
+                TILE_TOKENS=at_most(tile.tokens, area.num_rows),
+                TILE_WORDS=tile.words,
+                STAGES=tile.stages,
+            )
+            return self._ring_plan(token, config, launch)
+
+        ring = self._ops.plans.get("dispatch rings", token, config, new_plan)
         parts = (results.x, results.source, results.topk_idx, results.topk_weights, results.scales)
         addresses = [part.data_ptr() if part is not None else 0 for part in parts]
-        launch(
+        ring.launch(
             self._stream,
-            (self._ops.num_programs(config),),
-            self._payload(payload),
-            self._scales(payload),
+            ring.grid,
+            *self._carried(payload),
             routing.send_head,
             self._device_control.tables,
             self._device_control.keep_addresses(addresses),
             self._prefixes(routing, self._device_control.state),
-            groups.RingArea(area.start, area.num_rows, area.token_bytes, config.num_channels),
-            _beside(token),
+            *ring.fixed,
             payload.num_tokens,
             token.hidden_bytes // 4,
             experts_per_rank,
         )
 
-    def _payload(self, payload: Payload) -> groups.Payload:
-        nothing = self._device_control.state
+    def _ring_plan(self, token: TokenLayout, config: Config, launch: Launcher) -> Plan:
+        area = self._ops.rings.node.area_for(config, token)
+        rows = groups.RingArea(area.start, area.num_rows, area.token_bytes, config.num_channels)
+        grid = (self._ops.num_programs(config),)
+        return Plan(token, config, launch, grid, (Fixed(rows), Fixed(_beside(token))))
+
+    def _carried(self, payload: Payload) -> tuple[groups.Payload, groups.Scales | Fixed]:
+        """What a dispatch sends, as its kernels take it."""
+        nothing, scales = self._device_control.state, payload.scales
         ids = payload.topk_idx if payload.topk_idx is not None else nothing
         weights = payload.topk_weights if payload.topk_weights is not None else nothing
-        return groups.Payload(_words(payload.x), ids, weights)
-
-    def _scales(self, payload: Payload) -> groups.Scales:
-        scales = payload.scales
+        rows = groups.Payload(_words(payload.x), ids, weights)
         if scales is None:
-            return groups.Scales(self._device_control.state, 0, 0, 0)
-        return groups.Scales(Seen(scales, torch.int32), payload.token.num_scales, *scales.stride())
+            return rows, self._ops.no_scales
+        strides = scales.stride()
+        return rows, groups.Scales(Seen(scales, torch.int32), payload.token.num_scales, *strides)
 
     def _prefixes(self, routing: GpuRouting, digests: torch.Tensor) -> groups.Prefixes:
         return groups.Prefixes(
@@ -506,24 +516,29 @@ class GpuCall:
 
     def _sum(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
         x, routing, _, biases, config = combined
-        tile, state = self._ops.tiles.combine, self._device_control.state
-        num_topk = out_weights.shape[1] if out_weights is not None else 0
-        pull = self._device_control.launcher(
-            sums.pull_and_sum,
-            tile.warps,
-            DTYPE=DTYPE_CODES[x.dtype],
-            NUM_BIASES=len(biases),
-            NUM_RANKS=self._num_ranks,
-            RANK_BLOCK=self._device_control.rank_block,
-            TOPK_BLOCK=block_of(num_topk),
-            TILE_TOKENS=tile.tokens,
-            TILE_VALUES=tile.values,
-            CHUNK_TOKENS=CHUNK_TOKENS,
-            IN_HARDWARE=self._gpu.rounds_in_hardware,
-        )
-        pull(
+        token, state = combined.token, self._device_control.state
+
+        def new_plan() -> Plan:
+            tile = self._ops.tiles.combine
+            launch = self._device_control.launcher(
+                sums.pull_and_sum,
+                tile.warps,
+                DTYPE=DTYPE_CODES[x.dtype],
+                NUM_BIASES=len(biases),
+                NUM_RANKS=self._num_ranks,
+                RANK_BLOCK=self._device_control.rank_block,
+                TOPK_BLOCK=block_of(token.num_topk),
+                TILE_TOKENS=tile.tokens,
+                TILE_VALUES=tile.values,
+                CHUNK_TOKENS=CHUNK_TOKENS,
+                IN_HARDWARE=self._gpu.rounds_in_hardware,
+            )
+            return Plan(token, config, launch, (self._ops.num_programs(config),))
+
+        pull = self._ops.plans.get(("sum", x.dtype, len(biases)), token, config, new_plan)
+        pull.launch(
             self._stream,
-            (self._ops.num_programs(config),),
+            pull.grid,
             _sums(out, out_weights, state),
             _biases(biases, state),
             routing.send_head,
@@ -532,7 +547,7 @@ class GpuCall:
             self._rank,
             routing.num_tokens,
             x.shape[1],
-            num_topk,
+            token.num_topk,
         )
 
     def _combine_through_rings(
@@ -541,33 +556,37 @@ class GpuCall:
         """Sum rows if some of them are not in windows; the kernel does nothing if all are."""
         x, routing, weights, biases, config = combined
         token, state = combined.token, self._device_control.state
-        area = self._ops.rings.node.area_for(config, token)
-        tile, tile_values = self._ops.tiles.ring_combine
-        launch = self._device_control.launcher(
-            rings.combine_through_rings,
-            tile.warps,
-            DTYPE=DTYPE_CODES[x.dtype],
-            NUM_BIASES=len(biases),
-            NUM_RANKS=self._num_ranks,
-            RANK_BLOCK=self._device_control.rank_block,
-            TOPK_BLOCK=block_of(token.num_topk),
-            TILE_TOKENS=at_most(tile.tokens, area.num_rows),
-            TILE_WORDS=tile.words,
-            STAGES=tile.stages,
-            TILE_VALUES=tile_values,
-            IN_HARDWARE=self._gpu.rounds_in_hardware,
-        )
-        launch(
+
+        def new_plan() -> Plan:
+            area = self._ops.rings.node.area_for(config, token)
+            tile, tile_values = self._ops.tiles.ring_combine
+            launch = self._device_control.launcher(
+                rings.combine_through_rings,
+                tile.warps,
+                DTYPE=DTYPE_CODES[x.dtype],
+                NUM_BIASES=len(biases),
+                NUM_RANKS=self._num_ranks,
+                RANK_BLOCK=self._device_control.rank_block,
+                TOPK_BLOCK=block_of(token.num_topk),
+                TILE_TOKENS=at_most(tile.tokens, area.num_rows),
+                TILE_WORDS=tile.words,
+                STAGES=tile.stages,
+                TILE_VALUES=tile_values,
+                IN_HARDWARE=self._gpu.rounds_in_hardware,
+            )
+            return self._ring_plan(token, config, launch)
+
+        ring = self._ops.plans.get(("combine rings", x.dtype, len(biases)), token, config, new_plan)
+        ring.launch(
             self._stream,
-            (self._ops.num_programs(config),),
+            ring.grid,
             groups.Outputs(_words(x), weights if weights is not None else state),
             _sums(out, out_weights, state),
             _biases(biases, state),
             routing.send_head,
             self._device_control.tables,
             self._prefixes(routing, state),
-            groups.RingArea(area.start, area.num_rows, area.token_bytes, config.num_channels),
-            _beside(token),
+            *ring.fixed,
             routing.num_tokens,
             x.shape[1],
         )
@@ -586,7 +605,6 @@ class GpuCall:
         return event
 
 
-@lru_cache(maxsize=64)
 def _beside(token: TokenLayout) -> groups.Beside:
     """Where metadata, scales, ids and weights lie in a place of a ring."""
     meta_at, scales_at, ids_at, weights_at, _ = part_offsets(token).tolist()

@@ -18,8 +18,10 @@ from anyep.backends.base import CombineInput, DispatchLayout, Payload
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.kernels import counting
-from anyep.backends.cuda.launch import Launcher, Seen
+from anyep.backends.cuda.kernels.groups import Scales
+from anyep.backends.cuda.launch import Fixed, Launcher, Seen
 from anyep.backends.cuda.normal_call import GpuCall
+from anyep.backends.cuda.plans import Plans
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting, checked_handle, known_digests
 from anyep.backends.cuda.tiles import (
     COUNT_WARPS,
@@ -82,6 +84,8 @@ class GpuNormalOps:
         self._sms = sms
         self._warned_sms: set[int] = set()
         """Values of `num_sms` above this rank's share for which a warning was logged."""
+        self.plans = Plans()
+        self.no_scales = Fixed(Scales(device_control.state, 0, 0, 0))
         self._counters: dict[tuple[int, int], Launcher] = {}
         """Launchers of kernels that count tokens, by the kernel's identity and the choices per token."""
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
