@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from anyep.cli.bench import bench
+from anyep.cli.bench.command import bench
 from anyep.cli.demo import demo
 from anyep.cli.doctor import doctor
 from anyep.cli.interrupts import INTERRUPTED

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyep.cli.bench_cuda import GpuTiming, Label, RankReport, fewest_sms, records_of
-from anyep.cli.bench_measure import GpuRecord, Report, Setup
-from anyep.cli.bench_plot import draw
-from anyep.cli.bench_table import print_report
+from anyep.cli.bench.plot import draw
+from anyep.cli.bench.records import Label, RankReport, Report, Setup, Timing, fewest_sms, records_of
+from anyep.cli.bench.table import print_report
 
 NORMAL = Setup("normal", 2, 64, 256, 8, 2, 2, 0, "cuda", 16, True)
 MEGABYTE = 10**6
@@ -21,12 +20,22 @@ RATES = {4: 205.0, 8: 392.0, 16: 701.0, 24: 912.0, 32: 1004.0}
 
 def a_run(*timings: tuple[Label, list[float]], slower: float = 1.5) -> list[RankReport]:
     """Two ranks; the second takes longer, and gets three times as much."""
-    first = [GpuTiming(label, seconds) for label, seconds in timings]
-    second = [
-        GpuTiming(replace(label, num_bytes=3 * label.num_bytes), [slower * second for second in seconds])
-        for label, seconds in timings
-    ]
-    return [RankReport("Stand-in", 132, 16, first), RankReport("Stand-in", 132, 16, second)]
+
+    def on_rank(times: int, factor: float) -> RankReport:
+        return RankReport(
+            [
+                Timing(
+                    replace(label, num_bytes=times * label.num_bytes),
+                    [(0.0, factor * second) for second in seconds],
+                )
+                for label, seconds in timings
+            ],
+            " on a stand-in",
+            "medians",
+            "Stand-in",
+        )
+
+    return [on_rank(1, 1.0), on_rank(3, slower)]
 
 
 def the_normal_run() -> list[RankReport]:
@@ -39,7 +48,7 @@ def the_normal_run() -> list[RankReport]:
         (Label("copy", "bf16", 64, MEGABYTE), [1e-3, 1e-3]),
         (Label("layout", "local", 64, 0, 16), [1e-5, 1e-5]),
         (case, [1e-3, 3e-3]),
-        (replace(case, path="nccl", rival=""), [8e-3, 8e-3]),
+        (replace(case, path="nccl", rival="", is_listed=False), [8e-3, 8e-3]),
         (replace(case, path="ring", rival="nccl"), [4e-3, 4e-3]),
         *swept,
         slower=1.0,
@@ -169,5 +178,8 @@ def test_the_picture(tmp_path: Path, mode: str, ending: str) -> None:
 
 
 def test_records_are_those_of_gpus() -> None:
-    assert all(isinstance(record, GpuRecord) for record in a_report("normal").records)
+    keys = {"device", "gpu", "sms", "p99_s", "swept", "enough"}
+    for record in a_report("normal").records:
+        assert keys <= set(record.as_json())
+        assert "nodes" not in record.as_json()
     assert len(a_report("normal").sweep) == len(RATES)

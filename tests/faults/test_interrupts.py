@@ -79,7 +79,7 @@ def run(folder: Path, *program: str, interrupt_at: str) -> subprocess.CompletedP
         pytest.param("doctor", "numba", marks=pytest.mark.slow),
         ("demo", "anyep.cli.demo_job"),
         ("demo", "anyep.cli.ranks"),
-        ("bench", "anyep.cli.bench_measure"),
+        ("bench", "anyep.cli.bench.measure"),
         ("run", "anyep.launch"),
         ("run", "anyep.cli.interrupts"),
     ],
