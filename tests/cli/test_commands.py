@@ -14,7 +14,7 @@ import pytest
 
 from anyep.cli.bench.measure import measure_on_rank
 from anyep.cli.bench.records import Setup
-from anyep.cli.demo_job import Job, train_on_rank
+from anyep.cli.demo.job import Job, train_on_rank
 from anyep.cli.ranks import Rank
 from tests.support.commands import anyep, descendants_of, is_gone, wait_until
 from tests.support.programs import ROOT, Program
@@ -72,7 +72,7 @@ def train_wrongly(rank: Rank, job: Job) -> object:
 
 def test_demo_fails_when_the_check_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo must notice it, and say so by its exit code."""
-    monkeypatch.setattr("anyep.cli.demo.train_on_rank", train_wrongly)
+    monkeypatch.setattr("anyep.cli.demo.command.train_on_rank", train_wrongly)
     finished = anyep(*SMALL_DEMO)
     assert finished.returncode == 1, finished.stderr
     assert "differs from the single-process reference" in finished.stdout

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from anyep.cli import draw
-from anyep.cli.demo_job import DecodeJob, Difference
-from anyep.cli.demo_layer import weights_of
+from anyep.cli.demo.job import DecodeJob, Difference
+from anyep.cli.demo.train_reference import weights_of
 from anyep.cli.fp8 import through_fp8
 from anyep.cli.gate import misrouting
 from anyep.cli.nodes import ONE_NODE, Nodes
