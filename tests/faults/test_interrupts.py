@@ -80,7 +80,7 @@ def run(folder: Path, *program: str, interrupt_at: str) -> subprocess.CompletedP
         ("demo", "anyep.cli.demo.job"),
         ("demo", "anyep.cli.ranks"),
         ("bench", "anyep.cli.bench.measure"),
-        ("run", "anyep.launch"),
+        ("run", "anyep.launch.programs"),
         ("run", "anyep.cli.interrupts"),
     ],
 )
