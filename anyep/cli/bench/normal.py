@@ -154,8 +154,7 @@ class NormalCases:
         self._clock = clock
         self._traffic = Traffic(rank, setup, tokens)
         self._is_dispatched = equals(self._traffic.rows)
-        self._combined = self._traffic.combined(setup.nodes.ranks_per_node)
-        self._is_combined = equals(self._combined)
+        self._is_combined = equals(self._traffic.combined(setup.nodes.ranks_per_node))
 
     @contextmanager
     def by_window(self) -> Iterator[list[Case]]:

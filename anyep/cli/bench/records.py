@@ -13,17 +13,17 @@ from anyep.cli.nodes import ONE_NODE, Nodes, limit_in_words
 ENOUGH: Final = 0.8
 """Share of the best rate at which a number of SMs counts as enough."""
 ONLY_ACROSS_NODES: Final = frozenset(
-    {
+    [
         "nodes",
         "ranks_per_node",
         "topk_nodes",
         "network",
         "bytes_between_nodes",
         "all_to_all_bytes_between_nodes",
-    }
+    ]
 )
 """The keys that a record of one node leaves out in JSON."""
-ONLY_ON_GPUS: Final = frozenset({"device", "gpu", "sms", "p99_s", "swept", "enough"})
+ONLY_ON_GPUS: Final = frozenset(["device", "gpu", "sms", "p99_s", "swept", "enough"])
 """The keys that a record of the CPU leaves out in JSON."""
 
 
