@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ RECEIVED_PART: Final = {6: 3, 10: 7}
 """By the number of parts of a handle (one node, several nodes): the part as long as the received rows."""
 TOKENS_PART: Final = {6: 4, 10: 0}
 """The same for the part that is as long as the tokens."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 MULTIPLE_OF_FLOATS: Final = 4
 """Rows travel in multiples of 16 bytes."""
 
@@ -115,7 +117,23 @@ def _buffer_of(key: int) -> Buffer:
 # The operators
 
 
-@torch.library.custom_op("anyep::dispatch", mutates_args=())
+def _operator(name: str) -> Callable[[Function], Function]:
+    """Make a function an operator, for every device.
+
+    `torch.library.custom_op` does the same, but its operators import torch._dynamo in their first call; that
+    takes seconds.
+    """
+
+    def define(function: Function) -> Function:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", function)
+        return function
+
+    return define
+
+
+@_operator("anyep::dispatch")
 def _dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, num_experts: int, num_worst_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -138,14 +156,14 @@ def _dispatch(
     return rows, ids, weights, list(handle)
 
 
-@torch.library.custom_op("anyep::dispatch_again", mutates_args=())
+@_operator("anyep::dispatch_again")
 def _dispatch_again(x: Tensor, handle: list[Tensor], buffer: int) -> Tensor:
     rows, *_ = _buffer_of(buffer).dispatch(x.contiguous(), handle=tuple(handle))
     assert isinstance(rows, Tensor)
     return rows
 
 
-@torch.library.custom_op("anyep::combine", mutates_args=())
+@_operator("anyep::combine")
 def _combine(
     x: Tensor, handle: list[Tensor], topk_weights: Tensor | None, buffer: int
 ) -> tuple[Tensor, Tensor]:
@@ -162,8 +180,7 @@ def _combine_buffer(handle: list[Tensor], hidden: int, dtype: torch.dtype, buffe
 # Shapes of the operators' results, for tracing
 
 
-@_dispatch.register_fake
-def _(
+def _shapes_of_dispatch(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, num_experts: int, num_worst_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     there = _buffer_of(buffer)
@@ -211,13 +228,13 @@ def _handle_like(buffer: Buffer, x: Tensor, num_rows: Any, num_worst_tokens: int
     ]
 
 
-@_dispatch_again.register_fake
-def _(x: Tensor, handle: list[Tensor], buffer: int) -> Tensor:
+def _shapes_of_dispatch_again(x: Tensor, handle: list[Tensor], buffer: int) -> Tensor:
     return x.new_empty((handle[RECEIVED_PART[len(handle)]].shape[0], x.shape[1]))
 
 
-@_combine.register_fake
-def _(x: Tensor, handle: list[Tensor], topk_weights: Tensor | None, buffer: int) -> tuple[Tensor, Tensor]:
+def _shapes_of_combine(
+    x: Tensor, handle: list[Tensor], topk_weights: Tensor | None, buffer: int
+) -> tuple[Tensor, Tensor]:
     tokens = handle[TOKENS_PART[len(handle)]].shape[0]
     if topk_weights is None:
         return x.new_empty((tokens, x.shape[1])), x.new_empty((tokens, 0))
@@ -276,6 +293,15 @@ def _gradient_of_combine(ctx: Any, grad: Tensor, grad_weights: Tensor) -> Any:
     return grad_rows, [None] * len(handle), grad_row_weights[:, : ctx.num_topk].contiguous(), None
 
 
-_dispatch.register_autograd(_gradient_of_dispatch, setup_context=_keep_for_dispatch)
-_dispatch_again.register_autograd(_gradient_of_dispatch_again, setup_context=_keep_for_dispatch_again)
-_combine.register_autograd(_gradient_of_combine, setup_context=_keep_for_combine)
+for name, shapes, gradient, keep in (
+    ("anyep::dispatch", _shapes_of_dispatch, _gradient_of_dispatch, _keep_for_dispatch),
+    (
+        "anyep::dispatch_again",
+        _shapes_of_dispatch_again,
+        _gradient_of_dispatch_again,
+        _keep_for_dispatch_again,
+    ),
+    ("anyep::combine", _shapes_of_combine, _gradient_of_combine, _keep_for_combine),
+):
+    torch.library.register_fake(name, shapes)
+    torch.library.register_autograd(name, gradient, setup_context=keep)

@@ -16,6 +16,7 @@ import struct
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,17 +26,9 @@ import torch
 import torch.distributed as dist
 
 from anyep.api.buffer import Buffer
-from anyep.cli.bench_measure import (
-    Barrier,
-    Case,
-    NodesRecord,
-    Setup,
-    Timing,
-    medians_of,
-    records_of,
-    time_cases,
-)
-from anyep.cli.bench_normal import cases_of
+from anyep.cli.bench.clock import Case, CpuClock
+from anyep.cli.bench.normal import groups_of
+from anyep.cli.bench.records import Label, RankReport, Record, Setup, medians_of, records_of
 from anyep.cli.nodes import Nodes
 from anyep.cli.ranks import Rank
 from anyep.cli.units import format_bytes, format_rate, format_seconds
@@ -111,31 +104,38 @@ def crossing(rank: Rank, setup: Setup) -> Case:
     topk_idx = torch.full((setup.tokens, 1), other * (setup.experts // rank.num_ranks))
     per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, setup.experts)
     _, _, _, _, handle, _ = buffer.dispatch(x, None, per_rank, per_node, in_rank, per_expert)
-    return Case(CROSSING, "window", setup.tokens, x.nbytes, lambda: buffer.dispatch(x, handle=handle))
+    return Case(
+        Label(CROSSING, "window", setup.tokens, x.nbytes, is_listed=False),
+        lambda: buffer.dispatch(x, handle=handle),
+        lambda result: len(result[0]) == setup.tokens,
+    )
 
 
-def measure_between_hosts(context: RankContext, setup: Setup, socket_bytes: int) -> list[Timing]:
+def measure_between_hosts(context: RankContext, setup: Setup, socket_bytes: int) -> RankReport:
     """What each rank does: the cases of `anyep bench`, and the sockets'."""
     rank = Rank(context.rank, context.num_ranks, context.group, lambda _: None)
     sockets = Sockets(rank, setup.nodes.ranks_per_node, socket_bytes)
 
     def tcp(path: str, work: Callable[[], Any]) -> Case:
-        return Case(TCP, path, setup.tokens, socket_bytes, work)
+        label = Label(TCP, path, setup.tokens, socket_bytes, is_listed=False)
+        return Case(label, work, lambda _: True)
 
-    cases = [tcp(ONE_WAY, sockets.one_way), tcp(BOTH_WAYS, sockets.both_ways)]
-    cases += [crossing(rank, setup), *cases_of(rank, setup, setup.tokens)]
-    return time_cases(rank, setup, Barrier(rank), cases, 1)
+    clock = CpuClock(rank, setup)
+    others = nullcontext(
+        [tcp(ONE_WAY, sockets.one_way), tcp(BOTH_WAYS, sockets.both_ways), crossing(rank, setup)]
+    )
+    return clock.report(clock.time(setup.tokens, [others, *groups_of(rank, setup, clock, setup.tokens)]))
 
 
-def measure(setup: Setup, socket_bytes: int) -> list[list[Timing]]:
+def measure(setup: Setup, socket_bytes: int) -> list[RankReport]:
     """Every case, on every rank of two hosts. Where there cannot be any, a test is skipped."""
     with TwoHosts(setup.nodes.ranks_per_node) as hosts:
         return hosts.run(measure_between_hosts, setup, socket_bytes, timeout=TIMEOUT_S)
 
 
-def report(setup: Setup, by_rank: list[list[Timing]], socket_bytes: int) -> tuple[Rates, list[Any]]:
+def report(setup: Setup, by_rank: list[RankReport], socket_bytes: int) -> tuple[Rates, list[Record]]:
     """Print everything; the sockets' rates, and the records."""
-    medians, per_host = medians_of(by_rank), setup.nodes.ranks_per_node
+    medians, per_host = medians_of([of_rank.timings for of_rank in by_rank]), setup.nodes.ranks_per_node
     rates = Rates(
         socket_bytes / medians[TCP, ONE_WAY, setup.tokens] / 1e9,
         per_host * socket_bytes / medians[TCP, BOTH_WAYS, setup.tokens] / 1e9,
@@ -162,11 +162,7 @@ def report(setup: Setup, by_rank: list[list[Timing]], socket_bytes: int) -> tupl
             "", "", "", "GB/s per rank", "vs Gloo", "between hosts", "of TCP", "Gloo between", "of TCP"
         )
     )
-    records = [
-        record
-        for record in records_of(setup, by_rank)
-        if isinstance(record, NodesRecord) and record.case != CROSSING
-    ]
+    records = records_of(setup, by_rank)
     for record in records:
         cells = ["", "", "", "", ""]
         if record.bytes_between_nodes and record.all_to_all_bytes_between_nodes:
@@ -228,7 +224,7 @@ def main() -> None:
         sys.exit(str(reason))
     rates, records = report(setup, by_rank, socket_bytes)
     if options.json is not None:
-        content = {"tcp": asdict(rates), "records": [asdict(record) for record in records]}
+        content = {"tcp": asdict(rates), "records": [record.as_json() for record in records]}
         options.json.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from anyep.cli.bench import bench
-from anyep.cli.demo import demo
+from anyep.cli.bench.command import bench
+from anyep.cli.demo.command import demo
 from anyep.cli.doctor import doctor
 from anyep.cli.interrupts import INTERRUPTED
 from anyep.cli.plan import plan

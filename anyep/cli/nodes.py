@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from anyep.errors import InvalidCall, whole_number
-from anyep.sizes import size_hints
+from anyep.sizes import NUM_DEFAULT_SMS, size_hints
 from anyep.topology import Topology, check_nodes
 
 NETWORKS: Final = ("auto", "loopback", "nixl")
@@ -41,9 +41,9 @@ class Nodes:
     def are_several(self) -> bool:
         return self.num_nodes > 1
 
-    def of_buffer(self, row_bytes: int) -> dict[str, Any]:
+    def of_buffer(self, row_bytes: int, num_sms: int = NUM_DEFAULT_SMS) -> dict[str, Any]:
         """The arguments of a Buffer for dispatch and combine with rows of `row_bytes` bytes."""
-        num_nvl_bytes, num_rdma_bytes = size_hints(row_bytes, self.num_ranks, self.ranks_per_node)
+        num_nvl_bytes, num_rdma_bytes = size_hints(row_bytes, self.num_ranks, self.ranks_per_node, num_sms)
         return {"num_nvl_bytes": num_nvl_bytes, "num_rdma_bytes": num_rdma_bytes, **self.place}
 
     @property

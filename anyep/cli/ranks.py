@@ -1,19 +1,14 @@
 """Starts ranks for the commands that need some: processes that run one function together and report back.
 
-They are forked from a server that has torch, Numba and AnyEP loaded, which takes a fraction of the time of
-fresh interpreters. If one rank fails, or the command is interrupted, all are ended.
+If one rank fails, or the command is interrupted, all are ended.
 """
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
 import os
 import pickle
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final
 
@@ -21,12 +16,14 @@ from anyep import settings
 from anyep.cli.gpus import ON_THE_CPU, Placement, take_gpu
 from anyep.cli.interrupts import raise_from_here_on
 from anyep.errors import AnyEPError, PeerLost, whole_number
+from anyep.launch.forked import ForkedRank, MeetingPlace, end_all, enter_rank, meet, start_server
 from anyep.progress import compile_sentence
 from anyep.requirements import check_requirements
 
 PRELOADED: Final = ["torch.distributed", "anyep.api.buffer", "anyep.backends.cpu.preload"]
 PRELOADED_FOR_GPUS: Final = [*PRELOADED, "triton"]
-PR_SET_PDEATHSIG: Final = 1
+LEAVE_TIMEOUT_S: Final = 10.0
+"""Ranks that have returned their result leave by themselves within this time, or are ended."""
 
 
 @dataclass(frozen=True)
@@ -54,77 +51,36 @@ def run_ranks(
     """
     num_ranks = whole_number("ranks", num_ranks, minimum=1)
     raise_from_here_on()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED_FOR_GPUS if placement.num_gpus else PRELOADED)
-    _start_server()
-    # The ranks meet through an unnamed file: it cannot collide with another, and nothing of it remains.
-    store = os.memfd_create("anyep-store")
-    meeting_place = f"/proc/{os.getpid()}/fd/{store}"
-    processes = []
-    pipes: list[Connection] = []
-    try:
-        for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(
-                    rank,
-                    num_ranks,
-                    placement,
-                    meeting_place,
-                    theirs,
-                    bool(on_compile),
-                    function,
-                    arguments,
-                ),
-                daemon=True,
-            )
-            try:
-                process.start()
-            except (EOFError, ConnectionError) as error:
-                raise AnyEPError(
-                    "ranks cannot be started: the process that loads torch and AnyEP for them has ended;"
-                    " what it printed tells why, and `anyep doctor` what is missing"
-                ) from error
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        results = _collect(pipes, on_report, on_compile)
-        for process in processes:
-            process.join(10)
-        return results
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        os.close(store)
-
-
-def _start_server() -> None:
-    """Start the server that ranks are forked from with Ctrl-C blocked: during its preloading imports it would
-    print a traceback. Ranks inherit that; the command ends them all."""
-    # Otherwise the server would start the tracker, which unblocks signals again.
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    start_server(PRELOADED_FOR_GPUS if placement.num_gpus else PRELOADED)
+    ranks: list[ForkedRank] = []
+    with MeetingPlace() as place:
+        try:
+            work = (function, arguments)
+            for rank in range(num_ranks):
+                # One by one: those that have started are ended where another cannot start.
+                arguments_of_rank = (num_ranks, place.path, placement, bool(on_compile), work)
+                ranks.append(ForkedRank(rank, _serve, *arguments_of_rank))
+            results = _collect(ranks, on_report, on_compile)
+            for forked in ranks:
+                forked.wait(LEAVE_TIMEOUT_S)
+            return results
+        finally:
+            end_all(ranks)
 
 
 def _collect(
-    pipes: list[Connection],
+    ranks: Sequence[ForkedRank],
     on_report: Callable[[int, Any], None] | None,
     on_compile: Callable[[str], None] | None,
 ) -> list[Any]:
     results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
-            rank = pipes.index(pipe)  # type: ignore[arg-type]
-            try:
-                kind, content = pipes[rank].recv()
-            except EOFError:
-                raise PeerLost(f"rank {rank} ended without a result: it was killed, or crashed") from None
+    while len(results) < len(ranks):
+        ready = wait([forked.pipe for rank, forked in enumerate(ranks) if rank not in results])
+        messages = {rank: _message_of(forked) for rank, forked in enumerate(ranks) if forked.pipe in ready}
+        # Peers of a rank that died complain at once: it comes before them.
+        for rank, (kind, content) in sorted(messages.items(), key=lambda item: item[1][0] != "died"):
+            if kind == "died":
+                raise PeerLost(f"rank {rank} ended without a result: {content}")
             if kind == "error":
                 raise content
             if kind == "result":
@@ -133,23 +89,29 @@ def _collect(
                 on_compile(compile_sentence(*content))
             elif on_report is not None:
                 on_report(rank, content)
-    return [results[rank] for rank in range(len(pipes))]
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _message_of(forked: ForkedRank) -> tuple[str, Any]:
+    """What a rank has sent: its kind and its content."""
+    try:
+        message: tuple[str, Any] = forked.pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return "died", forked.how_it_ended(LEAVE_TIMEOUT_S)
+    return message
 
 
 def _serve(
+    pipe: Connection,
     rank: int,
     num_ranks: int,
+    place: str,
     placement: Placement,
-    store: str,
-    pipe: Connection,
     reports_compilation: bool,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    work: tuple[Callable[..., Any], tuple[Any, ...]],
 ) -> None:
     """The main function of a rank's process."""
-    _die_with_the_command()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command that started the ranks ends them
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    enter_rank()
     # The server that this rank was forked from has the environment of when it started.
     os.environ.update(placement.environment)
     # The options of the command determine where ranks run.
@@ -167,10 +129,10 @@ def _serve(
         torch.set_num_threads(1)
         if placement.num_gpus:
             take_gpu(placement.gpu_of(rank), rank)
-        meeting = dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks)
+        group = meet(place, rank, num_ranks)
+        function, arguments = work
         result = function(
-            Rank(rank, num_ranks, dist.group.WORLD, lambda thing: pipe.send(("report", thing))), *arguments
+            Rank(rank, num_ranks, group, lambda thing: pipe.send(("report", thing))), *arguments
         )
         dist.barrier()
         pipe.send(("result", result))
@@ -178,19 +140,6 @@ def _serve(
         pipe.send(("error", _sendable(error)))
     # Exit at once: destructors of libraries are not needed.
     os._exit(0)
-
-
-def _die_with_the_command() -> None:
-    """Let the kernel kill this rank when the command has ended, killed or not.
-
-    A rank's parent is the fork server, which ends when no process holds a certain pipe open any more: the
-    command does, and every rank would, too.
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    command = multiprocessing.parent_process()
-    if command is None or not command.is_alive():
-        os._exit(1)
 
 
 def _sendable(error: BaseException) -> BaseException:

@@ -1,32 +1,71 @@
-"""What `anyep bench --device cuda` makes of times that were taken: records, tables and pictures."""
+"""`anyep bench --device cuda` without a GPU: its cases on a simulated one, and what it makes of times."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
-from anyep.cli.bench_cuda import GpuTiming, Label, RankReport, fewest_sms, records_of
-from anyep.cli.bench_measure import GpuRecord, Report, Setup
-from anyep.cli.bench_plot import draw
-from anyep.cli.bench_table import print_report
+from anyep.cli.bench.measure import measure_on_rank
+from anyep.cli.bench.plot import draw
+from anyep.cli.bench.records import Label, RankReport, Report, Setup, Timing, fewest_sms, records_of
+from anyep.cli.bench.table import print_report
+from anyep.cli.nodes import Nodes
+from anyep.cli.ranks import Rank
+from tests.support.places import Place
+from tests.support.world import RankContext
 
 NORMAL = Setup("normal", 2, 64, 256, 8, 2, 2, 0, "cuda", 16, True)
 MEGABYTE = 10**6
+NORMAL_PATHS = (
+    *(("copy", path) for path in ("bf16", "fp8")),
+    *(("layout", path) for path in ("local", "local, graph")),
+    *(("dispatch", path) for path in ("window", "window, worst, graph", "ring")),
+    *(
+        ("cached_dispatch", path)
+        for path in ("window", "window, graph", "window, fp8", "window, fp8, graph", "ring")
+    ),
+    *(("combine", path) for path in ("window", "window, graph", "staged", "staged, graph", "ring")),
+)
+LOW_LATENCY_PATHS = (
+    *(("copy", path) for path in ("fp8", "bf16")),
+    *(("dispatch", path) for path in ("fp8, graph", "fp8, singly")),
+    *(("combine", path) for path in ("bf16, graph", "bf16, singly")),
+    *(("pair", path) for path in ("fp8 + bf16, graph", "fp8 + bf16, singly")),
+)
+SMS = (4, 8)
+"""Of the sweep, on a stand-in with 8 SMs per rank."""
 RATES = {4: 205.0, 8: 392.0, 16: 701.0, 24: 912.0, 32: 1004.0}
 
 
 def a_run(*timings: tuple[Label, list[float]], slower: float = 1.5) -> list[RankReport]:
     """Two ranks; the second takes longer, and gets three times as much."""
-    first = [GpuTiming(label, seconds) for label, seconds in timings]
-    second = [
-        GpuTiming(replace(label, num_bytes=3 * label.num_bytes), [slower * second for second in seconds])
-        for label, seconds in timings
-    ]
-    return [RankReport("Stand-in", 132, 16, first), RankReport("Stand-in", 132, 16, second)]
+
+    def on_rank(times: int, factor: float) -> RankReport:
+        return RankReport(
+            [
+                Timing(
+                    replace(label, num_bytes=times * label.num_bytes),
+                    [(0.0, factor * second) for second in seconds],
+                )
+                for label, seconds in timings
+            ],
+            " on a stand-in",
+            "medians",
+            "Stand-in",
+        )
+
+    return [on_rank(1, 1.0), on_rank(3, slower)]
 
 
 def the_normal_run() -> list[RankReport]:
@@ -39,7 +78,7 @@ def the_normal_run() -> list[RankReport]:
         (Label("copy", "bf16", 64, MEGABYTE), [1e-3, 1e-3]),
         (Label("layout", "local", 64, 0, 16), [1e-5, 1e-5]),
         (case, [1e-3, 3e-3]),
-        (replace(case, path="nccl", rival=""), [8e-3, 8e-3]),
+        (replace(case, path="nccl", rival="", is_listed=False), [8e-3, 8e-3]),
         (replace(case, path="ring", rival="nccl"), [4e-3, 4e-3]),
         *swept,
         slower=1.0,
@@ -169,5 +208,90 @@ def test_the_picture(tmp_path: Path, mode: str, ending: str) -> None:
 
 
 def test_records_are_those_of_gpus() -> None:
-    assert all(isinstance(record, GpuRecord) for record in a_report("normal").records)
+    keys = {"device", "gpu", "sms", "p99_s", "swept", "enough"}
+    for record in a_report("normal").records:
+        assert keys <= set(record.as_json())
+        assert "nodes" not in record.as_json()
     assert len(a_report("normal").sweep) == len(RATES)
+
+
+# On a simulated GPU
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """Tensors for "cuda" are made on the CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = {name: "cpu" if value == "cuda" else value for name, value in (kwargs or {}).items()}
+        return function(
+            *("cpu" if isinstance(arg, str) and arg == "cuda" else arg for arg in args), **options
+        )
+
+
+def captured(work: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+    """In place of a graph: a replay makes the call again, and leaves its results in the same tensors."""
+    result = work()
+
+    def parts_of(thing: Any) -> Iterator[torch.Tensor]:
+        if isinstance(thing, torch.Tensor):
+            yield thing
+        elif isinstance(thing, tuple):
+            for part in thing:
+                yield from parts_of(part)
+
+    def replay() -> None:
+        for ours, new in zip(parts_of(result), parts_of(work()), strict=True):
+            ours.copy_(new)
+
+    return replay, result
+
+
+@contextmanager
+def stand_ins(context: RankContext) -> Iterator[None]:
+    """What the clock asks of CUDA and NCCL."""
+    event = SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 1.0)
+    facts = SimpleNamespace(multi_processor_count=8, name="Stand-in")
+    with (
+        mock.patch.multiple(
+            torch.cuda,
+            Event=lambda enable_timing: event,
+            synchronize=lambda: None,
+            current_device=lambda: 0,
+            get_device_properties=lambda _: facts,
+        ),
+        mock.patch("torch.distributed.new_group", return_value=context.group),
+        mock.patch("anyep.cli.bench.clock._captured", captured),
+        mock.patch.dict("anyep.cli.bench.clock.CALLS_IN_A_RUN", {"normal": 2, "low-latency": 2}),
+        CudaIsCpu(),
+    ):
+        yield
+
+
+def measure_on_simulated(context: RankContext, setup: Setup) -> tuple[RankReport, list[str]]:
+    """Every case on a GPU per rank; their results are checked there."""
+    doing: list[str] = []
+    with stand_ins(context):
+        report = measure_on_rank(
+            Rank(context.rank, context.num_ranks, context.group, doing.append), setup, context.num_ranks
+        )
+    return report, doing
+
+
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_every_case_on_a_simulated_gpu(mode: str) -> None:
+    sweeps = mode == "normal"
+    setup = Setup(mode, 2, 3, 128, 4, 2, 1, 0, "cuda", sms=2 if sweeps else None, sweep_sms=sweeps)
+    setup = replace(setup, nodes=Nodes(1, 2))
+    found = Place("simulated", 2).world().run(measure_on_simulated, setup, timeout=250)
+    records = records_of(setup, [report for report, _ in found])
+    assert {record.median_s for record in records} == {5e-4 if sweeps else 1e-3}
+    cases = [(record.case, record.path, record.tokens) for record in records if not record.swept]
+    paths = NORMAL_PATHS if sweeps else LOW_LATENCY_PATHS
+    assert cases == [(case, path, tokens) for tokens in (3, 1) for case, path in paths]
+    swept = [(record.case, record.sms) for record in records if record.swept]
+    assert swept == (
+        [(case, sms) for case in ("cached_dispatch", "combine") for sms in SMS] if sweeps else []
+    )
+    assert found[0][1][0].startswith("3 tokens: copy, ")

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from anyep.cli.demo_job import Job, train_on_rank
+from anyep.cli.bench.measure import measure_on_rank
+from anyep.cli.bench.records import Setup
+from anyep.cli.demo.job import Job, train_on_rank
 from anyep.cli.ranks import Rank
 from tests.support.commands import anyep, descendants_of, is_gone, wait_until
 from tests.support.programs import ROOT, Program
@@ -70,7 +72,7 @@ def train_wrongly(rank: Rank, job: Job) -> object:
 
 def test_demo_fails_when_the_check_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo must notice it, and say so by its exit code."""
-    monkeypatch.setattr("anyep.cli.demo.train_on_rank", train_wrongly)
+    monkeypatch.setattr("anyep.cli.demo.command.train_on_rank", train_wrongly)
     finished = anyep(*SMALL_DEMO)
     assert finished.returncode == 1, finished.stderr
     assert "differs from the single-process reference" in finished.stdout
@@ -133,6 +135,32 @@ def test_bench_of_low_latency(tmp_path: Path, plots: bool) -> None:
             == found["dispatch", "bf16", tokens]["bytes"] * 264
         )
     assert "low-latency mode, 2 ranks" in finished.stdout
+
+
+def measure_wrongly(rank: Rank, setup: Setup, num_gpus: int) -> object:
+    """With calls whose last row is off by a little."""
+    from anyep.api.buffer import Buffer
+
+    for name in ("combine", "low_latency_combine"):
+        right = getattr(Buffer, name)
+
+        def spoiled(*arguments: Any, right: Any = right, **options: Any) -> Any:
+            x, *rest = right(*arguments, **options)
+            x[-1] *= 1.01
+            return x, *rest
+
+        setattr(Buffer, name, spoiled)
+    return measure_on_rank(rank, setup, num_gpus)
+
+
+@pytest.mark.parametrize("mode", ["normal", "low-latency"])
+def test_bench_fails_when_a_result_is_wrong(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.setattr("anyep.cli.bench.measure.measure_on_rank", measure_wrongly)
+    sizes = ("--ranks", "2", "--tokens", "4", "--hidden", "128", "--experts", "4", "--topk", "2")
+    finished = anyep("bench", "--mode", mode, *sizes, "--repeats", "1")
+    assert (finished.returncode, finished.stdout) == (1, "")
+    assert "4 tokens) gave a wrong result on rank" in finished.stderr
+    assert finished.stderr.count("\n") == 1
 
 
 def test_bench_prints_json() -> None:

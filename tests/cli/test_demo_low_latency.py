@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyep.cli.demo_decode_reference import Experts, compare, gate_of, layer_in_one_process, through_fp8
-from anyep.cli.demo_decode_results import TOLERANCE, is_ok
-from anyep.cli.demo_job import COMMUNICATION, PHASES, DecodeJob, Difference, decode_on_rank
+from anyep.cli.demo.decode_reference import Experts, compare, gate_of, layer_in_one_process, through_fp8
+from anyep.cli.demo.decode_results import TOLERANCE, is_ok
+from anyep.cli.demo.job import COMMUNICATION, PHASES, DecodeJob, Difference, decode_on_rank
 from anyep.cli.histogram import buckets_of, latency_of, marks_of
 from anyep.cli.ranks import Rank
 from tests.support import low_latency_oracle as oracle
@@ -89,7 +89,7 @@ def decode_wrongly(rank: Rank, job: DecodeJob) -> object:
 
 
 def test_demo_fails_when_the_check_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anyep.cli.demo.decode_on_rank", decode_wrongly)
+    monkeypatch.setattr("anyep.cli.demo.command.decode_on_rank", decode_wrongly)
     finished = anyep(*DEMO, *SMALL)
     assert finished.returncode == 1, finished.stderr
     assert "differs from the single-process reference" in finished.stdout
@@ -114,7 +114,7 @@ def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys, anyep.cli.demo; sys.exit('torch' in sys.modules)"
+    code = "import sys, anyep.cli.demo.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -163,7 +163,7 @@ def test_wrong_results_fail() -> None:
 def test_results_without_fp8_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     x, choices, gate, experts = a_step()
     right, _ = layer_in_one_process(x, choices, gate, experts)
-    monkeypatch.setattr("anyep.cli.demo_decode_reference.through_fp8", torch.Tensor.float)
+    monkeypatch.setattr("anyep.cli.demo.decode_reference.through_fp8", torch.Tensor.float)
     assert not is_ok(compare(layer_in_one_process(x, choices, gate, experts)[0], right))
 
 

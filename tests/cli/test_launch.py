@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyep.errors import InvalidCall
-from anyep.launch import _START_RANK, MAX_LINE_BYTES, LinePrefixer, _reserved_port, launch
+from anyep.launch import launch
+from anyep.launch.output import MAX_LINE_BYTES, LinePrefixer
+from anyep.launch.programs import START_RANK, reserved_port
 from tests.support.commands import anyep, children_of, is_gone, wait_until
 from tests.support.patience import scaled
 from tests.support.programs import ROOT, Program
@@ -34,8 +36,8 @@ def running(*arguments: str, cwd: Path) -> Program:
 # Far longer than ranks take to end on request: a launcher that waits this long fails the test.
 LONG_GRACE_S = 60.0
 WITH_LONG_GRACE = f"""
-import anyep.launch
-anyep.launch.GRACE_S = {LONG_GRACE_S}
+import anyep.launch.programs
+anyep.launch.programs.GRACE_S = {LONG_GRACE_S}
 from anyep.cli.main import main
 main()
 """
@@ -141,7 +143,7 @@ def test_gloo(tmp_path: Path) -> None:
 def test_one_failing_rank_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, exit_code: int, reason: str
 ) -> None:
-    monkeypatch.setattr("anyep.launch.GRACE_S", LONG_GRACE_S)
+    monkeypatch.setattr("anyep.launch.programs.GRACE_S", LONG_GRACE_S)
     # Rank 0 has ended well before, rank 2 fails, the others would sleep.
     program = script(
         tmp_path,
@@ -184,7 +186,7 @@ def test_a_single_rank_that_fails(tmp_path: Path) -> None:
 
 
 def test_ranks_that_ignore_sigterm_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anyep.launch.GRACE_S", 0.5)
+    monkeypatch.setattr("anyep.launch.programs.GRACE_S", 0.5)
     program = script(
         tmp_path,
         "import signal\n"
@@ -260,7 +262,7 @@ def test_ranks_die_with_the_launcher_without_its_guard(tmp_path: Path) -> None:
 def test_a_rank_whose_launcher_died_first_does_not_start() -> None:
     not_our_pid = 1 if os.getpid() != 1 else 2
     finished = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _START_RANK, str(not_our_pid), "echo", "started"],
+        [sys.executable, "-I", "-S", "-c", START_RANK, str(not_our_pid), "echo", "started"],
         capture_output=True,
         check=False,
     )
@@ -407,8 +409,8 @@ def test_programs_start_with_the_default_for_broken_pipes(capfd: pytest.CaptureF
     assert not ignored & (1 << (signal.SIGPIPE - 1))
 
 
-def test_a_reserved_port_is_for_rank_0_only() -> None:
-    with _reserved_port() as port:
+def test_areserved_port_is_for_rank_0_only() -> None:
+    with reserved_port() as port:
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
             stranger.bind(("127.0.0.1", port))
         # create_server sets SO_REUSEADDR, as torch.distributed does.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from anyep import connection
-from anyep.cli.bench_measure import Setup
+from anyep.cli.bench.records import Setup
 from anyep.cli.gate import choose, misrouting
 from anyep.cli.nodes import NETWORKS, Nodes
 from tests.support.commands import anyep

@@ -77,10 +77,10 @@ def run(folder: Path, *program: str, interrupt_at: str) -> subprocess.CompletedP
         ("doctor", "torch"),
         ("doctor", "torch._C"),
         pytest.param("doctor", "numba", marks=pytest.mark.slow),
-        ("demo", "anyep.cli.demo_job"),
+        ("demo", "anyep.cli.demo.job"),
         ("demo", "anyep.cli.ranks"),
-        ("bench", "anyep.cli.bench_measure"),
-        ("run", "anyep.launch"),
+        ("bench", "anyep.cli.bench.measure"),
+        ("run", "anyep.launch.programs"),
         ("run", "anyep.cli.interrupts"),
     ],
 )

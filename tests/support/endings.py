@@ -12,7 +12,6 @@ server's own `main`, so it ends as any program does: Python shuts down, and the 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import gc
 import json
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from anyep import Config
+from anyep.launch.processes import die_with_parent
 from tests.support.programs import ROOT, Program
 
 EXIT_CODE: Final = 3
@@ -41,7 +41,6 @@ TIME_LIMIT_S: Final = 90.0
 """Much longer than an ending takes, and shorter than the waits of a Buffer (100 s)."""
 HIDDEN: Final = 256
 NUM_TOKENS: Final = 4
-PR_SET_PDEATHSIG: Final = 1
 FEW_SMS: Final = Config(4)
 """Triton's interpreter runs programs one after the other."""
 
@@ -225,7 +224,7 @@ _held: list[Any] = []
 def run_rank(ending: Ending, rank: Rank) -> None:
     """The program of a rank."""
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     output = os.open(rank.folder / f"output-{rank.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -16,7 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from anyep.launch import _reserved_port, rank_environment
+from anyep.launch import rank_environment
+from anyep.launch.programs import reserved_port
 from tests.support.programs import ROOT, Program
 
 TIMEOUT_S: Final = 200.0
@@ -48,7 +49,7 @@ def run_script(
 
     What the ranks print follows each other in their order; the exit code is the first that is not 0.
     """
-    with _reserved_port() as port, ExitStack() as stack:
+    with reserved_port() as port, ExitStack() as stack:
         programs = []
         for rank in range(num_ranks):
             variables = rank_environment(rank, num_ranks, port, num_ranks, os.environ)

@@ -22,11 +22,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import io
-import multiprocessing
 import os
 import pickle
 import signal
@@ -38,12 +36,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+
+from anyep.launch import forked
+from anyep.launch.forked import ForkedRank, MeetingPlace, end_all, enter_rank, meet
 
 # What ranks need not import themselves; a name that is not there is passed over.
 PRELOADED: Final = (
@@ -60,7 +60,6 @@ MAX_SHARED_WORLDS: Final = 3
 START_TIMEOUT_S: Final = 120.0
 CLOSE_TIMEOUT_S: Final = 3.0
 STACK_TIMEOUT_S: Final = 2.0
-PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,7 @@ def hear_interrupts() -> None:
 
 def start_server() -> None:
     """Start the process that ranks are forked from, unless it runs. It takes seconds, once."""
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
-    forkserver.ensure_running()
+    forked.start_server(PRELOADED)
 
 
 def set_environment(variables: dict[str, str], rank: int) -> None:
@@ -195,7 +193,7 @@ class World:
     @property
     def pids(self) -> list[int]:
         """The processes of the ranks."""
-        return [process.pid or 0 for process in self._living_pool().processes]
+        return [process.pid for process in self._living_pool().processes]
 
     def _run(self, requests: list[bytes], timeout: float) -> list[Any]:
         if self._pool is not None and self._pool.dead:
@@ -251,52 +249,35 @@ class _Pool:
     def __init__(self, num_ranks: int, prepare: Callable[[int], None] | None) -> None:
         self.dead: dict[int, RankDied] = {}
         self._prepare = prepare
-        self._store = os.memfd_create("anyep-test-store")
-        self._old_stores: list[int] = []
+        self._places = [MeetingPlace()]
         self._stacks = [os.memfd_create(f"anyep-test-stack-{rank}") for rank in range(num_ranks)]
-        self._connections: list[Connection] = []
-        self.processes: list[ForkServerProcess] = []
+        self.processes: list[ForkedRank] = []
 
     def start(self) -> None:
         _pools.add(self)
         for rank in range(len(self._stacks)):
-            ours, process = self._new_process(rank)
-            self._connections.append(ours)
-            self.processes.append(process)
+            self.processes.append(self._new_process(rank))
         self._wait_until_they_met()
 
     def revive(self) -> None:
         # The old one stays open: a rank that drops its group reads the group's store once more.
-        self._old_stores.append(self._store)
-        self._store = os.memfd_create("anyep-test-store")
-        request = _pickled((_meet_again, (_path_of(self._store),)))
+        self._places.append(MeetingPlace())
+        request = _pickled((_meet_again, (self._places[-1].path,)))
         for rank, process in enumerate(self.processes):
             if rank not in self.dead:
                 # A rank that has died since is found by the one who waits for it.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    self._connections[rank].send_bytes(request)
+                    process.pipe.send_bytes(request)
                 continue
-            process.join()
             process.close()
-            self._connections[rank].close()
-            self._connections[rank], self.processes[rank] = self._new_process(rank)
+            self.processes[rank] = self._new_process(rank)
         self.dead.clear()
         self._wait_until_they_met()
 
-    def _new_process(self, rank: int) -> tuple[Connection, ForkServerProcess]:
+    def _new_process(self, rank: int) -> ForkedRank:
         start_server()
-        context = multiprocessing.get_context("forkserver")
-        num_ranks = len(self._stacks)
-        ours, theirs = context.Pipe()
-        places = (_path_of(self._store), _path_of(self._stacks[rank]))
-        process = context.Process(
-            target=_live_as_rank,
-            args=(theirs, rank, num_ranks, *places, self._prepare),
-            name=f"rank {rank} of {num_ranks}",
-        )
-        process.start()
-        theirs.close()
-        return ours, process
+        places = (self._places[-1].path, f"/proc/{os.getpid()}/fd/{self._stacks[rank]}")
+        return ForkedRank(rank, _live_as_rank, len(self._stacks), *places, self._prepare)
 
     def _wait_until_they_met(self) -> None:
         answers = self._collect(set(range(len(self._stacks))), START_TIMEOUT_S, survive=False)
@@ -309,7 +290,7 @@ class _Pool:
         for rank in waiting:
             # A rank that has died will be found by the one who waits for it.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._connections[rank].send_bytes(requests[rank])
+                self.processes[rank].pipe.send_bytes(requests[rank])
         answers = self._collect(waiting, timeout, survive)
         answers.update({rank: _Answer(error=error) for rank, error in self.dead.items()})
         return [answers[rank] for rank in range(len(requests))]
@@ -320,14 +301,14 @@ class _Pool:
         answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + timeout
         while waiting:
-            sources = [self._connections[rank] for rank in waiting]
+            sources = [self.processes[rank].pipe for rank in waiting]
             sentinels = [self.processes[rank].sentinel for rank in waiting]
             ready = wait([*sources, *sentinels], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise RankErrors(self._errors(answers) | self._where_they_hang(waiting, timeout))
             for rank in sorted(waiting):
                 # What a rank said before it died counts: so look at its words first.
-                if self._connections[rank] in ready or self.processes[rank].sentinel in ready:
+                if self.processes[rank].pipe in ready or self.processes[rank].sentinel in ready:
                     answer = self._receive(rank)
                     if answer is None:
                         self.dead[rank] = self._obituary(rank)
@@ -340,8 +321,9 @@ class _Pool:
 
     def _receive(self, rank: int) -> _Answer | None:
         """The answer that has arrived from a rank, or None where it died without one."""
+        pipe = self.processes[rank].pipe
         try:
-            message = self._connections[rank].recv_bytes() if self._connections[rank].poll() else None
+            message = pipe.recv_bytes() if pipe.poll() else None
         except (EOFError, ConnectionResetError):
             return None
         if message is None:
@@ -358,21 +340,14 @@ class _Pool:
         return {**raised, **self.dead}
 
     def _obituary(self, rank: int) -> RankDied:
-        process = self.processes[rank]
-        process.join(CLOSE_TIMEOUT_S)
-        if process.pid is not None:
-            _kill_group(process.pid)
-        code = process.exitcode
-        how = f"left with exit code {code}"
-        if code is not None and code < 0:
-            how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return RankDied(f"rank {rank} {how}\n{_text_of(self._stacks[rank])}".strip())
+        how = self.processes[rank].how_it_ended(CLOSE_TIMEOUT_S)
+        return RankDied(f"rank {rank} died: {how}\n{_text_of(self._stacks[rank])}".strip())
 
     def _where_they_hang(self, ranks: set[int], timeout: float) -> dict[int, BaseException]:
         lengths = {rank: os.fstat(self._stacks[rank]).st_size for rank in ranks}
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
         deadline = time.monotonic() + STACK_TIMEOUT_S
         texts: dict[int, str] = {}
         # A stack is written line by line: it is whole when it has stopped growing.
@@ -390,25 +365,19 @@ class _Pool:
 
     def ask_to_leave(self) -> None:
         """Let the ranks end by themselves, so that what they keep is destroyed in order."""
-        for connection in self._connections:
+        for process in self.processes:
             with contextlib.suppress(OSError):
-                connection.send_bytes(b"")
+                process.pipe.send_bytes(b"")
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
         _pools.discard(self)
-        for process in self.processes:
-            if process.exitcode is None and process.pid is not None:
-                _kill_group(process.pid)
-                process.kill()
-        for process in self.processes:
-            process.join()
-            process.close()
-        for connection in self._connections:
-            connection.close()
-        for descriptor in (self._store, *self._old_stores, *self._stacks):
+        end_all(self.processes)
+        for place in self._places:
+            place.close()
+        for descriptor in self._stacks:
             os.close(descriptor)
 
 
@@ -431,14 +400,13 @@ def _live_as_rank(
     connection: Connection,
     rank: int,
     num_ranks: int,
-    store: str,
+    place: str,
     stack: str,
     prepare: Callable[[int], None] | None,
 ) -> None:
     """What a rank's process does from its first to its last moment."""
-    _die_with_pytest()
-    # A session of its own: Ctrl-C reaches pytest only, and a rank's own children can be killed with it.
-    os.setsid()
+    enter_rank()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     stack_file = Path(stack).open("ab", buffering=0)  # noqa: SIM115 -- open as long as the process lives
     faulthandler.enable(stack_file)
@@ -446,8 +414,7 @@ def _live_as_rank(
     try:
         if prepare is not None:
             prepare(rank)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        context = RankContext(rank, num_ranks, _meet(store, rank, num_ranks))
+        context = RankContext(rank, num_ranks, meet(place, rank, num_ranks))
     except Exception as error:
         connection.send_bytes(_pickled_error(error))
         return
@@ -465,20 +432,12 @@ def _live_as_rank(
     os.killpg(0, signal.SIGKILL)
 
 
-def _meet(store: str, rank: int, num_ranks: int) -> dist.ProcessGroup:
-    """The group of all ranks."""
-    meeting = dist.FileStore(store, num_ranks)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_ranks)
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def _meet_again(context: RankContext, store: str) -> None:
+def _meet_again(context: RankContext, place: str) -> None:
     """On a rank that survived others: what it kept was made with them."""
     context.keep.clear()
     gc.collect()
     dist.destroy_process_group()
-    object.__setattr__(context, "group", _meet(store, context.rank, context.num_ranks))
+    object.__setattr__(context, "group", meet(place, context.rank, context.num_ranks))
 
 
 def _answer(context: RankContext, request: bytes) -> bytes:
@@ -487,20 +446,6 @@ def _answer(context: RankContext, request: bytes) -> bytes:
         return _pickled(_Answer(function(context, *args)))
     except BaseException as error:
         return _pickled_error(error)
-
-
-def _die_with_pytest() -> None:
-    """Ask the kernel to kill this rank when pytest is gone.
-
-    The rank's parent is the fork server, which ends when nobody holds a certain pipe open: pytest does, and
-    so would every rank.
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    server: Any = forkserver._forkserver
-    os.close(server._forkserver_alive_fd)
-    pytest_process = multiprocessing.parent_process()
-    if pytest_process is None or not pytest_process.is_alive():
-        os._exit(1)
 
 
 def _pickled_error(error: BaseException) -> bytes:
@@ -552,14 +497,5 @@ def _report(errors: dict[int, BaseException]) -> str:
     return "\n".join(f"--- rank {', '.join(ranks)} ---\n{text}" for text, ranks in ranks_of.items())
 
 
-def _path_of(descriptor: int) -> str:
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
 def _text_of(descriptor: int, start: int = 0) -> str:
     return os.pread(descriptor, os.fstat(descriptor).st_size, start).decode(errors="replace")
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)

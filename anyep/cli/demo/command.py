@@ -15,9 +15,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from anyep.cli import demo_decode_results, demo_results, options
+from anyep.cli import options
 from anyep.cli.checks import check_experts
-from anyep.cli.demo_job import DecodeJob, Job, decode_on_rank, train_on_rank
+from anyep.cli.demo import decode_results, train_results
+from anyep.cli.demo.job import DecodeJob, Job, decode_on_rank, train_on_rank
 from anyep.cli.gpus import check_device, placed
 from anyep.cli.nodes import count_ranks, nodes_of
 from anyep.cli.ranks import run_ranks
@@ -114,11 +115,11 @@ def _train(job: Job, as_json: bool) -> bool:
 
     with placed(job.device, job.ranks) as placement, _progress(job, describe) as shown:
         by_rank = run_ranks(job.ranks, train_on_rank, job, placement=placement, **shown)
-    record = demo_results.record_of(job, placement.num_gpus, by_rank)
+    record = train_results.record_of(job, placement.num_gpus, by_rank)
     if as_json:
         print(json.dumps(record, indent=2))
     else:
-        demo_results.print_record(record)
+        train_results.print_record(record)
     return bool(record["ok"])
 
 
@@ -132,11 +133,11 @@ def _decode(job: DecodeJob, as_json: bool) -> bool:
 
     with placed(job.device, job.ranks) as placement, _progress(job, describe) as shown:
         by_rank = run_ranks(job.ranks, decode_on_rank, job, placement=placement, **shown)
-    record = demo_decode_results.record_of(job, placement.num_gpus, by_rank)
+    record = decode_results.record_of(job, placement.num_gpus, by_rank)
     if as_json:
         print(json.dumps(asdict(record), indent=2))
     else:
-        demo_decode_results.print_record(record)
+        decode_results.print_record(record)
     return record.ok
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from anyep.cli.demo_job import COMMUNICATION, PHASES, DecodeJob, DecodeReport, Difference
+from anyep.cli.demo.job import COMMUNICATION, PHASES, DecodeJob, DecodeReport, Difference
 from anyep.cli.gpus import in_words
 from anyep.cli.histogram import Latency, bar, latency_of, marks_of, percentile
 from anyep.cli.nodes import limit_in_words, nodes_in_words

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from anyep.api.buffer import Buffer
 from anyep.cli import draw
-from anyep.cli.demo_decode_reference import Experts, compare, gate_of, layer_in_one_process
-from anyep.cli.demo_job import DecodeJob, DecodeProgress, DecodeReport, Difference, now
-from anyep.cli.demo_layer import weights_of
+from anyep.cli.demo.decode_reference import Experts, compare, gate_of, layer_in_one_process
+from anyep.cli.demo.job import DecodeJob, DecodeProgress, DecodeReport, Difference, now
+from anyep.cli.demo.train_reference import weights_of
 from anyep.cli.gate import choose
 from anyep.cli.ranks import Rank
 from anyep.sizes import CHANNELS_PER_SCALE

@@ -10,13 +10,11 @@ import torch
 from torch.nn import functional
 
 from anyep.cli import draw
-from anyep.cli.demo_job import DecodeJob, Difference
-from anyep.cli.demo_layer import weights_of
+from anyep.cli.demo.job import DecodeJob, Difference
+from anyep.cli.demo.train_reference import weights_of
+from anyep.cli.fp8 import through_fp8
 from anyep.cli.gate import misrouting
 from anyep.cli.nodes import ONE_NODE, Nodes
-
-FP8_MAX = 448.0
-FP8_CHANNELS = 128
 
 
 def _normal(seed: int, rows: int, columns: int) -> torch.Tensor:
@@ -41,15 +39,6 @@ class Experts:
 
     def apply(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         return functional.silu(rows @ self._up[index]) @ self._down[index]
-
-
-def through_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Rows after a conversion to FP8 and back, with a scale per 128 channels."""
-    blocks = x.float().view(len(x), -1, FP8_CHANNELS)
-    amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4)
-    data = (blocks * (torch.full_like(amax, FP8_MAX) / amax)).clamp(-FP8_MAX, FP8_MAX)
-    scales = amax * torch.tensor(1 / FP8_MAX, dtype=torch.float32, device="cpu")
-    return (data.to(torch.float8_e4m3fn).float() * scales).view(x.shape)
 
 
 def layer_in_one_process(

@@ -81,7 +81,7 @@ class StepReport:
 
 def train_on_rank(rank: Any, job: Job) -> list[StepReport]:
     """Run the demo on a rank. Only ranks import the layer: the command itself starts without torch."""
-    from anyep.cli.demo_layer import train
+    from anyep.cli.demo.train import train
 
     return train(rank, job)
 
@@ -155,6 +155,6 @@ class DecodeReport:
 
 def decode_on_rank(rank: Any, job: DecodeJob) -> DecodeReport:
     """Run the demo in low-latency mode on a rank; only ranks import its layer."""
-    from anyep.cli.demo_decode import decode
+    from anyep.cli.demo.decode import decode
 
     return decode(rank, job)

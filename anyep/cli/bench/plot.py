@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from anyep.cli.bench_measure import GpuRecord, NodesRecord, Record, Report
-from anyep.cli.bench_table import RIVALS
+from anyep.cli.bench.records import Record, Report
+from anyep.cli.bench.table import RIVALS
 from anyep.cli.nodes import nodes_in_words
 from anyep.cli.units import format_rate
 from anyep.errors import NotSupported
@@ -41,9 +41,7 @@ def draw(report: Report, path: Path) -> None:
     rows = _rows_of([record for record in report.cases if record.of_copy and record.tokens == first.tokens])
     num_rows = len(rows) + bool(report.sweep)
     figure = Figure(figsize=(11, 3.5 * num_rows))
-    place = f" on {first.gpu}" if isinstance(first, GpuRecord) else ""
-    if isinstance(first, NodesRecord):
-        place = nodes_in_words(first.nodes, first.ranks_per_node)
+    place = f" on {first.gpu}" if first.gpu else nodes_in_words(first.nodes, first.ranks_per_node)
     figure.suptitle(
         f"{first.ranks} ranks{place}, {first.tokens} tokens per rank, hidden {first.hidden} bf16",
         fontweight="bold",
@@ -72,7 +70,7 @@ def _rows_of(records: Sequence[Record]) -> list[Bars]:
     for rival in sorted({rival for record in records for rival in record.vs}):
         values = {_name(record): record.vs[rival] for record in records if rival in record.vs}
         rows.append(Bars(f"speed, as a multiple of {RIVALS[rival]}", values, "{:.1f}x".format, VIOLET))
-    if any(isinstance(record, GpuRecord) for record in records):
+    if any(record.gpu for record in records):
         rates = {_name(record): record.gbps for record in records}
         title = "rate, GB/s per rank of received bytes"
         rows.append(Bars(title, rates, format_rate, GREEN, are_ratios=False))
@@ -92,7 +90,7 @@ def _draw_bars(axes: Any, row: Bars) -> None:
     axes.set_title(row.title, loc="left", fontsize=10)
 
 
-def _draw_sweep(axes: Any, records: Sequence[GpuRecord]) -> None:
+def _draw_sweep(axes: Any, records: Sequence[Record]) -> None:
     """The rates by number of SMs; a ring around the fewest SMs that are enough."""
     for case, colour in zip(dict.fromkeys(record.case for record in records), COLOURS, strict=False):
         of_case = [record for record in records if record.case == case]

@@ -1,8 +1,4 @@
-"""Start the ranks of a program on this machine, and end them together.
-
-    from anyep.launch import launch
-
-    exit_code = launch(8, [sys.executable, "-u", "train.py"])
+"""Start a program as several ranks, each in a new interpreter.
 
 Every rank finds the usual variables of torch.distributed in its environment, so `init_process_group` needs
 no arguments. When one rank fails, or the launcher is told to stop, all the others are ended. No process
@@ -22,29 +18,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
 from anyep.errors import InvalidCall, whole_number
+from anyep.launch.output import STDERR, STDOUT, Printer
+from anyep.launch.processes import ending_in_words, failed_first, signal_group
 
 GRACE_S: Final = 3.0
 """Time between SIGTERM and SIGKILL for ranks that are ended."""
-MAX_PIPE_BYTES: Final = 2**20
-"""The most bytes that a pipe can hold."""
-MAX_LINE_BYTES: Final = 2**16
-"""A line that has grown to this length is printed without waiting for its end."""
-WRITE_BYTES: Final = 2**14
-STUCK_S: Final = 1.0
-"""If the launcher's output is not read for this long at the end, the rest of it is dropped."""
-STDOUT: Final = 1
-STDERR: Final = 2
 
 # Runs in a rank's process before its program. PR_SET_PDEATHSIG (the kernel kills the process with its parent)
 # survives the exec, but has no effect if the parent died before it was set: hence the check of the parent
 # afterwards. Python ignores SIGPIPE for itself; the program gets the default back.
-_START_RANK: Final = """\
+START_RANK: Final = """\
 import ctypes, os, signal, sys
 launcher, command = int(sys.argv[1]), sys.argv[2:]
 word = ctypes.c_ulong
@@ -91,7 +80,7 @@ def launch(
     # The output of this process comes before that of the ranks.
     sys.stdout.flush()
     sys.stderr.flush()
-    with _reserved_port() as port, _Job(num_ranks, prefix_lines) as job:
+    with reserved_port() as port, _Job(num_ranks, prefix_lines) as job:
         for rank in range(num_ranks):
             job.start(command, rank_environment(rank, num_ranks, port, num_cores, variables))
         ending = job.wait()
@@ -126,7 +115,7 @@ def rank_environment(
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """A free port that no other process gets inside this context.
 
     The socket stays bound but never listens. With SO_REUSEADDR on both sides, rank 0 can still listen
@@ -161,7 +150,7 @@ class _Job:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
-        self._printer = _Printer(on_broken_output=self._ring) if prefix_lines and num_ranks > 1 else None
+        self._printer = Printer(on_broken_output=self._ring) if prefix_lines and num_ranks > 1 else None
 
     def __enter__(self) -> _Job:
         self._guard = subprocess.Popen(
@@ -190,7 +179,7 @@ class _Job:
         rank = len(self._ranks)
         output = None if self._printer is None else subprocess.PIPE
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _START_RANK, str(os.getpid()), *command],
+            [sys.executable, "-I", "-S", "-c", START_RANK, str(os.getpid()), *command],
             stdin=subprocess.DEVNULL if self._num_ranks > 1 else None,
             stdout=output,
             stderr=output,
@@ -218,14 +207,13 @@ class _Job:
                 break
             failed = [rank for rank in ended if self._exit_codes[rank] != 0]
             if failed:
-                # Peers of a killed rank fail within microseconds, so the killed rank was the first to fail.
-                return self._failure_of(min(failed, key=lambda rank: self._exit_codes[rank] > 0))
+                return self._failure_of(failed_first({rank: self._exit_codes[rank] for rank in failed}))
         return _Ending(0)
 
     def _failure_of(self, rank: int) -> _Ending:
         exit_code = self._exit_codes[rank]
-        reason = f"exit code {exit_code}" if exit_code > 0 else f"killed by {_signal_name(-exit_code)}"
-        sentence = f"rank {rank} failed{' first' if self._num_ranks > 1 else ''} ({reason})"
+        first = " first" if self._num_ranks > 1 else ""
+        sentence = f"rank {rank} failed{first} ({ending_in_words(exit_code)})"
         if len(self._exit_codes) < len(self._ranks):
             sentence += "; the ranks still running were ended"
         return _Ending(exit_code if exit_code > 0 else 128 - exit_code, sentence)
@@ -248,13 +236,13 @@ class _Job:
     def _end_ranks(self) -> None:
         for rank, process in enumerate(self._ranks):
             if rank not in self._exit_codes:
-                _signal_group(process.pid, signal.SIGTERM)
+                signal_group(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
         while len(self._exit_codes) < len(self._ranks) and time.monotonic() < deadline:
             self._watch(max(0.0, deadline - time.monotonic()))
         # Include the groups of ranks that have ended: their children may still be running.
         for process in self._ranks:
-            _signal_group(process.pid, signal.SIGKILL)
+            signal_group(process.pid, signal.SIGKILL)
         self._tell_guard("clean")
         for process in self._ranks:
             process.wait()
@@ -300,137 +288,9 @@ class _Job:
         os.eventfd_write(self._bell, 1)
 
 
-class LinePrefixer:
-    """Puts a prefix before each line of a stream that comes in pieces of any size.
-
-    >>> prefixer = LinePrefixer("[rank 3] ")
-    >>> prefixer.take(b"one\\ntw"), prefixer.take(b"o\\n"), prefixer.take(b"three"), prefixer.rest()
-    (b'[rank 3] one\\n', b'[rank 3] two\\n', b'', b'[rank 3] three\\n')
-    """
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix.encode()
-        self._unfinished = b""
-
-    def take(self, piece: bytes) -> bytes:
-        """The text to print now: whole lines, and a line that has become too long to wait for its end."""
-        *lines, self._unfinished = (self._unfinished + piece).split(b"\n")
-        printable = b"".join(self._prefix + line + b"\n" for line in lines)
-        return printable + self.rest() if len(self._unfinished) >= MAX_LINE_BYTES else printable
-
-    def rest(self) -> bytes:
-        """The last line, if the stream ended without a newline."""
-        line, self._unfinished = self._unfinished, b""
-        return self._prefix + line + b"\n" if line else b""
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """One output of one rank, and where it goes."""
-
-    target: int
-    prefixer: LinePrefixer
-
-
-class _Printer(threading.Thread):
-    """Prints what the ranks print, line by line.
-
-    It is a separate thread: if the launcher's output is not read, a write blocks, and the job must still be
-    able to notice failures and signals.
-    """
-
-    def __init__(self, on_broken_output: Callable[[], None]) -> None:
-        super().__init__(name="anyep-printer", daemon=True)
-        self.output_is_broken = False
-        self._on_broken_output = on_broken_output
-        self._streams: dict[int, _Stream] = {}
-        self._num_written = 0
-        self._given_up = False
-        self._finish = os.eventfd(0, os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._finish, select.POLLIN)
-
-    def add(self, source: int, target: int, prefix: str) -> None:
-        """Print `source`, the end of a pipe, to `target`. Call before start()."""
-        os.set_blocking(source, False)
-        self._streams[source] = _Stream(target, LinePrefixer(prefix))
-        self._poll.register(source, select.POLLIN)
-
-    def run(self) -> None:
-        try:
-            while self._streams:
-                ready = [descriptor for descriptor, _ in self._poll.poll()]
-                if self._finish in ready:
-                    break
-                for source in ready:
-                    self._pump(source)
-            # All ranks have ended, and one read empties a pipe. Waiting for the end of the pipe could take
-            # forever: a process that left the rank's group may hold it open.
-            for source in list(self._streams):
-                self._pump(source)
-            for stream in self._streams.values():
-                self._write(stream.target, stream.prefixer.rest())
-        except OSError:
-            self.output_is_broken = True
-            if not self._given_up:
-                self._on_broken_output()
-
-    def finish(self) -> None:
-        """Print the remaining output of ranks that have ended, unless it is not read."""
-        os.eventfd_write(self._finish, 1)
-        num_written = -1
-        while self.is_alive() and num_written != self._num_written:
-            num_written = self._num_written
-            self.join(STUCK_S)
-        self._given_up = self.is_alive()
-        if not self._given_up:
-            os.close(self._finish)
-
-    def _pump(self, source: int) -> None:
-        stream = self._streams[source]
-        try:
-            piece = os.read(source, MAX_PIPE_BYTES)
-        except BlockingIOError:
-            return
-        if not piece:
-            self._poll.unregister(source)
-            del self._streams[source]
-        self._write(stream.target, stream.prefixer.take(piece) if piece else stream.prefixer.rest())
-
-    def _write(self, target: int, text: bytes) -> None:
-        while text:
-            try:
-                # In small parts, to distinguish a slow reader from one that does not read.
-                num_bytes = os.write(target, text[:WRITE_BYTES])
-            except BlockingIOError:
-                # Another program left the terminal in non-blocking mode.
-                select.select([], [target], [])
-                continue
-            if self._given_up:
-                raise BrokenPipeError
-            text = text[num_bytes:]
-            self._num_written += num_bytes
-
-
 def _look_at_exit_code(pid: int) -> int | None:
     """The exit code of a child that has ended, negative for a signal; the child is not reaped."""
     status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if status is None:
         return None
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
-
-
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
-
-
-def _signal_name(number: int) -> str:
-    """
-    >>> _signal_name(9), _signal_name(40)
-    ('SIGKILL', 'signal 40')
-    """
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from anyep.cli.bench_measure import GpuRecord, NodesRecord, Record, Report
+from anyep.cli.bench.records import Record, Report
 from anyep.cli.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -28,13 +28,11 @@ def print_report(report: Report) -> None:
 
 def _table_of(records: Sequence[Record]) -> Table:
     rivals = sorted({rival for record in records for rival in record.vs})
-    p99 = [record.p99_s if isinstance(record, GpuRecord) else None for record in records]
+    p99 = [record.p99_s for record in records]
     headings = ["case", "path", "tokens", "p50" if any(p99) else "median"]
     headings += ["p99"] if any(p99) else []
     headings += ["GB/s per rank", "of copy", *(f"vs {RIVALS[rival]}" for rival in rivals)]
-    crosses = any(
-        isinstance(record, NodesRecord) and record.bytes_between_nodes is not None for record in records
-    )
+    crosses = any(record.bytes_between_nodes is not None for record in records)
     if crosses:
         headings += ["between nodes", "all-to-all's"]
     table = _empty_table(headings)
@@ -44,14 +42,14 @@ def _table_of(records: Sequence[Record]) -> Table:
         cells.append(format_rate(record.gbps) if record.gbps else "")
         cells.append(f"{record.of_copy:.2f}" if record.of_copy else "")
         cells += [f"{record.vs[rival]:.1f}x" if rival in record.vs else "" for rival in rivals]
-        if crosses and isinstance(record, NodesRecord):
+        if crosses:
             crossed = (record.bytes_between_nodes, record.all_to_all_bytes_between_nodes)
             cells += ["" if num_bytes is None else format_bytes(num_bytes) for num_bytes in crossed]
         table.add_row(*cells)
     return table
 
 
-def _table_of_sweep(records: Sequence[GpuRecord]) -> Table:
+def _table_of_sweep(records: Sequence[Record]) -> Table:
     """Rates by number of SMs, in graphs; an arrow points to the fewest SMs that are enough."""
     cases = list(dict.fromkeys(record.case for record in records))
     found = {(record.case, record.sms): record for record in records}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from anyep.cli import options
-from anyep.cli.bench_measure import Report, Setup, measure
-from anyep.cli.bench_table import print_report
+from anyep.cli.bench.measure import measure
+from anyep.cli.bench.records import Report, Setup
+from anyep.cli.bench.table import print_report
 from anyep.cli.checks import check_experts, check_folder
 from anyep.cli.gpus import check_device, placed
 from anyep.cli.nodes import count_ranks, nodes_of
@@ -77,32 +78,61 @@ def bench(
     ] = None,
 ) -> None:
     """Measure dispatch and combine beside a plain copy of the same bytes, and beside Gloo or NCCL."""
+    usual = _defaults_of(mode, device)
+    counts = count_ranks(ranks, nodes, ranks_per_node, usual.ranks)
+    setup = Setup(
+        mode,
+        math.prod(counts),
+        usual.tokens if tokens is None else tokens,
+        hidden,
+        usual.experts if experts is None else experts,
+        topk,
+        repeats,
+        seed,
+        device,
+        sms,
+        sweep_sms,
+    )
+    _check_sizes(setup)
+    setup = replace(setup, nodes=nodes_of(counts, device, topk, setup.experts, topk_nodes, network))
+    _check_sms(setup)
+    _check_files(json_file, plot_file)
+    with placed(device, setup.ranks) as placement:
+        report = measure(setup, placement, show_progress=sys.stderr.isatty())
+    _show(report, json_file, plot_file)
+
+
+def _defaults_of(mode: str, device: str) -> Defaults:
     if mode not in MODES:
         raise InvalidCall(f"--mode is {mode!r}: choose {' or '.join(MODES)}")
     check_device(device)
-    usual = USUAL[device, mode]
-    counts = count_ranks(ranks, nodes, ranks_per_node, usual.ranks)
-    ranks = math.prod(counts)
-    tokens = usual.tokens if tokens is None else tokens
-    experts = usual.experts if experts is None else experts
+    return USUAL[device, mode]
+
+
+def _check_sizes(setup: Setup) -> None:
     for name, value in (
-        ("--tokens", tokens),
-        ("--hidden", hidden),
-        ("--repeats", repeats),
-        ("--topk", topk),
+        ("--tokens", setup.tokens),
+        ("--hidden", setup.hidden),
+        ("--repeats", setup.repeats),
+        ("--topk", setup.topk),
     ):
         whole_number(name, value, minimum=1)
-    check_row_bytes(2 * hidden)
-    if mode == "low-latency":
-        check_fp8_hidden(hidden, name="--hidden")
-    check_experts(experts, ranks, topk)
-    by_node = nodes_of(counts, device, topk, experts, topk_nodes, network)
-    if (sms is not None or sweep_sms) and (device, mode) != ("cuda", "normal"):
+    check_row_bytes(setup.row_bytes)
+    if setup.mode == "low-latency":
+        check_fp8_hidden(setup.hidden, name="--hidden")
+    check_experts(setup.experts, setup.ranks, setup.topk)
+
+
+def _check_sms(setup: Setup) -> None:
+    if (setup.sms is not None or setup.sweep_sms) and (setup.device, setup.mode) != ("cuda", "normal"):
         raise InvalidCall(
             "--sms and --sweep-sms are for --device cuda in normal mode: add that, or leave them out"
         )
-    if sms is not None:
-        check_num_sms("--sms", sms)
+    if setup.sms is not None:
+        check_num_sms("--sms", setup.sms)
+
+
+def _check_files(json_file: str | None, plot_file: Path | None) -> None:
     if json_file not in (None, "-"):
         check_folder("the records", Path(str(json_file)))
     if plot_file is not None:
@@ -111,10 +141,10 @@ def bench(
                 f"a plot cannot be written to {str(plot_file)!r}: its name must end in .png or .svg"
             )
         check_folder("the plot", plot_file)
-    report = _measure(
-        Setup(mode, ranks, tokens, hidden, experts, topk, repeats, seed, device, sms, sweep_sms, by_node)
-    )
-    records = json.dumps([asdict(record) for record in report.records], indent=2)
+
+
+def _show(report: Report, json_file: str | None, plot_file: Path | None) -> None:
+    records = json.dumps([record.as_json() for record in report.records], indent=2)
     if json_file == "-":
         print(records)
     else:
@@ -122,16 +152,6 @@ def bench(
             Path(json_file).write_text(records + "\n")
         print_report(report)
     if plot_file is not None:
-        from anyep.cli.bench_plot import draw
+        from anyep.cli.bench.plot import draw
 
         draw(report, plot_file)
-
-
-def _measure(setup: Setup) -> Report:
-    show_progress = sys.stderr.isatty()
-    if setup.device == "cpu":
-        return measure(setup, show_progress)
-    with placed(setup.device, setup.ranks) as placement:
-        from anyep.cli import bench_cuda
-
-        return bench_cuda.measure(setup, placement, show_progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any, Final
 
-from anyep.cli.demo_job import Job
+from anyep.cli.demo.job import Job
 from anyep.cli.gpus import in_words
 from anyep.cli.nodes import limit_in_words, nodes_in_words
 from anyep.cli.units import format_bytes

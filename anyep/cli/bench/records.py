@@ -1,0 +1,267 @@
+"""What `anyep bench` measures and reports: setup, labels, times, records. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from anyep.cli.histogram import percentile
+from anyep.cli.nodes import ONE_NODE, Nodes, limit_in_words
+
+ENOUGH: Final = 0.8
+"""Share of the best rate at which a number of SMs counts as enough."""
+ONLY_ACROSS_NODES: Final = frozenset(
+    [
+        "nodes",
+        "ranks_per_node",
+        "topk_nodes",
+        "network",
+        "bytes_between_nodes",
+        "all_to_all_bytes_between_nodes",
+    ]
+)
+"""The keys that a record of one node leaves out in JSON."""
+ONLY_ON_GPUS: Final = frozenset(["device", "gpu", "sms", "p99_s", "swept", "enough"])
+"""The keys that a record of the CPU leaves out in JSON."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured."""
+
+    mode: str
+    ranks: int
+    tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    repeats: int
+    seed: int
+    device: str = "cpu"
+    sms: int | None = None
+    sweep_sms: bool = False
+    nodes: Nodes = ONE_NODE
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.hidden
+
+    @property
+    def numbers_of_tokens(self) -> tuple[int, ...]:
+        """Tokens per rank, as requested; then one, which shows the latency."""
+        return (self.tokens, 1) if self.tokens > 1 else (self.tokens,)
+
+
+class Crossing(NamedTuple):
+    """Bytes that a rank sends to other nodes; and in a plain all-to-all, with one row per receiving rank."""
+
+    num_bytes: int
+    all_to_all_bytes: int
+
+
+@dataclass(frozen=True)
+class Label:
+    """Describes a case: the bytes of rows that this rank receives, and the cases it is compared with.
+
+    Its bounds are paths of plain copies, whose times add up. Its rival is the path of the alternative without
+    AnyEP, and begins with its name. A case that is not `listed` is measured for comparison only; one that is
+    `swept` belongs to the sweep over numbers of SMs.
+    """
+
+    case: str
+    path: str
+    tokens: int
+    num_bytes: int
+    sms: int | None = None
+    bounds: tuple[str, ...] = ()
+    rival: str = ""
+    crossing: Crossing | None = None
+    is_listed: bool = True
+    is_swept: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One case on one rank: its repeats as (start, end) in seconds, on a clock that all ranks share.
+
+    A rank that can only measure durations starts them all at 0.
+    """
+
+    label: Label
+    spans: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The results of one rank; where it ran and how times were taken, in words."""
+
+    timings: list[Timing]
+    place: str
+    method: str
+    gpu: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the table: bytes and rate are those that a rank receives, on average.
+
+    Across nodes, bytes between nodes are those that a rank sends there, on average. On GPUs the median may be
+    that of single calls; then there is a p99 too. A record of the sweep over numbers of SMs is `swept`, and
+    `enough` if it has the fewest SMs that are fast enough.
+    """
+
+    case: str
+    path: str
+    ranks: int
+    tokens: int
+    hidden: int
+    bytes: int
+    median_s: float
+    gbps: float
+    of_copy: float | None
+    vs: dict[str, float]
+    nodes: int = 1
+    ranks_per_node: int = 1
+    topk_nodes: int = 1
+    network: str = "auto"
+    bytes_between_nodes: int | None = None
+    all_to_all_bytes_between_nodes: int | None = None
+    device: str = "cpu"
+    gpu: str = ""
+    sms: int | None = None
+    p99_s: float | None = None
+    swept: bool = False
+    enough: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys that apply to where it was measured."""
+        left_out: frozenset[str] = frozenset() if self.nodes > 1 else ONLY_ACROSS_NODES
+        left_out |= frozenset() if self.device == "cuda" else ONLY_ON_GPUS
+        return {key: value for key, value in asdict(self).items() if key not in left_out}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A description of the measurement; the records in the order of the table; further notes."""
+
+    description: str
+    records: Sequence[Record]
+    note: str = ""
+
+    @property
+    def cases(self) -> list[Record]:
+        return [record for record in self.records if not record.swept]
+
+    @property
+    def sweep(self) -> list[Record]:
+        return [record for record in self.records if record.swept]
+
+
+def description_of(setup: Setup, first: RankReport) -> str:
+    return (
+        f"{setup.mode} mode, {setup.ranks} ranks{first.place}, {setup.tokens} tokens per rank,"
+        f" hidden {setup.hidden} bf16, top-{setup.topk} of {setup.experts} experts"
+        f"{limit_in_words(setup.nodes.num_nodes, setup.nodes.topk_nodes)}; {first.method}"
+    )
+
+
+def durations_of(timings: Sequence[Timing]) -> list[float]:
+    """The seconds of each repeat of a case: from when the last rank started to when the last one was done.
+
+    >>> label = Label("copy", "bf16", 1, 0)
+    >>> durations_of([Timing(label, [(0.0, 3.0)]), Timing(label, [(1.0, 2.5)])])
+    [2.0]
+    """
+    return [
+        max(end for _, end in spans) - max(start for start, _ in spans)
+        for spans in zip(*(timing.spans for timing in timings), strict=True)
+    ]
+
+
+def medians_of(by_rank: Sequence[Sequence[Timing]]) -> dict[tuple[str, str, int], float]:
+    """Seconds of each case outside the sweep, by its name, path and tokens."""
+    return {
+        (timings[0].label.case, timings[0].label.path, timings[0].label.tokens): statistics.median(
+            durations_of(timings)
+        )
+        for timings in zip(*by_rank, strict=True)
+        if not timings[0].label.is_swept
+    }
+
+
+def records_of(setup: Setup, by_rank: Sequence[RankReport]) -> list[Record]:
+    """The records of all ranks together, in the order of the table; those of the sweep come last."""
+    all_timings = [report.timings for report in by_rank]
+    medians = medians_of(all_timings)
+    records = [
+        _record_of(setup, by_rank[0].gpu, timings, medians)
+        for timings in zip(*all_timings, strict=True)
+        if timings[0].label.is_listed
+    ]
+    # Records of one case are adjacent, whatever the order of measurement.
+    places = {record.case: place for place, record in reversed(list(enumerate(records)))}
+    records.sort(key=lambda record: (record.swept, -record.tokens, places[record.case]))
+    return _mark_enough(records)
+
+
+def _record_of(
+    setup: Setup, gpu: str, timings: Sequence[Timing], medians: Mapping[tuple[str, str, int], float]
+) -> Record:
+    label, seconds = timings[0].label, durations_of(timings)
+    median = statistics.median(seconds)
+    received = statistics.mean(timing.label.num_bytes for timing in timings)
+    bound = sum(medians["copy", copy, label.tokens] for copy in label.bounds)
+    rival = medians.get((label.case, label.rival, label.tokens))
+    has_percentiles = (setup.device, setup.mode) == ("cuda", "low-latency")
+    sent, plain = _crossed(timings)
+    return Record(
+        case=label.case,
+        path=label.path,
+        ranks=setup.ranks,
+        tokens=label.tokens,
+        hidden=setup.hidden,
+        bytes=round(received),
+        median_s=median,
+        gbps=received / median / 1e9,
+        of_copy=bound / median if bound and received else None,
+        vs={label.rival.split()[0]: rival / median} if rival else {},
+        nodes=setup.nodes.num_nodes,
+        ranks_per_node=setup.nodes.ranks_per_node,
+        topk_nodes=setup.nodes.topk_nodes,
+        network=setup.nodes.network,
+        bytes_between_nodes=sent,
+        all_to_all_bytes_between_nodes=plain,
+        device=setup.device,
+        gpu=gpu,
+        sms=label.sms,
+        p99_s=percentile(seconds, 0.99) if has_percentiles else None,
+        swept=label.is_swept,
+    )
+
+
+def _crossed(timings: Sequence[Timing]) -> tuple[int | None, int | None]:
+    """Bytes to other nodes, of AnyEP and of a plain all-to-all: the means over the ranks."""
+    crossings = [timing.label.crossing for timing in timings if timing.label.crossing is not None]
+    if not crossings:
+        return None, None
+    sent, plain = (round(statistics.mean(numbers)) for numbers in zip(*crossings, strict=True))
+    return sent, plain
+
+
+def _mark_enough(records: list[Record]) -> list[Record]:
+    enough = {}
+    for case in {record.case for record in records if record.swept}:
+        rates = {record.sms or 0: record.gbps for record in records if record.swept and record.case == case}
+        enough[case] = fewest_sms(rates)
+    return [replace(record, enough=record.swept and record.sms == enough[record.case]) for record in records]
+
+
+def fewest_sms(rates: Mapping[int, float]) -> int:
+    """The fewest SMs that reach 80 % of the best rate.
+
+    >>> fewest_sms({4: 205.0, 8: 392.0, 16: 701.0, 24: 912.0, 32: 1004.0})
+    24
+    """
+    return min(sms for sms, rate in rates.items() if rate >= ENOUGH * max(rates.values()))
