@@ -113,6 +113,19 @@ def test_percentiles_in_low_latency_mode() -> None:
     assert (record.median_s, record.p99_s) == (1e-3, 9e-3)
 
 
+def test_the_time_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """Calls that are launched one by one have one; replays of a graph have none."""
+    single, graph = Label("combine", "window", 4, MEGABYTE), Label("combine", "window, graph", 4, MEGABYTE)
+    run = a_run((single, [1e-3, 2e-3]), (graph, [1e-3, 1e-3]))
+    for report, times in zip(run, ([40e-6, 50e-6], [70e-6, 30e-6]), strict=True):
+        report.timings[0].host.extend(times)
+    records = records_of(replace(NORMAL, ranks=2), run)
+    assert [record.host_s for record in records] == [pytest.approx(60e-6), None]
+    print_report(Report("what was measured", records))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["combine", "window", "4", "2.25", "ms", "60.0", "us", "0.93"] in lines
+
+
 def test_the_bounds_of_a_pair_add_up() -> None:
     setup = replace(NORMAL, mode="low-latency", sms=None, sweep_sms=False)
     run = a_run(
@@ -208,7 +221,7 @@ def test_the_picture(tmp_path: Path, mode: str, ending: str) -> None:
 
 
 def test_records_are_those_of_gpus() -> None:
-    keys = {"device", "gpu", "sms", "p99_s", "swept", "enough"}
+    keys = {"device", "gpu", "sms", "p99_s", "host_s", "swept", "enough"}
     for record in a_report("normal").records:
         assert keys <= set(record.as_json())
         assert "nodes" not in record.as_json()

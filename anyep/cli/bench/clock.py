@@ -254,11 +254,13 @@ class CudaClock:
                     label = case.label
                     swept = f", {label.sms} SMs" if label.is_swept else ""
                     self._rank.report(f"{tokens} tokens: {label.case}, {label.path}{swept}")
-                    timings.append(Timing(label, [(0.0, seconds) for seconds in self._seconds_of(case)]))
+                    seconds, host = self._seconds_of(case)
+                    timings.append(Timing(label, [(0.0, duration) for duration in seconds], host))
         return timings
 
-    def _seconds_of(self, case: Case) -> list[float]:
-        """Seconds per call, for each run or each call."""
+    def _seconds_of(self, case: Case) -> tuple[list[float], list[float]]:
+        """Seconds per call, for each run or each call; and those of the host, by run, unless a graph is
+        replayed."""
         for _ in range(WARM_UP):
             if case.prepare is not None:
                 case.prepare()
@@ -275,22 +277,24 @@ class CudaClock:
         calls = CALLS_IN_A_RUN[self._setup.mode]
         portions = [1] * calls if self._setup.mode == "low-latency" else [calls]
         marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(len(portions) + 1)]  # type: ignore[no-untyped-call]
-        seconds = []
+        seconds, host = [], []
         for _ in range(self._setup.repeats):
             torch.cuda.synchronize()
             dist.barrier(self._rank.group)
             (case.meet or work)()
             marks[0].record()
+            started = time.perf_counter()
             for portion, mark in zip(portions, marks[1:], strict=True):
                 for _ in range(portion):
                     work()
                 mark.record()
+            host.append((time.perf_counter() - started) / calls)
             torch.cuda.synchronize()
             seconds += [
                 begin.elapsed_time(end) / portion / 1e3
                 for (begin, end), portion in zip(pairwise(marks), portions, strict=True)
             ]
-        return seconds
+        return seconds, [] if case.in_graph else host
 
     def copy_of(self, source: torch.Tensor) -> Callable[[], Any]:
         """A copy within the GPU."""

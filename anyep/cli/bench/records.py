@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from anyep.cli.histogram import percentile
@@ -23,7 +23,7 @@ ONLY_ACROSS_NODES: Final = frozenset(
     ]
 )
 """The keys that a record of one node leaves out in JSON."""
-ONLY_ON_GPUS: Final = frozenset(["device", "gpu", "sms", "p99_s", "swept", "enough"])
+ONLY_ON_GPUS: Final = frozenset(["device", "gpu", "sms", "p99_s", "host_s", "swept", "enough"])
 """The keys that a record of the CPU leaves out in JSON."""
 
 
@@ -86,11 +86,13 @@ class Label:
 class Timing:
     """One case on one rank: its repeats as (start, end) in seconds, on a clock that all ranks share.
 
-    A rank that can only measure durations starts them all at 0.
+    A rank that can only measure durations starts them all at 0. On a GPU, `host` is the time that the host
+    takes to launch a call, by repeat; a call that waits for peers on the host includes that.
     """
 
     label: Label
     spans: list[tuple[float, float]]
+    host: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,9 @@ class Record:
     """One line of the table: bytes and rate are those that a rank receives, on average.
 
     Across nodes, bytes between nodes are those that a rank sends there, on average. On GPUs the median may be
-    that of single calls; then there is a p99 too. A record of the sweep over numbers of SMs is `swept`, and
-    `enough` if it has the fewest SMs that are fast enough.
+    that of single calls; then there is a p99 too; and `host_s` is the time that a call takes its host, if
+    calls are launched one by one. A record of the sweep over numbers of SMs is `swept`, and `enough` if it
+    has the fewest SMs that are fast enough.
     """
 
     case: str
@@ -132,6 +135,7 @@ class Record:
     gpu: str = ""
     sms: int | None = None
     p99_s: float | None = None
+    host_s: float | None = None
     swept: bool = False
     enough: bool = False
 
@@ -237,8 +241,20 @@ def _record_of(
         gpu=gpu,
         sms=label.sms,
         p99_s=percentile(seconds, 0.99) if has_percentiles else None,
+        host_s=_host_seconds(timings),
         swept=label.is_swept,
     )
+
+
+def _host_seconds(timings: Sequence[Timing]) -> float | None:
+    """The host's time per call: the slowest rank's in each repeat, and the median of these.
+
+    >>> label = Label("combine", "window", 1, 0)
+    >>> _host_seconds([Timing(label, [], [3.0, 1.0, 2.0]), Timing(label, [], [1.0, 1.0, 5.0])])
+    3.0
+    """
+    slowest = [max(times) for times in zip(*(timing.host for timing in timings), strict=True)]
+    return statistics.median(slowest) if slowest else None
 
 
 def _crossed(timings: Sequence[Timing]) -> tuple[int | None, int | None]:

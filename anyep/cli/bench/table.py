@@ -31,6 +31,8 @@ def _table_of(records: Sequence[Record]) -> Table:
     p99 = [record.p99_s for record in records]
     headings = ["case", "path", "tokens", "p50" if any(p99) else "median"]
     headings += ["p99"] if any(p99) else []
+    has_host = any(record.host_s for record in records)
+    headings += ["host"] if has_host else []
     headings += ["GB/s per rank", "of copy", *(f"vs {RIVALS[rival]}" for rival in rivals)]
     crosses = any(record.bytes_between_nodes is not None for record in records)
     if crosses:
@@ -39,6 +41,8 @@ def _table_of(records: Sequence[Record]) -> Table:
     for record, slowest in zip(records, p99, strict=True):
         cells = [record.case, record.path, str(record.tokens), format_seconds(record.median_s)]
         cells += [format_seconds(slowest)] if slowest else []
+        if has_host:
+            cells.append(format_seconds(record.host_s) if record.host_s else "")
         cells.append(format_rate(record.gbps) if record.gbps else "")
         cells.append(f"{record.of_copy:.2f}" if record.of_copy else "")
         cells += [f"{record.vs[rival]:.1f}x" if rival in record.vs else "" for rival in rivals]
