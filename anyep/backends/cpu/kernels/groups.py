@@ -23,7 +23,9 @@ Number = Annotated[int, types.int64]
 Numbers = Annotated[Array, types.int64[::1]]
 Numbers2D = Annotated[Array, types.int64[:, ::1]]
 Numbers3D = Annotated[Array, types.int64[:, :, ::1]]
+Words = Annotated[Array, types.int32[::1]]
 Words2D = Annotated[Array, types.int32[:, ::1]]
+Octets2D = Annotated[Array, types.uint8[:, ::1]]
 Flags2D = Annotated[Array, types.boolean[:, ::1]]
 Floats = Annotated[Array, types.float32[::1]]
 Floats2D = Annotated[Array, types.float32[:, ::1]]
@@ -215,6 +217,21 @@ class NodeSums(NamedTuple):
     """The first virtual token of this rank itself."""
 
 
+class NodeHandle(NamedTuple):
+    """The parts of a handle between nodes, in the order of `RelayRouting`, which describes them."""
+
+    in_rank: Flags2D
+    rdma_prefix: Words2D
+    gbl_prefix: Words2D
+    recv_rdma_prefix: Words2D
+    recv_rdma_sum: Words
+    recv_gbl_prefix: Words2D
+    recv_gbl_sum: Words
+    recv_src_meta: Octets2D
+    send_rdma_head: Words2D
+    send_nvl_head: Words2D
+
+
 def plain(*arguments: Any) -> tuple[Any, ...]:
     """The arguments of a call, with plain tuples in place of groups."""
     return tuple(tuple(each) if isinstance(each, tuple) else each for each in arguments)
@@ -229,7 +246,7 @@ GROUP_TYPES: Final = {
     group.__name__: types.BaseTuple.from_types(list(members_of(group).values()))
     for group in (
         *(RingStack, Slots, Bells, Payload, Outputs, Sums, RingTokens, RingResults, RingSums, NodeTokens),
-        *(Relayed, Received, Pushed, NodeSums),
+        *(Relayed, Received, Pushed, NodeSums, NodeHandle),
     )
 }
 """The types of groups, by the names that signatures use."""
