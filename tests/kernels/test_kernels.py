@@ -16,7 +16,19 @@ from anyep.backends import cpu
 from anyep.backends.cpu.kernels import counting, notify, rings, windows
 from anyep.backends.cpu.kernels import digests as cpu_digests
 from anyep.backends.cpu.kernels.atomics import load_acquire, store_release
-from anyep.layout import Window
+from anyep.backends.cpu.kernels.groups import (
+    Bells,
+    Outputs,
+    Payload,
+    RingResults,
+    RingStack,
+    RingSums,
+    RingTokens,
+    Slots,
+    Sums,
+    plain,
+)
+from anyep.layout import NUM_RING_LAYERS, Window
 from tests.support.arrays import Array, flags, int32, int64
 from tests.support.depth import examples
 
@@ -257,30 +269,38 @@ def test_windows_of_the_kernel_are_those_of_the_layout(rows: int, words: int, to
     assert choose(int64([[-1, 1, 256, needed - 1]]), int32([[rows]]), bytes_per_row)[2] == [-1]
 
 
+def ring_stack(layers: list[Array], num_rows: int) -> RingStack:
+    """Rings of one channel, sent one row at a time; each layer is by peer."""
+    stack = int64(layers).reshape(NUM_RING_LAYERS, 1, -1)
+    return RingStack(stack, *np.zeros((2, *stack.shape[1:]), np.int64), num_rows, 1, 0, 1)
+
+
 def test_a_ring_of_two_rows() -> None:
     """The example of `dispatch_through_rings`: one rank that sends two tokens to itself."""
-    slot_bytes, ring = 32, np.zeros(64, np.uint8)
+    slots, ring = Slots(16, 24, 24, 24, 32, 16, 0, 0), np.zeros(64, np.uint8)
     tail, head = int64([[7]]), int64([[7]])
     x = np.arange(8, dtype=np.int32).reshape(2, 4)
     result_x, source = np.zeros((2, 4), np.int32), np.zeros(2, np.int32)
-    sent, taken, cursor = (np.zeros((1, 1), np.int64) for _ in range(3))
-    base, bell = int64([[7]]), int64([0])
-    bells = int64([bell.ctypes.data])
+    bell = int64([0])
     ring_at, tail_at, head_at = (int64([[array.ctypes.data]]) for array in (ring, tail, head))
     values = np.zeros((1, 1), np.int64)
     rings.read_counters(tail_at, values)
     assert values.tolist() == [[7]]
+    stack = ring_stack([*(ring_at, tail_at, head_at, values)] * 2, 2)
+    no_topk = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32)
     unfinished = rings.dispatch_through_rings(
-        *(0, 1, 1),
-        *(ring_at, tail_at, head_at, base) * 2,
-        *(cursor, sent, taken, 2, 1, int64([16, 24, 24, 24, slot_bytes])),
-        *(int32([[0], [1]]), x.ctypes.data, 16, 0, 0, 0, 0),
-        *(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32), 0),
-        *(int32([[0, 2]]), int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0])),
-        *(0, NO_WAKE_UP, bells, 0, 0),
+        *plain(
+            *(0, 1, 0),
+            *(stack, slots, Bells(int64([bell.ctypes.data]), NO_WAKE_UP, 0)),
+            Payload(x.ctypes.data, 16, 0, 0, 0, 0, *no_topk, 0),
+            RingTokens(np.zeros((1, 1), np.int64), int32([[0], [1]])),
+            RingResults(int32([[0, 2]]), int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0])),
+            0,
+        )
     )
     assert unfinished == 0
     assert (tail[0, 0], head[0, 0]) == (9, 9)
+    assert (stack.sent[0, 0], stack.taken[0, 0]) == (2, 2)
     assert bell[0] > 0
     assert result_x.tolist() == x.tolist()
     assert source.tolist() == [0, 1]
@@ -288,29 +308,29 @@ def test_a_ring_of_two_rows() -> None:
 
 def test_a_token_from_two_rings() -> None:
     """The example of `combine_through_rings`: one token, whose rows came back from two ranks."""
-    slots = np.zeros((2, 2, 48), np.uint8)  # ranks, rows, bytes of a slot: 32 of hidden
-    slots[0, 0, :32] = np.arange(8, dtype=np.float32).view(np.uint8)
-    slots[1, 0, :32] = np.full(8, 10, np.float32).view(np.uint8)
+    entries = np.zeros((2, 2, 48), np.uint8)  # ranks, rows, bytes of an entry: 32 of hidden
+    entries[0, 0, :32] = np.arange(8, dtype=np.float32).view(np.uint8)
+    entries[1, 0, :32] = np.full(8, 10, np.float32).view(np.uint8)
     tails, heads = int64([[8, 3]]), int64([[7, 2]])
     bells = np.zeros(2, np.int64)
-    out, zeros = np.zeros((1, 8), np.float32), np.zeros((1, 2), np.int64)
-    taken = np.zeros((1, 2), np.int64)
+    out, zeros = np.zeros((1, 8), np.float32), np.zeros(2, np.int64)
+    rows_at = int64([entries[0].ctypes.data, entries[1].ctypes.data])
+    tails_at, heads_at = (array.ctypes.data + 8 * np.arange(2) for array in (tails, heads))
+    stack = ring_stack([*(zeros,) * 4, rows_at, tails_at, heads_at, int64([7, 2])], 2)
     unfinished = rings.combine_through_rings(
-        *(0, 1, 1),
-        *(zeros, zeros, zeros, zeros),
-        int64([[slots[0].ctypes.data, slots[1].ctypes.data]]),
-        tails.ctypes.data + 8 * np.arange(2).reshape(1, 2),
-        heads.ctypes.data + 8 * np.arange(2).reshape(1, 2),
-        int64([[7, 2]]),
-        *(np.zeros(1, np.int64), np.zeros((1, 2), np.int64), taken, 2, 1, int64([32, 40, 40, 40, 48])),
-        *(np.zeros((2, 2), np.int32), 0, 0, int32([[0, 0]]), np.zeros(2, np.int64), np.zeros(2, np.int64)),
-        *(out.ctypes.data, 0, 0, 8, 32, cpu.FP32, np.zeros((1, 0), np.float32)),
-        *(0, np.repeat(NO_WAKE_UP, 2), bells.ctypes.data + 8 * np.arange(2), 0, 0),
+        *plain(
+            *(0, 1, 0),
+            *(stack, Slots(32, 40, 40, 40, 48, 32, 0, 0)),
+            Bells(bells.ctypes.data + 8 * np.arange(2), np.repeat(NO_WAKE_UP, 2), 0),
+            Outputs(0, 0, zeros, zeros),
+            Sums(out.ctypes.data, 0, 0, 8, 32, cpu.FP32, np.zeros((1, 0), np.float32)),
+            *(RingSums(np.zeros(1, np.int64), int32([[0, 0]]), np.zeros((2, 2), np.int32)), 0),
+        )
     )
     assert unfinished == 0
     assert out.tolist() == [[10 + value for value in range(8)]]
     assert heads.tolist() == [[8, 3]]
-    assert taken.tolist() == [[1, 1]]
+    assert stack.taken.tolist() == [[1, 1]]
 
 
 @numba.njit

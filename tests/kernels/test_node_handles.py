@@ -23,7 +23,7 @@ from anyep.digests import mixed
 from anyep.errors import InvalidCall
 from anyep.sizes import SOURCE_META_BYTES
 from anyep.topology import Topology
-from tests.support.arrays import Array, flags, int32
+from tests.support.arrays import Array, flags, from_python, int32
 from tests.support.depth import examples
 
 
@@ -36,19 +36,20 @@ def test_place_in_nodes() -> None:
 
 def test_helpers() -> None:
     """What kernels call; from here each is compiled with its first call."""
-    assert node_handles.mask_of(flags([[0, 1, 1]]), 0, 1, 2) == 3
-    assert node_handles.word_in(np.array([9, 1, 1, 0, 0], np.uint8), 1) == 257
-    assert node_handles.word_in(np.array([255] * 4, np.uint8), 0) == 2**32 - 1
-    hash_of = node_handles.row_and_mask
+    assert from_python(node_handles.mask_of)(flags([[0, 1, 1]]), 0, 1, 2) == 3
+    word_in = from_python(node_handles.word_in)
+    assert word_in(np.array([9, 1, 1, 0, 0], np.uint8), 1) == 257
+    assert word_in(np.array([255] * 4, np.uint8), 0) == 2**32 - 1
+    hash_of = from_python(node_handles.row_and_mask)
     hashes = {hash_of(row, mask, node) for row in range(3) for mask in (1, 2, -1) for node in range(3)}
     assert len(hashes) == 27
     assert hash_of(2, -1, 0) == hash_of(2, 2**32 - 1, 0)
-    marks = flags([[1, 0], [0, 1], [0, 0]])
-    assert node_handles.counts_marks(marks, 0, 2, int32([2, 2]))
-    assert node_handles.counts_marks(marks, 0, 1, int32([1, 1]))
-    assert not node_handles.counts_marks(marks, 0, 1, int32([1, 2]))
-    falls = [node_handles.falls(int32(prefix)) for prefix in ([0, 2, 2], [0, 2, 1], [-1, 0])]
-    assert falls == [False, True, True]
+    marks, counts_marks = flags([[1, 0], [0, 1], [0, 0]]), from_python(node_handles.counts_marks)
+    assert counts_marks(marks, 0, 2, int32([2, 2]))
+    assert counts_marks(marks, 0, 1, int32([1, 1]))
+    assert not counts_marks(marks, 0, 1, int32([1, 2]))
+    falls = from_python(node_handles.falls)
+    assert [falls(int32(prefix)) for prefix in ([0, 2, 2], [0, 2, 1], [-1, 0])] == [False, True, True]
 
 
 ONE_TOKEN = RelayRouting(

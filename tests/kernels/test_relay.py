@@ -11,11 +11,24 @@ import numpy as np
 import torch
 
 from anyep.backends import cpu
-from anyep.backends.cpu.kernels import relay
+from anyep.backends.cpu.kernels import relay_dispatch
+from anyep.backends.cpu.kernels.groups import (
+    Bells,
+    NodeSums,
+    NodeTokens,
+    Outputs,
+    Payload,
+    Pushed,
+    Received,
+    Relayed,
+    RingStack,
+    Sums,
+    plain,
+)
+from anyep.backends.cpu.rows import slots_group
 from anyep.layout import NUM_RING_LAYERS
-from anyep.rings import part_offsets
 from anyep.sizes import token_layout
-from tests.support.arrays import Array, int32, int64
+from tests.support.arrays import Array, from_python, int32, int64
 
 BASE = 5
 """The rows that went through each ring in earlier calls."""
@@ -36,9 +49,9 @@ class Nodes:
         self.own_tails, self.own_heads = np.full(NODES, BASE), np.full(NODES, BASE)
         self.within_node = within_node
         self.bells = np.zeros((2, NODES), np.int64)
-        self.counts = [[np.zeros((1, size), np.int64) for size in (NODES, NODES, 1, 1)] for _ in range(NODES)]
+        self.stacks = [(self.net(node), self.nvl(node)) for node in range(NODES)]
 
-    def net(self, node: int) -> Array:
+    def net(self, node: int) -> RingStack:
         layers = np.zeros((NUM_RING_LAYERS, 1, NODES), np.int64)
         for other in range(NODES):
             layers[:, 0, other] = (
@@ -51,21 +64,23 @@ class Nodes:
                 self.heads[other, node : node + 1].ctypes.data,
                 BASE,
             )
-        return layers
+        return self.stack(layers, 0)
 
-    def nvl(self, node: int) -> Array:
+    def nvl(self, node: int) -> RingStack:
         rows = self.own_rows[node].ctypes.data if self.within_node else 0
         tail, head = self.own_tails[node:].ctypes.data, self.own_heads[node:].ctypes.data
-        return int64([rows, tail, head, BASE, rows, tail, head, BASE]).reshape(-1, 1, 1)
+        layers = int64([rows, tail, head, BASE, rows, tail, head, BASE]).reshape(-1, 1, 1)
+        return self.stack(layers, node)
 
-    def before(self, node: int) -> tuple[Any, ...]:
-        limits = int64([self.ring_rows, 1, self.ring_rows, 1])
-        return 0, 1, 1, node, 0, self.net(node), self.nvl(node), limits
+    def stack(self, layers: Array, first_rank: int) -> RingStack:
+        """One row is sent at a time."""
+        sent, taken = np.zeros((2, *layers.shape[1:]), np.int64)
+        return RingStack(layers, sent, taken, self.ring_rows, 1, first_rank, 1)
 
-    def after(self) -> tuple[Any, ...]:
+    def arguments(self, node: int) -> tuple[Any, ...]:
         """Looks once more than it has to, and does not sleep."""
         addresses = [int64([bell[node:].ctypes.data for node in range(NODES)]) for bell in self.bells]
-        return 1, 0, *addresses, 0
+        return 0, 1, 1, 0, node, *self.stacks[node], slots_group(self.token), Bells(*addresses, node)
 
 
 class Dispatcher:
@@ -102,22 +117,26 @@ class Dispatcher:
         places = np.zeros((1, 5), np.int64) if nodes.within_node else addresses.reshape(1, 5)
         weights = np.full(self.ids.shape, 0.5, np.float32)
         unfinished: int = cpu.dispatch_between_nodes(
-            *nodes.before(self.node),
-            self.cursor,
-            *nodes.counts[self.node],
-            *(self.from_nodes.reshape(NODES, 1), int32([[self.from_nodes.sum()]]), self.first_virtual),
-            *(self.next_row, self.next_result, self.in_rank, self.send_rdma_head, self.send_nvl_head),
-            *(1, places, addresses, part_offsets(nodes.token), self.x.data_ptr(), 16, 0, 0, 0, 0),
-            *(self.ids, weights, 2),
-            *nodes.after(),
+            *plain(
+                *nodes.arguments(self.node),
+                Payload(self.x.data_ptr(), 16, 0, 0, 0, 0, self.ids, weights, 2),
+                NodeTokens(self.cursor, self.in_rank, self.send_rdma_head),
+                Relayed(
+                    *(self.send_nvl_head, self.first_virtual, self.from_nodes.reshape(NODES, 1)),
+                    *(self.next_row, places, 1),
+                ),
+                Received(int32([[self.from_nodes.sum()]]), self.next_result, addresses),
+                0,
+            )
         )
         return unfinished
 
 
 def test_wanted_by() -> None:
     in_rank = np.array([[0, 0, 0, 0, 1, 0, 1, 0]], np.bool_)
-    assert relay.wanted_by(in_rank, 0, 1, 4) == 5
-    assert relay.wanted_by(in_rank, 0, 0, 4) == 0
+    wanted_by = from_python(relay_dispatch.wanted_by)
+    assert wanted_by(in_rank, 0, 1, 4) == 5
+    assert wanted_by(in_rank, 0, 0, 4) == 0
 
 
 def test_dispatch_between_nodes() -> None:
@@ -183,17 +202,22 @@ class Combiner:
         first = int64(np.cumsum(self.from_nodes) - self.from_nodes)
         before = np.concatenate([first, [self.from_nodes.sum()]]).reshape(1, 1, -1)
         x_at, weights_at = self.x.data_ptr(), self.weights.ctypes.data
+        peers = [int64([0 if nodes.within_node else address]) for address in (x_at, weights_at)]
         unfinished: int = cpu.combine_between_nodes(
-            *nodes.before(self.node),
-            self.cursor,
-            *nodes.counts[self.node],
-            *(self.from_nodes.reshape(NODES, 1), first.reshape(1, 1, NODES), before),
-            *(first.reshape(1, NODES), int64([first[self.node]]), self.send_rdma_head),
-            *(self.send_nvl_head, int64([0 if nodes.within_node else x_at])),
-            int64([0 if nodes.within_node else weights_at]),
-            *(x_at, weights_at, part_offsets(nodes.token), self.out.data_ptr(), 0, 0, self.x.shape[1]),
-            *(self.x.shape[1] * 4, cpu.FP32, self.out_weights),
-            *nodes.after(),
+            *plain(
+                *nodes.arguments(self.node),
+                Outputs(x_at, weights_at, *peers),
+                Sums(
+                    *(self.out.data_ptr(), 0, 0, self.x.shape[1], self.x.shape[1] * 4, cpu.FP32),
+                    self.out_weights,
+                ),
+                Pushed(first.reshape(1, 1, NODES), before),
+                NodeSums(
+                    *(self.cursor, self.send_rdma_head, self.send_nvl_head, first.reshape(1, NODES)),
+                    *(self.from_nodes.reshape(NODES, 1), int(first[self.node])),
+                ),
+                0,
+            )
         )
         return unfinished
 

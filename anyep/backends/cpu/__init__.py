@@ -30,7 +30,8 @@ from anyep.backends.cpu.kernels.notify import (
     read_headers,
     signal,
 )
-from anyep.backends.cpu.kernels.relay import combine_between_nodes, dispatch_between_nodes
+from anyep.backends.cpu.kernels.relay_combine import combine_between_nodes
+from anyep.backends.cpu.kernels.relay_dispatch import dispatch_between_nodes
 from anyep.backends.cpu.kernels.rings import combine_through_rings, dispatch_through_rings, read_counters
 from anyep.backends.cpu.kernels.slots import (
     count_rows,

@@ -16,38 +16,29 @@ import torch
 
 from anyep.backends import cpu
 from anyep.backends.base import CombineInput, Payload, Results
+from anyep.backends.cpu.kernels import groups
 from anyep.backends.cpu.relay_routing import RelayRouting, checked, difference_between, relay_routing_of
+from anyep.backends.cpu.ring_addresses import RingAddresses, rows_moved
 from anyep.backends.cpu.rows import (
-    DTYPE_CODES,
     WORTH_STREAMING_BYTES,
     CpuCounts,
     Decision,
     NotifyCounts,
     RowMover,
     TokenPlaces,
-    addresses_beside,
+    addresses_of,
     first_tokens,
-    row_arguments,
+    outputs_group,
+    payload_group,
+    slots_group,
+    sums_group,
 )
 from anyep.calls import Array, Call, Phase, Stall
 from anyep.errors import InvalidCall
 from anyep.headers import WEIGHTS_OFFSET, X_OFFSET
-from anyep.layout import (
-    NUM_MAILBOXES,
-    NUM_RING_LAYERS,
-    RECV_BASE,
-    RECV_HEAD,
-    RECV_ROWS,
-    RECV_TAIL,
-    SEND_BASE,
-    SEND_HEAD,
-    SEND_ROWS,
-    SEND_TAIL,
-    ControlBlock,
-    RingArea,
-)
+from anyep.layout import NUM_MAILBOXES, RECV_BASE, RECV_TAIL, SEND_BASE, SEND_HEAD, RingArea
 from anyep.relay import RelayPlan, RelayWork
-from anyep.rings import MAX_KNOWN_AREAS, NetworkRings, part_offsets
+from anyep.rings import NetworkRings
 from anyep.sizes import SOURCE_META_BYTES, Config, TokenLayout
 
 ROUNDS_AT_ONCE: Final = 32
@@ -92,7 +83,15 @@ class BetweenNodes:
         self._remote = list(remote)
         self._remote_relays = {node: relay for node, relay in enumerate(plan.relays) if relay in remote}
         self._new_proxy = new_proxy
-        self._known_layers: dict[RingArea, Array] = {}
+        blocks, per_node = mover.region.blocks, self._topology.ranks_per_node
+        self._net_rings = RingAddresses(
+            *(mover.heap_addresses, mover.rank, range(plan.index, mover.num_ranks, per_node), plan.node),
+            *(blocks.network_tail, blocks.network_head, self._remote, self._network.half_bytes),
+        )
+        self._nvl_rings = RingAddresses(
+            *(mover.heap_addresses, mover.rank, mover.node_ranks, plan.index),
+            *(blocks.ring_tail, blocks.ring_head),
+        )
 
     # Counts and handles
 
@@ -232,10 +231,9 @@ class BetweenNodes:
         in_window = decision.offsets[here] >= 0
         mine = bool(in_window[plan.index])
         token, channels = payload.token, config.num_channels
-        rings = self._rings(config, token, ~in_window, np.full(len(here), not mine))
+        rings = self._rings(config, token, ~in_window, not mine)
         lanes = routing.lanes(self._topology)
         cursor = first_tokens(payload.num_tokens, channels)
-        results_at = [results.x.data_ptr(), results.source.ctypes.data, *addresses_beside(results)]
         next_rows, relayed_to = np.zeros((0, 0, 0), np.int64), lanes.relayed_to
         if is_new:
             # The kernel is about to write into the new handle which rows go where; the messages say how many.
@@ -244,21 +242,25 @@ class BetweenNodes:
             next_rows = plan.next_rows(decision.counts.matrix, relayed)
             relayed_to = relayed[:, : len(here)].sum(axis=(0, 2))
         arguments = (
-            np.repeat(cursor[:, None], self._topology.num_nodes, axis=1),
-            *rings.counts(),
-            lanes.relayed,
-            np.ascontiguousarray(lanes.num_rows.sum(axis=2).T.astype(np.int32)),
-            lanes.first_relayed,
-            next_rows,
-            lanes.first_row,
-            routing.is_token_in_rank,
-            routing.send_rdma_head,
-            routing.send_nvl_head,
-            int(is_new),
-            np.ascontiguousarray(decision.targets[here]),
-            np.array(results_at, np.int64),
-            part_offsets(token),
-            *row_arguments(payload, experts_per_rank),
+            payload_group(payload, experts_per_rank),
+            groups.NodeTokens(
+                np.repeat(cursor[:, None], self._topology.num_nodes, axis=1),
+                routing.is_token_in_rank,
+                routing.send_rdma_head,
+            ),
+            groups.Relayed(
+                routing.send_nvl_head,
+                lanes.first_relayed,
+                lanes.relayed,
+                next_rows,
+                np.ascontiguousarray(decision.targets[here]),
+                int(is_new),
+            ),
+            groups.Received(
+                np.ascontiguousarray(lanes.num_rows.sum(axis=2).T.astype(np.int32)),
+                lanes.first_row,
+                addresses_of(results),
+            ),
         )
         streaming = int(decision.num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
         sent, to_relay = routing.rdma_channel_prefix_matrix[:, -1], lanes.relayed.sum(axis=1)
@@ -268,8 +270,8 @@ class BetweenNodes:
             cpu.dispatch_between_nodes,
             rings,
             config,
-            arguments,
-            streaming,
+            token,
+            (*arguments, streaming),
             RelayWork(sent, to_relay, relayed_to * ~in_window, to_take),
         )
         if in_window.any():
@@ -288,40 +290,30 @@ class BetweenNodes:
     ) -> None:
         """Sum each token's rows: within a node at the relay, then at the source."""
         mover, plan = self._mover, self._plan
-        x, routing, topk_weights, biases, config = combined
-        here, token, hidden = list(mover.node_ranks), combined.token, x.shape[1]
+        x, routing, config, token = combined.x, combined.routing, combined.config, combined.token
+        here = list(mover.node_ranks)
         in_window = headers[here, X_OFFSET] >= 0
         bases = mover.window_bases[here]
         x_of = np.where(in_window, bases + headers[here, X_OFFSET], 0)
         weights_of = np.where(in_window, bases + headers[here, WEIGHTS_OFFSET], 0)
         mine = bool(in_window[plan.index])
-        rings = self._rings(config, token, np.full(len(here), not mine), ~in_window)
+        rings = self._rings(config, token, not mine, ~in_window)
         lanes = routing.lanes(self._topology)
         before = np.zeros((*lanes.num_rows.shape[:2], self._topology.num_nodes + 1), np.int64)
         np.cumsum(lanes.num_rows, axis=2, out=before[:, :, 1:])
-        own_relayed = np.concatenate([np.zeros(1, np.int64), routing.recv_rdma_rank_prefix_sum])[plan.node]
-        bias_addresses = [bias.data_ptr() for bias in biases] + [0] * (2 - len(biases))
+        own_virtual = int(routing.recv_rdma_rank_prefix_sum[plan.node - 1]) if plan.node else 0
         arguments = (
-            first_tokens(routing.num_tokens, config.num_channels),
-            *rings.counts(),
-            lanes.relayed,
-            lanes.first_row,
-            before,
-            lanes.first_relayed,
-            np.array([own_relayed], np.int64),
-            routing.send_rdma_head,
-            routing.send_nvl_head,
-            x_of,
-            weights_of,
-            x.data_ptr(),
-            topk_weights.data_ptr() if topk_weights is not None else 0,
-            part_offsets(token),
-            out.data_ptr(),
-            *bias_addresses,
-            hidden,
-            token.hidden_bytes,
-            DTYPE_CODES[x.dtype],
-            out_weights.numpy(),
+            outputs_group(combined, x_of, weights_of),
+            sums_group(combined, out, out_weights),
+            groups.Pushed(lanes.first_row, before),
+            groups.NodeSums(
+                first_tokens(routing.num_tokens, config.num_channels),
+                routing.send_rdma_head,
+                routing.send_nvl_head,
+                lanes.first_relayed,
+                lanes.relayed,
+                own_virtual,
+            ),
         )
         streaming = int(x.shape[0] * token.hidden_bytes >= WORTH_STREAMING_BYTES)
         to_push = before[:, :, -1].sum(axis=0) if not mine else np.zeros(len(here), np.int64)
@@ -330,8 +322,8 @@ class BetweenNodes:
             cpu.combine_between_nodes,
             rings,
             config,
-            arguments,
-            streaming,
+            token,
+            (*arguments, streaming),
             RelayWork(
                 lanes.relayed.sum(axis=1),
                 routing.rdma_channel_prefix_matrix[:, -1],
@@ -343,52 +335,17 @@ class BetweenNodes:
 
     # Rings
 
-    def _rings(self, config: Config, token: TokenLayout, send_to: Array, receive_from: Array) -> CallRings:
+    def _rings(
+        self, config: Config, token: TokenLayout, send_to: Array | bool, receive_from: Array | bool
+    ) -> CallRings:
         """The rings of a new call: between nodes, and to and from some ranks of this node."""
-        plan, blocks = self._plan, self._mover.region.blocks
-        area = self._network.area_for(config, token)
+        net_area = self._network.area_for(config, token)
         nvl_area = self._mover.rings.node.area_for(config, token)
-        net = self._layers(area, plan.relays, plan.node, blocks.network_tail, blocks.network_head)
-        nvl = self._layers(nvl_area, self._mover.node_ranks, plan.index, blocks.ring_tail, blocks.ring_head)
-        nvl[SEND_ROWS] *= send_to
-        nvl[RECV_ROWS] *= receive_from
-        return CallRings(area, nvl_area, net, nvl)
-
-    def _layers(
-        self, area: RingArea, ranks: Sequence[int], own: int, tail: ControlBlock, head: ControlBlock
-    ) -> Array:
-        """[layer, channel, peer]: addresses of rows, tails and heads, and current values of the counters."""
-        known = self._known_layers.get(area)
-        if known is None:
-            if len(self._known_layers) >= MAX_KNOWN_AREAS:
-                self._known_layers.clear()
-            known = self._new_layers(area, ranks, own, tail, head)
-            for index in np.flatnonzero(np.isin(ranks, self._remote)).tolist():
-                # Rows for other hosts are assembled here, in the other half of the RDMA bytes.
-                known[SEND_ROWS, :, index] = known[RECV_ROWS, :, index] + self._network.half_bytes
-            self._known_layers[area] = known
-        layers = known.copy()
-        # Only this rank advances the tail where it sends and the head where it receives.
-        cpu.read_counters(layers[SEND_TAIL], layers[SEND_BASE])
-        cpu.read_counters(layers[RECV_HEAD], layers[RECV_BASE])
-        return layers
-
-    def _new_layers(
-        self, area: RingArea, ranks: Sequence[int], own: int, tail: ControlBlock, head: ControlBlock
-    ) -> Array:
-        """The same, without counters."""
-        channels = np.arange(area.num_channels, dtype=np.int64)[:, None]
-        peers = np.arange(area.num_peers, dtype=np.int64)[None, :]
-        addresses = self._mover.heap_addresses
-        heaps, here = addresses[list(ranks)][None, :], addresses[self._rank]
-        layers = np.zeros((NUM_RING_LAYERS, area.num_channels, area.num_peers), np.int64)
-        layers[SEND_ROWS] = heaps + area.start + (channels * area.num_peers + own) * area.ring_bytes
-        layers[SEND_TAIL] = heaps + tail.start + own * tail.stride + 8 * channels
-        layers[SEND_HEAD] = here + head.start + peers * head.stride + 8 * channels
-        layers[RECV_ROWS] = here + area.start + (channels * area.num_peers + peers) * area.ring_bytes
-        layers[RECV_TAIL] = here + tail.start + peers * tail.stride + 8 * channels
-        layers[RECV_HEAD] = heaps + head.start + own * head.stride + 8 * channels
-        return layers
+        return CallRings(
+            net_area,
+            self._net_rings.begin(net_area, config.num_max_rdma_chunked_send_tokens),
+            self._nvl_rings.begin(nvl_area, config.num_max_nvl_chunked_send_tokens, send_to, receive_from),
+        )
 
     def _run(
         self,
@@ -396,32 +353,26 @@ class BetweenNodes:
         kernel: Callable[..., int],
         rings: CallRings,
         config: Config,
+        token: TokenLayout,
         arguments: tuple[Any, ...],
-        streaming: int,
         work: RelayWork,
     ) -> None:
-        """Send, relay and receive until all is done; the team's threads share the channels."""
+        """Send, relay and receive until all is done; the team's threads share the channels.
+
+        Both kernels have the same first arguments; `arguments` are specific to one kernel.
+        """
         control, plan, team = self._mover.control, self._plan, self._mover.team
         control.enter(call, Phase.RINGS)
-        limits = np.array(
-            [
-                rings.net_area.num_rows,
-                config.num_max_rdma_chunked_send_tokens,
-                rings.nvl_area.num_rows,
-                config.num_max_nvl_chunked_send_tokens,
-            ],
-            np.int64,
+        arguments = groups.plain(
+            *(plan.node, rings.net_stack, rings.nvl_stack, slots_group(token), self._mover.bells),
+            *arguments,
         )
-        before = (config.num_channels, plan.node, plan.index, rings.net, rings.nvl, limits, *arguments)
-        after = (control.sleepers, control.doorbells, streaming)
         unfinished: list[int] = []
 
         def all_channels(num_spins: int, max_polls: int = cpu.MAX_POLLS) -> int:
             unfinished.clear()
             team.run(
-                lambda first, end: unfinished.append(
-                    kernel(first, end, *before, num_spins, max_polls, *after)
-                ),
+                lambda first, end: unfinished.append(kernel(first, end, num_spins, max_polls, *arguments)),
                 config.num_channels,
             )
             return sum(unfinished)
@@ -461,19 +412,14 @@ class BetweenNodes:
 class CallRings:
     """The rings of one call, and its progress."""
 
-    def __init__(self, net_area: RingArea, nvl_area: RingArea, net: Array, nvl: Array) -> None:
-        self.net_area, self.nvl_area = net_area, nvl_area
-        self.net, self.nvl = net, nvl
-        self.net_sent = np.zeros(net.shape[1:], np.int64)
-        self.net_taken = np.zeros(net.shape[1:], np.int64)
-        self.nvl_sent = np.zeros(nvl.shape[1:], np.int64)
-        self.nvl_taken = np.zeros(nvl.shape[1:], np.int64)
-
-    def counts(self) -> tuple[Array, ...]:
-        return self.net_sent, self.net_taken, self.nvl_sent, self.nvl_taken
+    def __init__(self, net_area: RingArea, net: groups.RingStack, nvl: groups.RingStack) -> None:
+        self.net_area = net_area
+        self.net_stack, self.nvl_stack = net, nvl
+        # What the proxy of the network looks at.
+        self.net, self.net_sent, self.net_taken = net.layers, net.sent, net.taken
 
     def progress(self) -> int:
-        return int(sum(count.sum() for count in self.counts()))
+        return rows_moved([self.net_stack, self.nvl_stack])
 
     def stall(
         self, work: RelayWork, relays: Sequence[int], node_ranks: Sequence[int], own_node: int
@@ -486,12 +432,14 @@ class CallRings:
         to_nodes[own_node] = from_nodes[own_node] = 0
         blocking: list[Stall] = []
         owing: list[Stall] = []
-        for what, layers, counts, expected, ranks in (
-            ("rows", self.net, self.net_taken, from_nodes, relays),
-            ("rows", self.nvl, self.nvl_taken, work.from_ranks, node_ranks),
-            ("room in its network ring", self.net, self.net_sent, to_nodes, relays),
-            ("room in its ring", self.nvl, self.nvl_sent, work.to_ranks, node_ranks),
+        net, nvl = self.net_stack, self.nvl_stack
+        for what, rings, counts, expected, ranks in (
+            ("rows", net, net.taken, from_nodes, relays),
+            ("rows", nvl, nvl.taken, work.from_ranks, node_ranks),
+            ("room in its network ring", net, net.sent, to_nodes, relays),
+            ("room in its ring", nvl, nvl.sent, work.to_ranks, node_ranks),
         ):
+            layers = rings.layers
             counters = np.empty_like(counts)
             done = counts.sum(axis=0)
             if what == "rows":
@@ -501,8 +449,7 @@ class CallRings:
                 is_blocking = (arrived <= counts).all(axis=0)
             else:
                 cpu.read_counters(layers[SEND_HEAD], counters)
-                num_rows = (self.net_area if layers is self.net else self.nvl_area).num_rows
-                is_full = counts - (counters - layers[SEND_BASE]) >= num_rows
+                is_full = counts - (counters - layers[SEND_BASE]) >= rings.num_rows
                 is_owing = is_blocking = (done < expected) & is_full.any(axis=0)
             for index in np.flatnonzero(is_owing).tolist():
                 channel = int(counts[:, index].argmin())

@@ -272,7 +272,7 @@ def _compile(kernel: Kernel, cache: _CachedKernel | None) -> None:
         dispatcher._cache = cache
     dispatcher.disable_compile(False)
     try:
-        dispatcher.compile(kernel.signature)
+        dispatcher.compile(kernel.types)
     finally:
         dispatcher._can_compile = False
 

@@ -91,11 +91,7 @@ class RelayRouting(NamedTuple):
         )
         cpu.plan_lanes(
             per_node,
-            self.recv_rdma_channel_prefix_matrix,
-            self.recv_rdma_rank_prefix_sum,
-            self.recv_gbl_channel_prefix_matrix,
-            self.recv_gbl_rank_prefix_sum,
-            self.send_nvl_head,
+            self[:NUM_TENSORS],
             *lanes,
         )
         return lanes
@@ -166,16 +162,7 @@ def checked(routing: RelayRouting, topology: Topology, rank: int) -> RelayRoutin
     code = cpu.read_node_handle(
         rank,
         topology.ranks_per_node,
-        routing.is_token_in_rank,
-        routing.rdma_channel_prefix_matrix,
-        routing.gbl_channel_prefix_matrix,
-        routing.recv_rdma_channel_prefix_matrix,
-        routing.recv_rdma_rank_prefix_sum,
-        routing.recv_gbl_channel_prefix_matrix,
-        routing.recv_gbl_rank_prefix_sum,
-        routing.recv_src_meta,
-        routing.send_rdma_head,
-        routing.send_nvl_head,
+        routing[:NUM_TENSORS],
         digests,
         counts,
     )

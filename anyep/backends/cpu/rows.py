@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from functools import cache
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from anyep.backends import cpu
-from anyep.backends.base import Control, Payload, Results
+from anyep.backends.base import CombineInput, Control, Payload, Results
 from anyep.backends.cpu.heap import Block
+from anyep.backends.cpu.kernels import groups
 from anyep.backends.cpu.memory import WindowHeap
 from anyep.backends.cpu.team import Team
 from anyep.calls import Array, Call, Phase, Topic
@@ -18,7 +20,8 @@ from anyep.diagnosis import too_many_rows
 from anyep.errors import InvalidCall, no_expert
 from anyep.headers import NUM_OFFERS, OFFERS, RESULT_ROWS
 from anyep.layout import ControlRegion
-from anyep.rings import Rings
+from anyep.rings import Rings, part_offsets
+from anyep.sizes import TokenLayout
 from anyep.topology import Topology
 
 WORTH_SPLITTING_BYTES: Final = 1 << 20
@@ -114,6 +117,7 @@ class RowMover:
         self._own_arrival = control.own_counters(blocks.arrival)
         self.pulled_at_peers = control.counters_at(self.node_ranks, blocks.pulled, own_index)
         self._own_pulled = control.own_counters(blocks.pulled)
+        self.bells = groups.Bells(control.doorbells, control.sleepers, self.rank)
         self.node_wake_ups = control.wake_ups[list(self.node_ranks)]
 
     def choose_windows(self, headers: Array, counts: NotifyCounts, payload: Payload) -> Decision:
@@ -213,17 +217,60 @@ def ids_of(payload: Payload) -> Array:
     return payload.topk_idx.numpy() if payload.topk_idx is not None else NO_IDS
 
 
-def row_arguments(payload: Payload, experts_per_rank: int) -> tuple[Any, ...]:
-    """The common arguments of all kernels that send the rows of a dispatch."""
+def payload_group(payload: Payload, experts_per_rank: int) -> groups.Payload:
+    """What the kernels of a dispatch send."""
     scales = payload.scales
-    return (
-        payload.x.data_ptr(),
-        payload.token.hidden_bytes,
-        *((scales.data_ptr(), *scales.stride(), scales.shape[1]) if scales is not None else (0, 0, 0, 0)),
-        ids_of(payload),
-        payload.topk_weights.numpy() if payload.topk_weights is not None else NO_WEIGHTS,
-        experts_per_rank,
+    scales_at = stride_token = stride_scale = num_scales = 0
+    if scales is not None:
+        scales_at, num_scales = scales.data_ptr(), scales.shape[1]
+        stride_token, stride_scale = scales.stride()
+    return groups.Payload(
+        *(payload.x.data_ptr(), payload.token.hidden_bytes),
+        *(scales_at, stride_token, stride_scale, num_scales),
+        topk_idx=ids_of(payload),
+        topk_weights=payload.topk_weights.numpy() if payload.topk_weights is not None else NO_WEIGHTS,
+        experts_per_rank=experts_per_rank,
     )
+
+
+def outputs_group(combined: CombineInput, x_of: Array, weights_of: Array) -> groups.Outputs:
+    """What the kernels of a combine sum: this rank's rows, and those of its peers that are read in place."""
+    weights = combined.topk_weights
+    return groups.Outputs(
+        combined.x.data_ptr(), weights.data_ptr() if weights is not None else 0, x_of, weights_of
+    )
+
+
+def sums_group(combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor) -> groups.Sums:
+    """What the kernels of a combine fill."""
+    x = combined.x
+    biases = [bias.data_ptr() for bias in combined.biases] + [0] * (2 - len(combined.biases))
+    return groups.Sums(
+        out.data_ptr(),
+        biases[0],
+        biases[1],
+        x.shape[1],
+        x.shape[1] * x.element_size(),
+        DTYPE_CODES[x.dtype],
+        out_weights.numpy(),
+    )
+
+
+@cache
+def slots_group(token: TokenLayout) -> groups.Slots:
+    """What an entry of a ring holds."""
+    meta_at, scales_at, ids_at, weights_at, num_bytes = part_offsets(token).tolist()
+    return groups.Slots(
+        *(meta_at, scales_at, ids_at, weights_at, num_bytes),
+        token.hidden_bytes,
+        token.num_scales,
+        token.num_topk,
+    )
+
+
+def addresses_of(results: Results) -> Array:
+    """The addresses of rows, sources, ids, weights and scales."""
+    return np.array([results.x.data_ptr(), results.source.ctypes.data, *addresses_beside(results)], np.int64)
 
 
 def addresses_beside(results: Results) -> tuple[int, int, int]:

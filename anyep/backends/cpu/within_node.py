@@ -4,7 +4,6 @@ place."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -12,9 +11,10 @@ import torch
 
 from anyep.backends import cpu
 from anyep.backends.base import CombineInput, Payload, Results
+from anyep.backends.cpu.kernels import groups
+from anyep.backends.cpu.ring_addresses import RingAddresses, rows_moved
 from anyep.backends.cpu.routing import NodeHandle, checked_routing, difference_between, with_digests
 from anyep.backends.cpu.rows import (
-    DTYPE_CODES,
     WORTH_SPLITTING_BYTES,
     WORTH_STREAMING_BYTES,
     CpuCounts,
@@ -22,14 +22,16 @@ from anyep.backends.cpu.rows import (
     NotifyCounts,
     RowMover,
     TokenPlaces,
-    addresses_beside,
+    addresses_of,
     first_tokens,
-    row_arguments,
+    outputs_group,
+    payload_group,
+    slots_group,
+    sums_group,
 )
 from anyep.calls import Array, Call, Phase, Stall
 from anyep.headers import WEIGHTS_OFFSET, X_OFFSET
-from anyep.layout import SOURCE_INDEX_BYTES, RingArea
-from anyep.rings import part_offsets
+from anyep.layout import SOURCE_INDEX_BYTES
 from anyep.sizes import Config, TokenLayout
 
 NO_SOURCES: Final = np.zeros(0, np.int32)
@@ -43,7 +45,11 @@ class WithinNode:
     def __init__(self, mover: RowMover) -> None:
         self._mover = mover
         self._rank, self._num_ranks = mover.rank, mover.num_ranks
-        self._ring_addresses: _RingAddresses | None = None
+        blocks = mover.region.blocks
+        self._rings = RingAddresses(
+            *(mover.heap_addresses, mover.rank, range(mover.num_ranks), mover.rank),
+            *(blocks.ring_tail, blocks.ring_head),
+        )
 
     # Counts and handles
 
@@ -122,55 +128,50 @@ class WithinNode:
     ) -> None:
         """Send the rows: by window where the receiver has one, else through its rings."""
         mover, token = self._mover, payload.token
-        arguments = row_arguments(payload, experts_per_rank)
+        group = payload_group(payload, experts_per_rank)
         send_head, targets = routing.send_head, decision.targets
         offsets = decision.offsets.tolist()
         streaming = int(decision.num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
         if max(offsets) >= 0:
+            plain_group = tuple(group)
             mover.control.enter(call, Phase.SEND)
             mover.team.run(
-                lambda first, end: cpu.send_to_windows(first, end, streaming, send_head, targets, *arguments),
+                lambda first, end: cpu.send_to_windows(
+                    first, end, send_head, targets, plain_group, streaming
+                ),
                 payload.num_tokens,
                 worth_splitting=payload.num_tokens * token.hidden_bytes >= WORTH_SPLITTING_BYTES,
             )
             mover.signal_arrival(call)
         if min(offsets) < 0:
-            self._send_through_rings(call, payload, routing, results, decision, config, arguments)
+            self._send_through_rings(call, token, group, routing, results, decision, config, streaming)
 
     def _send_through_rings(
         self,
         call: Call,
-        payload: Payload,
+        token: TokenLayout,
+        payload: groups.Payload,
         routing: NodeHandle,
         results: Results,
         decision: Decision,
         config: Config,
-        arguments: tuple[Any, ...],
+        streaming: int,
     ) -> None:
         by_ring = decision.offsets < 0
         receive = bool(by_ring[self._rank])
-        area = self._mover.rings.node.area_for(config, payload.token)
-        rings = self._rings(area, by_ring, np.full(self._num_ranks, receive))
-        cursor = first_tokens(payload.num_tokens, config.num_channels)
+        rings = self._begin(config, token, by_ring, receive)
+        cursor = first_tokens(routing.num_tokens, config.num_channels)
+        arguments = (
+            payload,
+            groups.RingTokens(np.repeat(cursor[:, None], self._num_ranks, axis=1), routing.send_head),
+            groups.RingResults(routing.rows_by_lane(self._rank), addresses_of(results)),
+            streaming,
+        )
         matrix = routing.count_matrix()
         to_send = np.where(by_ring, matrix[self._rank], 0)
-        results_at = [results.x.data_ptr(), results.source.ctypes.data, *addresses_beside(results)]
+        to_take = matrix[:, self._rank] if receive else np.zeros_like(to_send)
         self._run_rings(
-            call,
-            cpu.dispatch_through_rings,
-            rings,
-            config,
-            payload.token,
-            np.repeat(cursor[:, None], self._num_ranks, axis=1),
-            (
-                routing.send_head,
-                *arguments,
-                routing.rows_by_lane(self._rank),
-                np.array(results_at, np.int64),
-            ),
-            decision.num_rows,
-            to_send,
-            matrix[:, self._rank] if receive else np.zeros_like(to_send),
+            *(call, cpu.dispatch_through_rings, rings, config, token, arguments, to_send, to_take)
         )
 
     # Combine
@@ -185,196 +186,89 @@ class WithinNode:
     ) -> None:
         """Sum each token's rows: those in windows in place, others as they arrive through rings."""
         mover = self._mover
-        x, routing, topk_weights, biases, config = combined
-        token, hidden = combined.token, x.shape[1]
+        x, routing, config, token = combined.x, combined.routing, combined.config, combined.token
         x_offsets = headers[:, X_OFFSET]
         x_of = mover.window_bases + x_offsets
         weights_of = mover.window_bases + headers[:, WEIGHTS_OFFSET]
-        bias_addresses = [bias.data_ptr() for bias in biases] + [0] * (2 - len(biases))
-        sum_arguments = (
-            out.data_ptr(),
-            *bias_addresses,
-            hidden,
-            token.hidden_bytes,
-            DTYPE_CODES[x.dtype],
-            out_weights.numpy(),
-        )
-        send_head = routing.send_head
+        send_head, sums = routing.send_head, sums_group(combined, out, out_weights)
         if min(x_offsets.tolist()) >= 0:
+            plain_sums = tuple(sums)
             mover.control.enter(call, Phase.PULL)
             mover.team.run(
-                lambda first, end: cpu.pull_and_sum(first, end, send_head, x_of, weights_of, *sum_arguments),
+                lambda first, end: cpu.pull_and_sum(first, end, send_head, x_of, weights_of, plain_sums),
                 routing.num_tokens,
                 worth_splitting=routing.num_tokens * token.hidden_bytes >= WORTH_SPLITTING_BYTES,
             )
             return
         in_window = x_offsets >= 0
         mine = not in_window[self._rank]
-        matrix = routing.count_matrix()
-        area = mover.rings.node.area_for(config, token)
-        self._run_rings(
-            call,
-            cpu.combine_through_rings,
-            self._rings(area, np.full(self._num_ranks, mine), ~in_window),
-            config,
-            token,
-            first_tokens(routing.num_tokens, config.num_channels),
-            (
-                routing.rows_by_lane(self._rank),
-                x.data_ptr(),
-                topk_weights.data_ptr() if topk_weights is not None else 0,
+        arguments = (
+            outputs_group(combined, np.where(in_window, x_of, 0), weights_of),
+            sums,
+            groups.RingSums(
+                first_tokens(routing.num_tokens, config.num_channels),
                 send_head,
-                np.where(in_window, x_of, 0),
-                weights_of,
-                *sum_arguments,
+                routing.rows_by_lane(self._rank),
             ),
-            x.shape[0],
-            matrix[:, self._rank] if mine else np.zeros(self._num_ranks, np.int32),
-            np.where(in_window, 0, matrix[self._rank]),
+            int(x.shape[0] * token.hidden_bytes >= WORTH_STREAMING_BYTES),
         )
+        matrix = routing.count_matrix()
+        to_push = matrix[:, self._rank] if mine else np.zeros(self._num_ranks, np.int32)
+        to_take = np.where(in_window, 0, matrix[self._rank])
+        rings = self._begin(config, token, mine, ~in_window)
+        self._run_rings(*(call, cpu.combine_through_rings, rings, config, token, arguments, to_push, to_take))
 
     # Rings
 
-    def _rings(self, area: RingArea, send_to: Array, receive_from: Array) -> _Rings:
+    def _begin(
+        self, config: Config, token: TokenLayout, send_to: Array | bool, receive_from: Array | bool
+    ) -> groups.RingStack:
         """The rings of a new call: to some ranks, from some ranks."""
-        if self._ring_addresses is None or self._ring_addresses.area is not area:
-            self._ring_addresses = self._addresses_of(area)
-        at = self._ring_addresses
-        shape = (area.num_channels, self._num_ranks)
-        send_base, recv_base = np.empty(shape, np.int64), np.empty(shape, np.int64)
-        # Only this rank advances the tail where it sends and the head where it receives.
-        cpu.read_counters(at.send_tail, send_base)
-        cpu.read_counters(at.recv_head, recv_base)
-        return _Rings(
-            num_rows=area.num_rows,
-            send_rows=at.send_rows * send_to,
-            send_tail=at.send_tail,
-            send_head=at.send_head,
-            send_base=send_base,
-            recv_rows=at.recv_rows * receive_from,
-            recv_tail=at.recv_tail,
-            recv_head=at.recv_head,
-            recv_base=recv_base,
-            sent=np.zeros(shape, np.int64),
-            taken=np.zeros(shape, np.int64),
-        )
-
-    def _addresses_of(self, area: RingArea) -> _RingAddresses:
-        """The addresses of the rows, tails and heads of all rings, by (channel, peer)."""
-        channels = np.arange(area.num_channels, dtype=np.int64)[:, None]
-        peers = np.arange(self._num_ranks, dtype=np.int64)[None, :]
-        tail, head = self._mover.region.blocks.ring_tail, self._mover.region.blocks.ring_head
-        addresses = self._mover.heap_addresses
-        heaps, own = addresses[None, :], addresses[self._rank]
-        return _RingAddresses(
-            area=area,
-            send_rows=heaps + area.start + (channels * self._num_ranks + self._rank) * area.ring_bytes,
-            send_tail=heaps + tail.start + self._rank * tail.stride + 8 * channels,
-            send_head=own + head.start + peers * head.stride + 8 * channels,
-            recv_rows=own + area.start + (channels * self._num_ranks + peers) * area.ring_bytes,
-            recv_tail=own + tail.start + peers * tail.stride + 8 * channels,
-            recv_head=heaps + head.start + self._rank * head.stride + 8 * channels,
-        )
+        area = self._mover.rings.node.area_for(config, token)
+        return self._rings.begin(area, config.num_max_nvl_chunked_send_tokens, send_to, receive_from)
 
     def _run_rings(
         self,
         call: Call,
         kernel: Callable[..., int],
-        rings: _Rings,
+        rings: groups.RingStack,
         config: Config,
         token: TokenLayout,
-        cursor: Array,
         arguments: tuple[Any, ...],
-        num_rows: int,
         to_send: Array,
         to_take: Array,
     ) -> None:
         """Send and receive until both are done; the team's threads share the channels.
 
-        Both ring kernels have the same first and last arguments; `cursor` and `arguments` are specific to
-        one kernel.
+        Both ring kernels have the same first arguments; `arguments` are specific to one kernel.
         """
         control, team = self._mover.control, self._mover.team
         control.enter(call, Phase.RINGS)
-        before = (
-            config.num_channels,
-            *rings.arrays(),
-            cursor,
-            rings.sent,
-            rings.taken,
-            rings.num_rows,
-            config.num_max_nvl_chunked_send_tokens,
-            part_offsets(token),
-            *arguments,
-        )
-        streaming = int(num_rows * token.hidden_bytes >= WORTH_STREAMING_BYTES)
-        after = (control.sleepers, control.doorbells, self._rank, streaming)
+        arguments = groups.plain(rings, slots_group(token), self._mover.bells, *arguments)
         unfinished: list[int] = []
 
         def all_channels(num_spins: int) -> int:
             unfinished.clear()
             team.run(
-                lambda first, end: unfinished.append(kernel(first, end, *before, num_spins, *after)),
+                lambda first, end: unfinished.append(kernel(first, end, num_spins, *arguments)),
                 config.num_channels,
             )
             return sum(unfinished)
 
-        control.wait_until(call, all_channels, lambda: rings.stall(to_send, to_take), rings.progress)
-
-
-@dataclass(frozen=True)
-class _RingAddresses:
-    """The addresses of an area's rings, by (channel, peer): to send to a peer, and to receive from one."""
-
-    area: RingArea
-    send_rows: Array
-    send_tail: Array
-    send_head: Array
-    recv_rows: Array
-    recv_tail: Array
-    recv_head: Array
-
-
-@dataclass(frozen=True)
-class _Rings:
-    """The addresses, bases and counts of a call's rings, by (channel, peer)."""
-
-    num_rows: int
-    send_rows: Array
-    send_tail: Array
-    send_head: Array
-    send_base: Array
-    recv_rows: Array
-    recv_tail: Array
-    recv_head: Array
-    recv_base: Array
-    sent: Array
-    taken: Array
-
-    def arrays(self) -> tuple[Array, ...]:
-        return (
-            self.send_rows,
-            self.send_tail,
-            self.send_head,
-            self.send_base,
-            self.recv_rows,
-            self.recv_tail,
-            self.recv_head,
-            self.recv_base,
+        control.wait_until(
+            call, all_channels, lambda: _stall(rings, to_send, to_take), lambda: rows_moved([rings])
         )
 
-    def progress(self) -> int:
-        return int(self.sent.sum() + self.taken.sum())
 
-    def stall(self, to_send: Array, to_take: Array) -> Stall:
-        """The peers with rows that are still to come, or else with rings that are still full."""
-        for what, counts, expected in (
-            ("rows", self.taken, to_take),
-            ("room in its ring", self.sent, to_send),
-        ):
-            done = counts.sum(axis=0)
-            peers = [int(peer) for peer in np.flatnonzero(done < expected)]
-            if peers:
-                channel = int(counts[:, peers[0]].argmin())
-                return Stall(peers, what, int(done[peers[0]]), int(expected[peers[0]]), channel)
-        return Stall(range(self.sent.shape[1]), "rows", 0, 0)
+def _stall(rings: groups.RingStack, to_send: Array, to_take: Array) -> Stall:
+    """The peers with rows that are still to come, or else with rings that are still full."""
+    for what, counts, expected in (
+        ("rows", rings.taken, to_take),
+        ("room in its ring", rings.sent, to_send),
+    ):
+        done = counts.sum(axis=0)
+        peers = [int(peer) for peer in np.flatnonzero(done < expected)]
+        if peers:
+            channel = int(counts[:, peers[0]].argmin())
+            return Stall(peers, what, int(done[peers[0]]), int(expected[peers[0]]), channel)
+    return Stall(range(rings.sent.shape[1]), "rows", 0, 0)

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from anyep import digests, outcomes
 from anyep.backends import cpu
+from anyep.backends.cpu.kernels import groups
 from anyep.backends.cpu.kernels.floats import bf16_of_float, float_of_bf16, float_of_fp16, fp16_of_float
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.kernels import atomics, counting, notify, sums, windows
@@ -491,13 +492,18 @@ class Dispatch:
     def in_numba(self, head: torch.Tensor, num_rows: list[int], streaming: bool) -> list[list[torch.Tensor]]:
         results = self.new_results(num_rows, "cpu")
         cpu.send_to_windows(
-            *(0, self.num_tokens, int(streaming), head.numpy()),
-            self.places(results, num_rows)[:, :5].contiguous().numpy(),
-            *(self.x.data_ptr(), 4 * self.row_words),
-            *(self.scales.data_ptr(), *self.scales.stride(), self.num_scales),
-            self.layout.ids.numpy() if self.num_topk else np.zeros((0, 0), np.int64),
-            self.weights.numpy() if self.num_topk else np.zeros((0, 0), np.float32),
-            self.experts_per_rank,
+            *groups.plain(
+                *(0, self.num_tokens, head.numpy()),
+                self.places(results, num_rows)[:, :5].contiguous().numpy(),
+                groups.Payload(
+                    *(self.x.data_ptr(), 4 * self.row_words),
+                    *(self.scales.data_ptr(), *self.scales.stride(), self.num_scales),
+                    self.layout.ids.numpy() if self.num_topk else np.zeros((0, 0), np.int64),
+                    self.weights.numpy() if self.num_topk else np.zeros((0, 0), np.float32),
+                    self.experts_per_rank,
+                ),
+                int(streaming),
+            )
         )
         return results
 
@@ -738,12 +744,16 @@ class Sum:
         out = guarded((self.num_tokens + self.margin, self.hidden), self.dtype, "cpu")
         weights = np.empty((self.num_tokens, self.num_topk), np.float32)
         cpu.pull_and_sum(
-            *(0, self.num_tokens, head.numpy()),
-            np.array([rows.data_ptr() for rows in self.rows]),
-            np.array([part.data_ptr() for part in self.weights]),
-            out.data_ptr(),
-            *[bias.data_ptr() for bias in self.biases] + [0] * (2 - self.num_biases),
-            *(self.hidden, self.hidden * self.dtype.itemsize, CPU_DTYPES[self.dtype], weights),
+            *groups.plain(
+                *(0, self.num_tokens, head.numpy()),
+                np.array([rows.data_ptr() for rows in self.rows]),
+                np.array([part.data_ptr() for part in self.weights]),
+                groups.Sums(
+                    out.data_ptr(),
+                    *[*(bias.data_ptr() for bias in self.biases), 0, 0][:2],
+                    *(self.hidden, self.hidden * self.dtype.itemsize, CPU_DTYPES[self.dtype], weights),
+                ),
+            )
         )
         assert (out[self.num_tokens :] == GUARD).all()
         guards = guarded((self.num_tokens, 1), torch.float32, "cpu")

@@ -23,6 +23,7 @@ import torch
 
 from anyep import outcomes
 from anyep.backends import cpu
+from anyep.backends.cpu.kernels import groups
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.kernels.groups import (
     Beside,
@@ -328,13 +329,17 @@ class Dispatch:
         for rank, ids in enumerate(self.routing.topk_idx):
             scales = self.scales[rank]
             cpu.send_to_windows(
-                *(0, len(ids), 0, self.routing.send_head[rank].numpy(), table, self.x[rank].data_ptr()),
-                *(token.hidden_bytes, scales.data_ptr()),
-                *scales.stride(),
-                token.num_scales,
-                ids.numpy() if token.num_topk else np.zeros((0, 0), np.int64),
-                self.weights[rank].numpy() if token.num_topk else np.zeros((0, 0), np.float32),
-                EXPERTS_PER_RANK,
+                *groups.plain(
+                    *(0, len(ids), self.routing.send_head[rank].numpy(), table),
+                    groups.Payload(
+                        *(self.x[rank].data_ptr(), token.hidden_bytes),
+                        *(scales.data_ptr(), *scales.stride(), token.num_scales),
+                        ids.numpy() if token.num_topk else np.zeros((0, 0), np.int64),
+                        self.weights[rank].numpy() if token.num_topk else np.zeros((0, 0), np.float32),
+                        EXPERTS_PER_RANK,
+                    ),
+                    0,
+                )
             )
         for parts in results:
             for part in parts:
@@ -537,12 +542,16 @@ class Combine:
             weights = torch.empty(len(ids), self.sizes.token.num_topk)
             biases = self.biases(rank)
             cpu.pull_and_sum(
-                *(0, len(ids), self.routing.send_head[rank].numpy()),
-                np.array([part.data_ptr() for part in self.x]),
-                np.array([part.data_ptr() for part in self.weights]),
-                out.data_ptr(),
-                *([bias.data_ptr() for bias in biases] + [0, 0])[:2],
-                *(self.hidden, self.sizes.token.hidden_bytes, DTYPES[self.dtype], weights.numpy()),
+                *groups.plain(
+                    *(0, len(ids), self.routing.send_head[rank].numpy()),
+                    np.array([part.data_ptr() for part in self.x]),
+                    np.array([part.data_ptr() for part in self.weights]),
+                    groups.Sums(
+                        out.data_ptr(),
+                        *[*(bias.data_ptr() for bias in biases), 0, 0][:2],
+                        *(self.hidden, self.sizes.token.hidden_bytes, DTYPES[self.dtype], weights.numpy()),
+                    ),
+                )
             )
             results.append((out, weights))
         return results

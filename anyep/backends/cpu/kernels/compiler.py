@@ -1,6 +1,6 @@
 """How the CPU's kernels are declared: without the GIL, with explicit types, compiled when a Buffer is made.
 
-    @kernel("void(int64[::1], int64)")
+    @kernel("void(int64[::1], int64)")         # or groups of arguments: "void(RingStack, int64)"
     def fill(values, number):
         ...
 
@@ -13,6 +13,7 @@ TypeError: nothing compiles in the middle of a call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,7 +21,10 @@ from typing import Any, Final
 
 import numba
 
+from anyep.backends.cpu.kernels.groups import GROUP_TYPES
+
 PACKAGE: Final = __name__.rpartition(".")[0]
+_OPTIONS: Final = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 
 
 class Group(StrEnum):
@@ -42,7 +46,8 @@ _GROUP_OF_MODULE: Final = {
     "windows": Group.NORMAL,
     "rings": Group.NORMAL,
     "node_handles": Group.NODES,
-    "relay": Group.NODES,
+    "relay_dispatch": Group.NODES,
+    "relay_combine": Group.NODES,
     "signals": Group.NODES,
     "slots": Group.LOW_LATENCY,
     "casts": Group.CASTS,
@@ -57,6 +62,11 @@ class Kernel:
     dispatcher: Any
     signature: str
     group: Group
+
+    @property
+    def types(self) -> Any:
+        """The types of its result and arguments, as Numba takes them."""
+        return eval(self.signature, {**vars(numba.types), **GROUP_TYPES})
 
     @property
     def module(self) -> str:
@@ -85,7 +95,7 @@ def kernel(signature: str, group: Group | None = None) -> Callable[[Callable[...
     """
 
     def declare(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(nogil=True, boundscheck=False, error_model="numpy")(function)
+        dispatcher = numba.njit(no_cfunc_wrapper=True, **_OPTIONS)(function)
         # Otherwise a call would compile it for the types of that call.
         dispatcher._can_compile = False
         module = function.__module__.rpartition(".")[2]
@@ -96,6 +106,21 @@ def kernel(signature: str, group: Group | None = None) -> Callable[[Callable[...
     return declare
 
 
+class _Inlined:
+    """A helper of kernels. It has none of the wrappers with which Python or C would call a compiled function:
+    these take longer to compile than most helpers."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        declare = numba.njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, inline="never", **_OPTIONS)
+        # The type, by which Numba knows it, holds only a weak reference.
+        self._dispatcher = declare(function)
+        self._numba_type_ = numba.types.Dispatcher(self._dispatcher)
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *_arguments: Any) -> Any:
+        raise TypeError(f"{self.__qualname__} can be called by kernels only")
+
+
 def inlined(function: Callable[..., Any]) -> Any:
     """Make a helper that kernels call; it is compiled with them."""
-    return numba.njit(nogil=True, boundscheck=False, error_model="numpy", inline="never")(function)
+    return _Inlined(function)

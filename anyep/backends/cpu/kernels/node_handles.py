@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from anyep import digests as words
+from anyep.backends.cpu.kernels.borrow import borrowed
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
 from anyep.backends.cpu.kernels.digests import channel_word, mixed, row_word
+from anyep.backends.cpu.kernels.groups import NodeHandle
 
 NODE_FACTOR = np.uint64(words.NODE_FACTOR)
 
@@ -99,26 +101,164 @@ def falls(prefix):
     return False
 
 
-@kernel(
-    "int64(int64, int64, boolean[:,::1], int32[:,::1], int32[:,::1], int32[:,::1], int32[::1], int32[:,::1],"
-    " int32[::1], uint8[:,::1], int32[:,::1], int32[:,::1], int64[::1], int32[::1])"
-)
-def read_node_handle(
-    rank,
-    ranks_per_node,
-    in_rank,
-    rdma_prefix,
-    gbl_prefix,
-    recv_rdma_prefix,
-    recv_rdma_sum,
-    recv_gbl_prefix,
-    recv_gbl_sum,
-    recv_src_meta,
-    send_rdma_head,
-    send_nvl_head,
-    digests,
-    counts,
-):
+@inlined
+def before_in(prefix, index):
+    """What comes before an index according to an inclusive prefix sum: [3, 5] give 0, 3 and 5."""
+    return prefix[index - 1] if index > 0 else 0
+
+
+# What is wrong with a handle
+
+
+@inlined
+def fault_of_sent(handle, ranks_per_node):
+    """1 to 3 if the parts about sent tokens are not consistent with the mask, else 0.
+
+    Example:
+        With in_rank [[0, 1]] on 2 nodes of 1, a send_rdma_head of [[-1, 0]] numbers the token; [[0, -1]]
+        gives 1.
+    """
+    num_tokens, num_ranks = handle.in_rank.shape
+    for node in range(handle.recv_rdma_prefix.shape[0]):
+        count = 0
+        for token in range(num_tokens):
+            is_wanted = mask_of(handle.in_rank, token, node * ranks_per_node, ranks_per_node) != 0
+            if handle.send_rdma_head[token, node] != (count if is_wanted else -1):
+                return 1
+            count += is_wanted
+    for node in range(handle.recv_rdma_prefix.shape[0]):
+        first = node * ranks_per_node
+        if not counts_marks(handle.in_rank, first, ranks_per_node, handle.rdma_prefix[node]):
+            return 2
+    for peer in range(num_ranks):
+        if not counts_marks(handle.in_rank, peer, 1, handle.gbl_prefix[peer]):
+            return 3
+    return 0
+
+
+@inlined
+def fault_of_received(handle):
+    """4 or 5 if the parts about received rows are not consistent, else 0.
+
+    Example:
+        With recv_gbl_sum [1, 3] and 2 rows in recv_src_meta this is 4.
+    """
+    sums = handle.recv_gbl_sum
+    if falls(sums) or sums[-1] > handle.recv_src_meta.shape[0]:
+        return 4
+    for source in range(sums.shape[0]):
+        prefix = handle.recv_gbl_prefix[source]
+        if prefix[0] != 0 or falls(prefix) or prefix[-1] > sums[source] - before_in(sums, source):
+            return 5
+    return 0
+
+
+@inlined
+def fault_of_relayed(handle, own_node):
+    """6 to 8 if the parts about relayed tokens are not consistent, else 0.
+
+    Example:
+        With recv_rdma_sum [2, 1] this is 6; with [1, 2] and 1 row in send_nvl_head it is 7.
+    """
+    sums, prefixes = handle.recv_rdma_sum, handle.recv_rdma_prefix
+    num_nodes, num_channels = prefixes.shape
+    if falls(sums):
+        return 6
+    for node in range(num_nodes):
+        if falls(prefixes[node]):
+            return 6
+    if sums[-1] > handle.send_nvl_head.shape[0]:
+        return 7
+    for node in range(num_nodes):
+        if prefixes[node, -1] != sums[node] - before_in(sums, node):
+            return 7
+    for channel in range(num_channels):
+        if prefixes[own_node, channel] != handle.rdma_prefix[own_node, channel]:
+            return 8
+    return 0
+
+
+@inlined
+def find_first_rows(handle, num_ranks, ranks_per_node, counts):
+    """Note for each source node and rank of this node the first row that is relayed (-1: none); 9 if the rows
+    are not consecutive, else 0.
+
+    Example:
+        With send_nvl_head [[4], [-1], [5]] from one node the first row is 4; [[4], [-1], [6]] gives 9.
+    """
+    for node in range(handle.recv_rdma_sum.shape[0]):
+        for index in range(ranks_per_node):
+            first, count = -1, 0
+            for token in range(before_in(handle.recv_rdma_sum, node), handle.recv_rdma_sum[node]):
+                head = handle.send_nvl_head[token, index]
+                if head >= 0:
+                    if count == 0:
+                        first = head
+                    if head != first + count:
+                        return 9
+                    count += 1
+            counts[2 * num_ranks + node * ranks_per_node + index] = first
+    return 0
+
+
+# What a rank sends about its handle
+
+
+@inlined
+def digest_rows(handle, digests_to, digests, counts):
+    """Count and digest the rows to each rank (so far only where channels begin) and from each rank."""
+    num_ranks, num_channels = handle.gbl_prefix.shape
+    for peer in range(num_ranks):
+        sent, received = np.uint64(0), np.uint64(0)
+        first = before_in(handle.recv_gbl_sum, peer)
+        for channel in range(num_channels):
+            sent += mixed(channel_word(channel, before_in(handle.gbl_prefix[peer], channel)))
+            received += mixed(channel_word(channel, handle.recv_gbl_prefix[peer, channel]))
+        for row in range(first, handle.recv_gbl_sum[peer]):
+            meta = handle.recv_src_meta[row]
+            received += row_and_mask(row - first, word_in(meta, 4), word_in(meta, 0))
+        digests_to[peer] = sent
+        digests[num_ranks + peer] = np.int64(received)
+        counts[peer] = handle.gbl_prefix[peer, -1]
+        counts[num_ranks + peer] = handle.recv_gbl_sum[peer] - first
+
+
+@inlined
+def digest_of_relayed(handle, node, ranks_per_node):
+    """A digest of the tokens from a node that this rank relays, with the ranks that each goes to."""
+    relayed = np.uint64(0)
+    prefix, first = handle.recv_rdma_prefix[node], before_in(handle.recv_rdma_sum, node)
+    for channel in range(prefix.shape[0]):
+        relayed += mixed(channel_word(channel, before_in(prefix, channel)))
+    for token in range(first, handle.recv_rdma_sum[node]):
+        for index in range(ranks_per_node):
+            if handle.send_nvl_head[token, index] >= 0:
+                relayed += mixed(row_word(token - first, index))
+    return relayed
+
+
+@inlined
+def digest_of_sent(handle, node, own_node, ranks_per_node, digests_to):
+    """A digest of the tokens that go to a node, with its ranks; their rows are added to the ranks' digests."""
+    tokens = np.uint64(0)
+    prefix, first_rank = handle.rdma_prefix[node], node * ranks_per_node
+    for channel in range(prefix.shape[0]):
+        tokens += mixed(channel_word(channel, before_in(prefix, channel)))
+    rows = np.zeros(ranks_per_node, np.int64)
+    for token in range(handle.in_rank.shape[0]):
+        number = handle.send_rdma_head[token, node]
+        if number >= 0:
+            mask = mask_of(handle.in_rank, token, first_rank, ranks_per_node)
+            for index in range(ranks_per_node):
+                if handle.in_rank[token, first_rank + index]:
+                    tokens += mixed(row_word(number, index))
+                    digests_to[first_rank + index] += row_and_mask(rows[index], mask, own_node)
+                    rows[index] += 1
+    return tokens
+
+
+@kernel("int64(int64, int64, NodeHandle, int64[::1], int32[::1])")
+def read_node_handle(rank, ranks_per_node, handle, digests, counts):
     """0 if the parts of a handle are consistent, which keeps kernels within bounds; else what is wrong.
 
     1: send_rdma_head does not number the tokens of in_rank; 2: rdma_prefix or 3: gbl_prefix does not count
@@ -139,93 +279,24 @@ def read_node_handle(
         give 0, the digests [m(-1), m(-1) + m(1), m(-1), m(-1), m(-1), m(-1) + m(0), m(-1), m(-1)], where m
         mixes a word, and the counts [0, 1, 0, 0, -1, -1].
     """
-    num_tokens, num_ranks = in_rank.shape
-    num_nodes, num_channels = recv_rdma_prefix.shape
-    for node in range(num_nodes):
-        count = 0
-        for token in range(num_tokens):
-            is_wanted = False
-            for peer in range(node * ranks_per_node, (node + 1) * ranks_per_node):
-                is_wanted |= in_rank[token, peer]
-            if send_rdma_head[token, node] != (count if is_wanted else -1):
-                return 1
-            count += is_wanted
-    for node in range(num_nodes):
-        if not counts_marks(in_rank, node * ranks_per_node, ranks_per_node, rdma_prefix[node]):
-            return 2
-    for peer in range(num_ranks):
-        if not counts_marks(in_rank, peer, 1, gbl_prefix[peer]):
-            return 3
-    if falls(recv_gbl_sum) or recv_gbl_sum[-1] > recv_src_meta.shape[0]:
-        return 4
-    for source in range(num_ranks):
-        received = recv_gbl_sum[source] - (recv_gbl_sum[source - 1] if source > 0 else 0)
-        prefix = recv_gbl_prefix[source]
-        if prefix[0] != 0 or falls(prefix) or prefix[-1] > received:
-            return 5
-    if falls(recv_rdma_sum):
-        return 6
-    for node in range(num_nodes):
-        if falls(recv_rdma_prefix[node]):
-            return 6
-    if recv_rdma_sum[-1] > send_nvl_head.shape[0]:
-        return 7
-    for node in range(num_nodes):
-        if recv_rdma_prefix[node, -1] != recv_rdma_sum[node] - (recv_rdma_sum[node - 1] if node > 0 else 0):
-            return 7
+    handle = borrowed(NodeHandle, handle)
+    num_ranks, num_nodes = handle.in_rank.shape[1], handle.recv_rdma_prefix.shape[0]
     own_node = rank // ranks_per_node
-    for channel in range(num_channels):
-        if recv_rdma_prefix[own_node, channel] != rdma_prefix[own_node, channel]:
-            return 8
-
+    fault = fault_of_sent(handle, ranks_per_node)
+    if fault == 0:
+        fault = fault_of_received(handle)
+    if fault == 0:
+        fault = fault_of_relayed(handle, own_node)
+    if fault == 0:
+        fault = find_first_rows(handle, num_ranks, ranks_per_node, counts)
+    if fault:
+        return fault
     digests_to = np.empty(num_ranks, np.uint64)
-    for peer in range(num_ranks):
-        sent, received = np.uint64(0), np.uint64(0)
-        first = recv_gbl_sum[peer - 1] if peer > 0 else 0
-        for channel in range(num_channels):
-            before = gbl_prefix[peer, channel - 1] if channel > 0 else 0
-            sent += mixed(channel_word(channel, before))
-            received += mixed(channel_word(channel, recv_gbl_prefix[peer, channel]))
-        for row in range(first, recv_gbl_sum[peer]):
-            meta = recv_src_meta[row]
-            received += row_and_mask(row - first, word_in(meta, 4), word_in(meta, 0))
-        digests_to[peer] = sent
-        digests[num_ranks + peer] = np.int64(received)
-        counts[peer] = gbl_prefix[peer, -1]
-        counts[num_ranks + peer] = recv_gbl_sum[peer] - first
+    digest_rows(handle, digests_to, digests, counts)
     for node in range(num_nodes):
-        begin = recv_rdma_sum[node - 1] if node > 0 else 0
-        for index in range(ranks_per_node):
-            first, count = -1, 0
-            for token in range(begin, recv_rdma_sum[node]):
-                head = send_nvl_head[token, index]
-                if head >= 0:
-                    if count == 0:
-                        first = head
-                    if head != first + count:
-                        return 9
-                    count += 1
-            counts[2 * num_ranks + node * ranks_per_node + index] = first
-        tokens, relayed = np.uint64(0), np.uint64(0)
-        for channel in range(num_channels):
-            before = rdma_prefix[node, channel - 1] if channel > 0 else 0
-            tokens += mixed(channel_word(channel, before))
-            before = recv_rdma_prefix[node, channel - 1] if channel > 0 else 0
-            relayed += mixed(channel_word(channel, before))
-        for token in range(begin, recv_rdma_sum[node]):
-            for index in range(ranks_per_node):
-                if send_nvl_head[token, index] >= 0:
-                    relayed += mixed(row_word(token - begin, index))
-        rows = np.zeros(ranks_per_node, np.int64)
-        for token in range(num_tokens):
-            if send_rdma_head[token, node] >= 0:
-                mask = mask_of(in_rank, token, node * ranks_per_node, ranks_per_node)
-                for index in range(ranks_per_node):
-                    if in_rank[token, node * ranks_per_node + index]:
-                        tokens += mixed(row_word(send_rdma_head[token, node], index))
-                        digests_to[node * ranks_per_node + index] += row_and_mask(rows[index], mask, own_node)
-                        rows[index] += 1
-        digests[2 * num_ranks + node] = np.int64(tokens)
+        sent = digest_of_sent(handle, node, own_node, ranks_per_node, digests_to)
+        digests[2 * num_ranks + node] = np.int64(sent)
+        relayed = digest_of_relayed(handle, node, ranks_per_node)
         digests[2 * num_ranks + num_nodes + node] = np.int64(relayed)
     for peer in range(num_ranks):
         digests[peer] = np.int64(digests_to[peer])
@@ -273,23 +344,8 @@ def first_difference(digests, counts, ranks_per_node):
     return -1
 
 
-@kernel(
-    "void(int64, int32[:,::1], int32[::1], int32[:,::1], int32[::1], int32[:,::1],"
-    " int64[:,:,::1], int64[:,:,::1], int32[:,::1], int64[:,::1], int64[::1])"
-)
-def plan_lanes(
-    ranks_per_node,
-    recv_rdma_prefix,
-    recv_rdma_sum,
-    recv_gbl_prefix,
-    recv_gbl_sum,
-    send_nvl_head,
-    first_row,
-    num_rows,
-    relayed,
-    first_relayed,
-    relayed_to,
-):
+@kernel("void(int64, NodeHandle, int64[:,:,::1], int64[:,:,::1], int32[:,::1], int64[:,::1], int64[::1])")
+def plan_lanes(ranks_per_node, handle, first_row, num_rows, relayed, first_relayed, relayed_to):
     """Compute where the rows and tokens of a handle begin, channel by channel, and how many there are.
 
     `first_row` and `num_rows` [channel, rank of this node, node]: the rows received from a node through a
@@ -301,24 +357,25 @@ def plan_lanes(
         to itself: first_row [[[0, 3]]], num_rows [[[3, 2]]], relayed [[3], [2]], first_relayed [[0, 3]],
         relayed_to [5].
     """
-    num_nodes, num_channels = recv_rdma_prefix.shape
+    handle = borrowed(NodeHandle, handle)
+    num_nodes, num_channels = handle.recv_rdma_prefix.shape
     for node in range(num_nodes):
-        begin = recv_rdma_sum[node - 1] if node > 0 else 0
+        begin = before_in(handle.recv_rdma_sum, node)
         for channel in range(num_channels):
-            before = recv_rdma_prefix[node, channel - 1] if channel > 0 else 0
-            relayed[node, channel] = recv_rdma_prefix[node, channel] - before
+            before = before_in(handle.recv_rdma_prefix[node], channel)
+            relayed[node, channel] = handle.recv_rdma_prefix[node, channel] - before
             first_relayed[channel, node] = begin + before
         for index in range(ranks_per_node):
             source = node * ranks_per_node + index
-            start = recv_gbl_sum[source - 1] if source > 0 else 0
+            start = before_in(handle.recv_gbl_sum, source)
             for channel in range(num_channels):
-                first = start + recv_gbl_prefix[source, channel]
-                end = recv_gbl_sum[source]
+                first = start + handle.recv_gbl_prefix[source, channel]
+                end = handle.recv_gbl_sum[source]
                 if channel + 1 < num_channels:
-                    end = start + recv_gbl_prefix[source, channel + 1]
+                    end = start + handle.recv_gbl_prefix[source, channel + 1]
                 first_row[channel, index, node] = first
                 num_rows[channel, index, node] = end - first
     relayed_to[:] = 0
-    for token in range(recv_rdma_sum[-1]):
+    for token in range(handle.recv_rdma_sum[-1]):
         for index in range(ranks_per_node):
-            relayed_to[index] += send_nvl_head[token, index] >= 0
+            relayed_to[index] += handle.send_nvl_head[token, index] >= 0

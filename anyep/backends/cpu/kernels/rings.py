@@ -1,35 +1,44 @@
-"""Rings: any amount of data through a fixed number of rows, sending and receiving in one progress loop.
+"""Rows that go through rings, between any two ranks of a node: dispatch, and combine.
 
-A ring for one (channel, sender) lies at the receiver. The sender's counter `tail` lies at the receiver too,
-the receiver's counter `head` at the sender: each lies where it is polled. Both only grow; a row's entry in
-the ring is its number since the call began, modulo the rows of the ring. Before a call begins every ring is
-empty (tail equals head).
-
-These kernels keep their progress in the `sent` and `taken` arrays, so a call may be continued after a return.
+These kernels keep their progress in `sent`, `taken` and the cursor, so a call may be continued after a
+return. What happens in each ring is in `lanes`.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from anyep.backends.cpu.kernels.atomics import (
-    MAX_POLLS,
-    back_off,
-    load_acquire,
-    ring_bell,
-    store_release,
+from anyep.backends.cpu.kernels.atomics import MAX_POLLS, load_acquire
+from anyep.backends.cpu.kernels.borrow import borrowed
+from anyep.backends.cpu.kernels.compiler import Group, inlined, kernel
+from anyep.backends.cpu.kernels.groups import (
+    Bells,
+    Outputs,
+    Payload,
+    RingResults,
+    RingStack,
+    RingSums,
+    RingTokens,
+    Slots,
+    Sums,
 )
-from anyep.backends.cpu.kernels.compiler import Group, kernel
-from anyep.backends.cpu.kernels.memory import (
-    copy_bytes,
-    copy_row,
-    drain_stores,
-    float32_at,
-    int32_at,
-    int64_at,
+from anyep.backends.cpu.kernels.lanes import (
+    end_of_arrived,
+    end_of_channel,
+    end_of_room,
+    entry_from,
+    entry_to,
+    find_rows,
+    own_bell,
+    polls_after_round,
+    publish_head,
+    publish_tail,
+    push_row,
+    receives,
+    release_rows,
+    sends,
 )
-from anyep.backends.cpu.kernels.sums import BLOCK, sum_rows, sum_weights
-from anyep.backends.cpu.kernels.windows import copy_scales
+from anyep.backends.cpu.kernels.memory import copy_bytes, copy_row, float32_at, int32_at, int64_at
+from anyep.backends.cpu.kernels.sums import new_scratch, sum_token
+from anyep.backends.cpu.kernels.windows import copy_scales, write_local_ids
 
 
 @kernel("void(int64[:,::1], int64[:,::1])", Group.CONTROL)
@@ -45,305 +54,219 @@ def read_counters(addresses, values):
             values[row, column] = load_acquire(address) if address else 0
 
 
-@kernel(
-    "int64(int64, int64, int64,"
-    " int64[:,::1], int64[:,::1], int64[:,::1], int64[:,::1],"
-    " int64[:,::1], int64[:,::1], int64[:,::1], int64[:,::1],"
-    " int64[:,::1], int64[:,::1], int64[:,::1], int64, int64, int64[::1],"
-    " int32[:,::1], int64, int64, int64, int64, int64, int64, int64[:,::1], float32[:,::1], int64,"
-    " int32[:,::1], int64[::1], int64, int64[::1], int64[::1], int64, int64)"
-)
+@inlined
+def lane_of(ranges, channel, peer, rings):
+    """The first row and the number of rows of a lane: in one channel, ranges [[0, 2], [2, 3]] give peer 1
+    (2, 3)."""
+    lane = peer * rings.sent.shape[0] + channel
+    return ranges[lane, 0], ranges[lane, 1]
+
+
+# Dispatch
+
+
+@inlined
+def write_entry(entry, slots, payload, token, peer, streaming):
+    """Write a token into an entry of the ring to a peer: its row, its index, scales, local ids and
+    weights."""
+    copy_row(entry, payload.x + token * slots.row_bytes, slots.row_bytes, streaming)
+    int32_at(entry + slots.meta_at, 1)[0] = token
+    if slots.num_scales:
+        copy_scales(entry + slots.scales_at, payload, token)
+    if slots.num_topk:
+        ids = int32_at(entry + slots.ids_at, slots.num_topk)
+        weights = float32_at(entry + slots.weights_at, slots.num_topk)
+        write_local_ids(ids, weights, payload, token, peer)
+
+
+@inlined
+def read_entry(entry, slots, places, row, streaming):
+    """Copy an entry of a ring to a row of the results; its ids get 64 bits."""
+    copy_row(places[0] + row * slots.row_bytes, entry, slots.row_bytes, streaming)
+    int32_at(places[1] + 4 * row, 1)[0] = int32_at(entry + slots.meta_at, 1)[0]
+    num_topk = slots.num_topk
+    if num_topk:
+        narrow = int32_at(entry + slots.ids_at, num_topk)
+        wide = int64_at(places[2] + 8 * row * num_topk, num_topk)
+        for index in range(num_topk):
+            wide[index] = narrow[index]
+        copy_bytes(places[3] + 4 * row * num_topk, entry + slots.weights_at, 4 * num_topk)
+    if slots.num_scales:
+        copy_bytes(places[4] + 4 * row * slots.num_scales, entry + slots.scales_at, 4 * slots.num_scales)
+
+
+@inlined
+def send_chunk(channel, peer, rings, slots, bells, payload, tokens, streaming):
+    """Send at most one chunk of a channel to a peer; returns how many rows were sent, and whether all are.
+
+    Example:
+        With send_head [[0], [-1], [1]] and a ring of 1 row: token 0 is sent, and the cursor becomes 2, where
+        the next row finds no room: (1, False).
+    """
+    cursor, send_head = tokens.cursor, tokens.send_head
+    token = cursor[channel, peer]
+    end_token = end_of_channel(channel, cursor.shape[0], send_head.shape[0])
+    if not sends(rings, channel, peer) or token >= end_token:
+        return 0, True
+    first = rings.sent[channel, peer]
+    number = first
+    limit = min(number + rings.chunk, end_of_room(rings, channel, peer))
+    while token < end_token:
+        if send_head[token, peer] >= 0:
+            if number >= limit:
+                break
+            entry = entry_to(rings, slots, channel, peer, number)
+            write_entry(entry, slots, payload, token, peer, streaming)
+            number += 1
+        token += 1
+    cursor[channel, peer] = token
+    if number > first:
+        publish_tail(rings, channel, peer, number, bells)
+    return number - first, token >= end_token
+
+
+@inlined
+def take_arrived(channel, peer, rings, slots, bells, results, streaming):
+    """Take all rows that have come from a peer; returns how many, and whether these were the last.
+
+    Example:
+        With 3 rows expected from row 5 on, and 2 in the ring: these go to rows 5 and 6, (2, False).
+    """
+    first_row, num_rows = lane_of(results.ranges, channel, peer, rings)
+    first = rings.taken[channel, peer]
+    if not receives(rings, channel, peer) or first >= num_rows:
+        return 0, True
+    end = min(end_of_arrived(rings, channel, peer), num_rows)
+    for number in range(first, end):
+        entry = entry_from(rings, slots, channel, peer, number)
+        read_entry(entry, slots, results.places, first_row + number, streaming)
+    if end > first:
+        publish_head(rings, channel, peer, end, bells)
+    return end - first, end >= num_rows
+
+
+@kernel("int64(int64, int64, int64, RingStack, Slots, Bells, Payload, RingTokens, RingResults, int64)")
 def dispatch_through_rings(
-    first_channel,
-    end_channel,
-    num_channels,
-    send_rows,
-    send_tail,
-    send_head_counter,
-    send_base,
-    recv_rows,
-    recv_tail,
-    recv_head_counter,
-    recv_base,
-    cursor,
-    sent,
-    taken,
-    ring_rows,
-    send_chunk,
-    slot_offsets,
-    send_head,
-    x,
-    row_bytes,
-    scales,
-    stride_token,
-    stride_scale,
-    num_scales,
-    topk_idx,
-    topk_weights,
-    experts_per_rank,
-    receive_range,
-    result,
-    num_spins,
-    sleepers,
-    doorbells,
-    own_rank,
-    streaming,
+    first_channel, end_channel, num_spins, rings, slots, bells, payload, tokens, results, streaming
 ):
     """Send and receive the rows of some channels; returns how many (channel, peer) pairs are not done yet.
-
-    Arrays of [channel, peer]: `send_rows` the address of this rank's ring at the peer (0: no rows go there by
-    ring), `send_tail` the peer's counter that this rank advances, `send_head_counter` this rank's counter
-    that the peer advances, `send_base` their value when the call began; `recv_*` the same for received rows.
-    `cursor` is the next token to look at, `sent` and `taken` count rows.
-    `receive_range[peer * num_channels + channel]` is (first row, rows) of the result; `result` the addresses
-    of x, source indices, ids, weights and scales; `slot_offsets` the offsets of source meta, scales, ids and
-    weights in a ring entry, and the bytes of an entry; `sleepers` and `doorbells` those of every rank.
 
     Example:
         With 1 channel, 2 tokens for a peer and a ring of 2 rows: the sender fills entries 0 and 1 and sets
         tail to base + 2; the receiver copies them to rows first and first + 1 and sets head to base + 2; both
         return 0.
     """
-    num_tokens, num_peers = send_head.shape
-    num_topk = topk_idx.shape[1]
-    per_channel = max(1, (num_tokens + num_channels - 1) // num_channels)
-    meta_at, scales_at, ids_at, weights_at, slot_bytes = slot_offsets
+    rings = borrowed(RingStack, rings)
+    slots = borrowed(Slots, slots)
+    bells = borrowed(Bells, bells)
+    payload = borrowed(Payload, payload)
+    tokens = borrowed(RingTokens, tokens)
+    results = borrowed(RingResults, results)
+    num_peers = tokens.cursor.shape[1]
     num_polls = 0
     while True:
-        # Anything that arrives after this load is either found below or ends the sleep at once.
-        bell = load_acquire(doorbells[own_rank])
-        unfinished = 0
-        progress = False
+        bell = own_bell(bells)
+        num_moved = unfinished = 0
         for channel in range(first_channel, end_channel):
-            end_token = min(num_tokens, (channel + 1) * per_channel)
             for peer in range(num_peers):
-                # Send at most one chunk to this peer.
-                token = cursor[channel, peer]
-                if send_rows[channel, peer] and token < end_token:
-                    number = sent[channel, peer]
-                    head = load_acquire(send_head_counter[channel, peer]) - send_base[channel, peer]
-                    limit = min(number + send_chunk, head + ring_rows)
-                    first_number = number
-                    while token < end_token:
-                        if send_head[token, peer] < 0:
-                            token += 1
-                            continue
-                        if number >= limit:
-                            break
-                        slot = send_rows[channel, peer] + number % ring_rows * slot_bytes
-                        copy_row(slot, x + token * row_bytes, row_bytes, streaming)
-                        int32_at(slot + meta_at, 1)[0] = token
-                        if num_scales:
-                            copy_scales(
-                                slot + scales_at, scales, token, stride_token, stride_scale, num_scales
-                            )
-                        if num_topk:
-                            ids = int32_at(slot + ids_at, num_topk)
-                            weights = float32_at(slot + weights_at, num_topk)
-                            for index in range(num_topk):
-                                local = topk_idx[token, index] - peer * experts_per_rank
-                                here = 0 <= local < experts_per_rank
-                                ids[index] = local if here else -1
-                                weights[index] = topk_weights[token, index] if here else 0.0
-                        number += 1
-                        token += 1
-                    cursor[channel, peer] = token
-                    if number > first_number:
-                        sent[channel, peer] = number
-                        drain_stores()
-                        store_release(send_tail[channel, peer], send_base[channel, peer] + number)
-                        ring_bell(doorbells[peer], sleepers[peer])
-                        progress = True
-                    if token < end_token:
-                        unfinished += 1
-                # Take all rows that have arrived from this peer.
-                if recv_rows[channel, peer]:
-                    first_row = receive_range[peer * num_channels + channel, 0]
-                    num_rows = receive_range[peer * num_channels + channel, 1]
-                    number = taken[channel, peer]
-                    if number < num_rows:
-                        tail = load_acquire(recv_tail[channel, peer]) - recv_base[channel, peer]
-                        tail = min(tail, num_rows)
-                        if tail > number:
-                            while number < tail:
-                                slot = recv_rows[channel, peer] + number % ring_rows * slot_bytes
-                                row = first_row + number
-                                copy_row(result[0] + row * row_bytes, slot, row_bytes, streaming)
-                                int32_at(result[1] + 4 * row, 1)[0] = int32_at(slot + meta_at, 1)[0]
-                                if num_topk:
-                                    narrow = int32_at(slot + ids_at, num_topk)
-                                    wide = int64_at(result[2] + 8 * row * num_topk, num_topk)
-                                    for index in range(num_topk):
-                                        wide[index] = narrow[index]
-                                    copy_bytes(
-                                        result[3] + 4 * row * num_topk, slot + weights_at, 4 * num_topk
-                                    )
-                                if num_scales:
-                                    copy_bytes(
-                                        result[4] + 4 * row * num_scales, slot + scales_at, 4 * num_scales
-                                    )
-                                number += 1
-                            taken[channel, peer] = number
-                            store_release(recv_head_counter[channel, peer], recv_base[channel, peer] + number)
-                            ring_bell(doorbells[peer], sleepers[peer])
-                            progress = True
-                        if number < num_rows:
-                            unfinished += 1
+                num_sent, all_sent = send_chunk(
+                    channel, peer, rings, slots, bells, payload, tokens, streaming
+                )
+                num_taken, all_taken = take_arrived(channel, peer, rings, slots, bells, results, streaming)
+                num_moved += num_sent + num_taken
+                unfinished += (not all_sent) + (not all_taken)
         if unfinished == 0:
             return 0
-        if progress:
-            num_polls = 0
-        elif num_polls >= num_spins + MAX_POLLS:
+        num_polls = polls_after_round(num_polls, num_moved > 0, num_spins, MAX_POLLS, bell, bells)
+        if num_polls < 0:
             return unfinished
-        else:
-            back_off(num_polls, num_spins, doorbells[own_rank], bell, sleepers[own_rank])
-            num_polls += 1
 
 
-@kernel(
-    "int64(int64, int64, int64,"
-    " int64[:,::1], int64[:,::1], int64[:,::1], int64[:,::1],"
-    " int64[:,::1], int64[:,::1], int64[:,::1], int64[:,::1],"
-    " int64[::1], int64[:,::1], int64[:,::1], int64, int64, int64[::1],"
-    " int32[:,::1], int64, int64, int32[:,::1], int64[::1], int64[::1],"
-    " int64, int64, int64, int64, int64, int64, float32[:,::1], int64, int64[::1], int64[::1], int64, int64)"
-)
+# Combine
+
+
+@inlined
+def push_chunk(channel, peer, rings, slots, bells, outputs, ranges, streaming):
+    """Push at most one chunk of rows back to a peer; returns how many, and whether all are pushed.
+
+    Example:
+        With 3 rows to push from row 5 on, and a ring of 2 rows: rows 5 and 6 go to entries 0 and 1, (2,
+        False).
+    """
+    first_row, num_rows = lane_of(ranges, channel, peer, rings)
+    first = rings.sent[channel, peer]
+    if not sends(rings, channel, peer) or first >= num_rows:
+        return 0, True
+    end = min(first + rings.chunk, end_of_room(rings, channel, peer), num_rows)
+    for number in range(first, end):
+        push_row(entry_to(rings, slots, channel, peer, number), slots, outputs, first_row + number, streaming)
+    if end > first:
+        publish_tail(rings, channel, peer, end, bells)
+    return end - first, end >= num_rows
+
+
+@inlined
+def sum_arrived(channel, rings, slots, bells, outputs, sums, tokens, scratch):
+    """Sum the tokens of a channel whose rows have all come; returns how many, and whether these were the
+    last.
+
+    Example:
+        With send_head [[0], [1]] and one row in the ring from peer 0: token 0 is summed, and the cursor
+        becomes 1, (1, False).
+    """
+    cursor, send_head = tokens.cursor, tokens.send_head
+    first = cursor[channel]
+    token = first
+    end_token = end_of_channel(channel, cursor.shape[0], send_head.shape[0])
+    while token < end_token:
+        num_rows = find_rows(send_head, token, channel, rings, slots, outputs, scratch)
+        if num_rows < 0:
+            break
+        sum_token(token, num_rows, sums, scratch)
+        release_rows(send_head, token, channel, rings, outputs, bells)
+        token += 1
+    cursor[channel] = token
+    return token - first, token >= end_token
+
+
+@kernel("int64(int64, int64, int64, RingStack, Slots, Bells, Outputs, Sums, RingSums, int64)")
 def combine_through_rings(
-    first_channel,
-    end_channel,
-    num_channels,
-    send_rows,
-    send_tail,
-    send_head_counter,
-    send_base,
-    recv_rows,
-    recv_tail,
-    recv_head_counter,
-    recv_base,
-    cursor,
-    sent,
-    taken,
-    ring_rows,
-    send_chunk,
-    slot_offsets,
-    send_range,
-    x,
-    weights,
-    send_head,
-    x_of,
-    weights_of,
-    out,
-    bias_0,
-    bias_1,
-    hidden,
-    row_bytes,
-    dtype,
-    combined_weights,
-    num_spins,
-    sleepers,
-    doorbells,
-    own_rank,
-    streaming,
+    first_channel, end_channel, num_spins, rings, slots, bells, outputs, sums, tokens, streaming
 ):
     """Push rows back to their sources, and sum this rank's own; returns the number of lanes not done yet.
 
-    The arrays are those of `dispatch_through_rings`; `send_range[peer * num_channels + channel]` is (first
-    row, rows) of x that go back to a peer. The rows of a peer with `x_of` set are read in place (pull); the
-    rows of other peers come through their rings in the order of this rank's tokens, so a token is summed when
-    the next row of every ring that it needs has arrived. `cursor[channel]` is the next token to sum.
+    Rows that are not read in place (pull) come through their rings in the order of this rank's tokens, so a
+    token is summed when the next row of every ring that it needs has arrived.
 
     Example:
         With one channel, a token that went to ranks 0 and 1 and rings from both: when both tails are
         base + 1, out is entry 0 of rank 0's ring plus entry 0 of rank 1's ring, and both heads become
         base + 1.
     """
-    num_tokens, num_peers = send_head.shape
-    num_topk = combined_weights.shape[1]
-    per_channel = max(1, (num_tokens + num_channels - 1) // num_channels)
-    weights_at, slot_bytes = slot_offsets[3], slot_offsets[4]
-    rows = np.empty(num_peers, np.int64)
-    weight_rows = np.empty(num_peers, np.int64)
-    sums = np.empty(BLOCK, np.float32)
+    rings = borrowed(RingStack, rings)
+    slots = borrowed(Slots, slots)
+    bells = borrowed(Bells, bells)
+    outputs = borrowed(Outputs, outputs)
+    sums = borrowed(Sums, sums)
+    tokens = borrowed(RingSums, tokens)
+    num_peers = tokens.send_head.shape[1]
+    scratch = new_scratch(num_peers)
     num_polls = 0
     while True:
-        # Anything that arrives after this load is either found below or ends the sleep at once.
-        bell = load_acquire(doorbells[own_rank])
-        unfinished = 0
-        progress = False
+        bell = own_bell(bells)
+        num_moved = unfinished = 0
         for channel in range(first_channel, end_channel):
-            # Push at most one chunk to each peer.
             for peer in range(num_peers):
-                if send_rows[channel, peer] == 0:
-                    continue
-                first_row = send_range[peer * num_channels + channel, 0]
-                num_rows = send_range[peer * num_channels + channel, 1]
-                number = sent[channel, peer]
-                if number >= num_rows:
-                    continue
-                head = load_acquire(send_head_counter[channel, peer]) - send_base[channel, peer]
-                limit = min(number + send_chunk, head + ring_rows, num_rows)
-                if limit > number:
-                    while number < limit:
-                        slot = send_rows[channel, peer] + number % ring_rows * slot_bytes
-                        row = first_row + number
-                        copy_row(slot, x + row * row_bytes, row_bytes, streaming)
-                        if num_topk:
-                            copy_bytes(slot + weights_at, weights + 4 * row * num_topk, 4 * num_topk)
-                        number += 1
-                    sent[channel, peer] = number
-                    drain_stores()
-                    store_release(send_tail[channel, peer], send_base[channel, peer] + number)
-                    ring_bell(doorbells[peer], sleepers[peer])
-                    progress = True
-                if number < num_rows:
-                    unfinished += 1
-            # Sum the tokens whose rows have all arrived.
-            token = cursor[channel]
-            end_token = min(num_tokens, (channel + 1) * per_channel)
-            while token < end_token:
-                count = 0
-                ready = True
-                for peer in range(num_peers):
-                    row = send_head[token, peer]
-                    if row < 0:
-                        continue
-                    if x_of[peer]:
-                        rows[count] = x_of[peer] + row * row_bytes
-                        weight_rows[count] = weights_of[peer] + 4 * row * num_topk
-                    else:
-                        number = taken[channel, peer]
-                        if load_acquire(recv_tail[channel, peer]) - recv_base[channel, peer] <= number:
-                            ready = False
-                            break
-                        slot = recv_rows[channel, peer] + number % ring_rows * slot_bytes
-                        rows[count] = slot
-                        weight_rows[count] = slot + weights_at
-                    count += 1
-                if not ready:
-                    break
-                bias_0_row = bias_0 + token * row_bytes if bias_0 else 0
-                bias_1_row = bias_1 + token * row_bytes if bias_1 else 0
-                sum_rows(out + token * row_bytes, rows, count, bias_0_row, bias_1_row, hidden, dtype, sums)
-                if num_topk:
-                    sum_weights(combined_weights[token], weight_rows, count, num_topk)
-                for peer in range(num_peers):
-                    if send_head[token, peer] >= 0 and x_of[peer] == 0:
-                        taken[channel, peer] += 1
-                        store_release(
-                            recv_head_counter[channel, peer], recv_base[channel, peer] + taken[channel, peer]
-                        )
-                        ring_bell(doorbells[peer], sleepers[peer])
-                token += 1
-                progress = True
-            cursor[channel] = token
-            if token < end_token:
-                unfinished += 1
+                num_pushed, all_pushed = push_chunk(
+                    channel, peer, rings, slots, bells, outputs, tokens.ranges, streaming
+                )
+                num_moved += num_pushed
+                unfinished += not all_pushed
+            num_summed, all_summed = sum_arrived(channel, rings, slots, bells, outputs, sums, tokens, scratch)
+            num_moved += num_summed
+            unfinished += not all_summed
         if unfinished == 0:
             return 0
-        if progress:
-            num_polls = 0
-        elif num_polls >= num_spins + MAX_POLLS:
+        num_polls = polls_after_round(num_polls, num_moved > 0, num_spins, MAX_POLLS, bell, bells)
+        if num_polls < 0:
             return unfinished
-        else:
-            back_off(num_polls, num_spins, doorbells[own_rank], bell, sleepers[own_rank])
-            num_polls += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from anyep.backends.cpu.kernels.borrow import borrowed
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
 from anyep.backends.cpu.kernels.floats import bf16_of_float, float_of_bf16, float_of_fp16, fp16_of_float
+from anyep.backends.cpu.kernels.groups import Scratch, Sums
 from anyep.backends.cpu.kernels.memory import float32_at, uint16_at
 
 BF16, FP16, FP32 = 1, 2, 3
@@ -92,47 +94,49 @@ def sum_weights(out, rows, num_rows, num_topk):
             out[slot] += weights[slot]
 
 
-@kernel(
-    "void(int64, int64, int32[:,::1], int64[::1], int64[::1], int64, int64, int64, int64, int64, int64,"
-    " float32[:,::1])"
-)
-def pull_and_sum(
-    first_token,
-    end_token,
-    send_head,
-    x_of,
-    weights_of,
-    out,
-    bias_0,
-    bias_1,
-    hidden,
-    row_bytes,
-    dtype,
-    combined_weights,
-):
+@inlined
+def new_scratch(num_rows):
+    """Memory to sum at most `num_rows` rows."""
+    return Scratch(np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.empty(BLOCK, np.float32))
+
+
+@inlined
+def sum_token(token, num_rows, sums, scratch):
+    """Sum the rows that `scratch` names, and their weights, to the place of a token.
+
+    Example:
+        With the rows [1, 2] and [3, 4] and no bias, row `token` of the sums becomes [4, 6].
+    """
+    start = token * sums.row_bytes
+    bias_0 = sums.bias_0 + start if sums.bias_0 else 0
+    bias_1 = sums.bias_1 + start if sums.bias_1 else 0
+    sum_rows(sums.x + start, scratch.rows, num_rows, bias_0, bias_1, sums.hidden, sums.dtype, scratch.sums)
+    num_topk = sums.topk_weights.shape[1]
+    if num_topk:
+        sum_weights(sums.topk_weights[token], scratch.weights, num_rows, num_topk)
+
+
+@kernel("void(int64, int64, int32[:,::1], int64[::1], int64[::1], Sums)")
+def pull_and_sum(first_token, end_token, send_head, x_of, weights_of, sums):
     """Read the rows of each token in place at the peers, and sum them in ascending order of ranks.
 
     `x_of[r]` is the address of rank r's rows. Top-k weights are summed likewise, per choice.
 
     Example:
-        With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of rank 0 plus row 2 of rank 1, and the
-        second one is row 3 of rank 1.
+        With send_head [[0, 2], [-1, 3]] the first row of the sums is row 0 of rank 0 plus row 2 of rank 1,
+        and the second one is row 3 of rank 1.
     """
+    sums = borrowed(Sums, sums)
     num_ranks = x_of.shape[0]
-    num_topk = combined_weights.shape[1]
-    rows = np.empty(num_ranks, np.int64)
-    weight_rows = np.empty(num_ranks, np.int64)
-    sums = np.empty(BLOCK, np.float32)
+    num_topk = sums.topk_weights.shape[1]
+    scratch = new_scratch(num_ranks)
+    rows, weights = scratch.rows, scratch.weights
     for token in range(first_token, end_token):
         num_rows = 0
         for rank in range(num_ranks):
             row = send_head[token, rank]
             if row >= 0:
-                rows[num_rows] = x_of[rank] + row * row_bytes
-                weight_rows[num_rows] = weights_of[rank] + 4 * row * num_topk
+                rows[num_rows] = x_of[rank] + row * sums.row_bytes
+                weights[num_rows] = weights_of[rank] + 4 * row * num_topk
                 num_rows += 1
-        bias_0_row = bias_0 + token * row_bytes if bias_0 else 0
-        bias_1_row = bias_1 + token * row_bytes if bias_1 else 0
-        sum_rows(out + token * row_bytes, rows, num_rows, bias_0_row, bias_1_row, hidden, dtype, sums)
-        if num_topk:
-            sum_weights(combined_weights[token], weight_rows, num_rows, num_topk)
+        sum_token(token, num_rows, sums, scratch)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from anyep.backends.cpu.kernels.borrow import borrowed
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
+from anyep.backends.cpu.kernels.groups import Payload
 from anyep.backends.cpu.kernels.memory import (
     copy_bytes,
     copy_row,
@@ -15,34 +17,32 @@ from anyep.backends.cpu.kernels.memory import (
 
 
 @inlined
-def copy_scales(destination, source, token, stride_token, stride_scale, num_scales):
-    """Copy one token's scales, of any stride (in 4-byte elements), to `destination`, row-major."""
-    to = uint32_at(destination, num_scales)
-    start = source + 4 * token * stride_token
-    for scale in range(num_scales):
-        to[scale] = uint32_at(start + 4 * scale * stride_scale, 1)[0]
+def copy_scales(destination, payload, token):
+    """Copy one token's scales, of any stride, to `destination`, row-major."""
+    to = uint32_at(destination, payload.num_scales)
+    start = payload.scales + 4 * token * payload.stride_token
+    for scale in range(payload.num_scales):
+        to[scale] = uint32_at(start + 4 * scale * payload.stride_scale, 1)[0]
 
 
-@kernel(
-    "void(int64, int64, int64, int32[:,::1], int64[:,::1], int64, int64,"
-    " int64, int64, int64, int64, int64[:,::1], float32[:,::1], int64)"
-)
-def send_to_windows(
-    first_token,
-    end_token,
-    streaming,
-    send_head,
-    places,
-    x,
-    row_bytes,
-    scales,
-    stride_token,
-    stride_scale,
-    num_scales,
-    topk_idx,
-    topk_weights,
-    experts_per_rank,
-):
+@inlined
+def write_local_ids(ids, weights, payload, token, receiver):
+    """Write a token's ids as a receiver's local ids, and its weights; -1 and 0 for experts of other ranks.
+
+    Example:
+        With 2 experts per rank, the ids [3, 1] are [1, -1] for receiver 1, and the weights [0.5, 0.25] are
+        [0.5, 0].
+    """
+    first_expert = receiver * payload.experts_per_rank
+    for slot in range(payload.topk_idx.shape[1]):
+        local = payload.topk_idx[token, slot] - first_expert
+        here = 0 <= local < payload.experts_per_rank
+        ids[slot] = local if here else -1
+        weights[slot] = payload.topk_weights[token, slot] if here else 0.0
+
+
+@kernel("void(int64, int64, int32[:,::1], int64[:,::1], Payload, int64)")
+def send_to_windows(first_token, end_token, send_head, places, payload, streaming):
     """Read each token's row once and write it to every receiver with a window.
 
     `places[r]` holds the addresses of receiver r's x, source indices, top-k ids, top-k weights and scales, or
@@ -53,10 +53,11 @@ def send_to_windows(
         With send_head [[0, 2], [-1, 3]] row 0 of x goes to row 0 at receiver 0 and to row 2 at receiver 1;
         row 1 goes to row 3 at receiver 1; the source indices there are 0, 0 and 1.
     """
-    num_receivers = places.shape[0]
-    num_topk = topk_idx.shape[1]
+    payload = borrowed(Payload, payload)
+    num_receivers, row_bytes = places.shape[0], payload.row_bytes
+    num_topk = payload.topk_idx.shape[1]
     for token in range(first_token, end_token):
-        source = x + token * row_bytes
+        source = payload.x + token * row_bytes
         for receiver in range(num_receivers):
             row = send_head[token, receiver]
             if row < 0 or places[receiver, 0] == 0:
@@ -66,15 +67,9 @@ def send_to_windows(
             if num_topk:
                 ids = int64_at(places[receiver, 2] + 8 * row * num_topk, num_topk)
                 weights = float32_at(places[receiver, 3] + 4 * row * num_topk, num_topk)
-                first_expert = receiver * experts_per_rank
-                for slot in range(num_topk):
-                    local = topk_idx[token, slot] - first_expert
-                    here = 0 <= local < experts_per_rank
-                    ids[slot] = local if here else -1
-                    weights[slot] = topk_weights[token, slot] if here else 0.0
-            if num_scales:
-                destination = places[receiver, 4] + 4 * row * num_scales
-                copy_scales(destination, scales, token, stride_token, stride_scale, num_scales)
+                write_local_ids(ids, weights, payload, token, receiver)
+            if payload.num_scales:
+                copy_scales(places[receiver, 4] + 4 * row * payload.num_scales, payload, token)
     drain_stores()
 
 
