@@ -239,7 +239,7 @@ def digest_of_relayed(handle, node, ranks_per_node):
 
 @inlined
 def digest_of_sent(handle, node, own_node, ranks_per_node, digests_to):
-    """A digest of the tokens that go to a node, with its ranks; their rows are added to the ranks' digests."""
+    """A digest of the tokens that go to a node, with its ranks; adds their rows to those of the ranks."""
     tokens = np.uint64(0)
     prefix, first_rank = handle.rdma_prefix[node], node * ranks_per_node
     for channel in range(prefix.shape[0]):
