@@ -102,7 +102,7 @@ def new_scratch(num_rows):
 
 @inlined
 def sum_token(token, num_rows, sums, scratch):
-    """Sum the rows that `scratch` names, and their weights, to the place of a token.
+    """A `Scratch` in this memory. Its arrays have no reference counts, which would cost time per row."""
 
     Example:
         With the rows [1, 2] and [3, 4] and no bias, row `token` of the sums becomes [4, 6].
