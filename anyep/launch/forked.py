@@ -57,7 +57,10 @@ class MeetingPlace:
 
 
 class ForkedRank:
-    """The process of a rank, in a session of its own, and this process's end of a pipe to it."""
+    """The process of a rank, and this process's end of a pipe to it.
+
+    Where the rank has made a session of its own, what it has started is ended with it.
+    """
 
     def __init__(self, rank: int, main: Callable[..., None], *arguments: Any) -> None:
         """Start `main(pipe, rank, *arguments)` there."""
@@ -123,8 +126,10 @@ def enter_rank() -> None:
     """What a rank does first: from here on it ends with the process that started it, and hears no Ctrl-C.
 
     A rank's parent is the server, which ends when no process holds a certain pipe open any more: the process
-    that started it does, and every rank would, too. In a session of its own, a rank and what it starts can be
-    ended together, and Ctrl-C in a terminal reaches only the process that started it.
+    that started it does, and every rank would, too.
+
+    A rank stays in the session of that process: Linux gives each session its share of the cores (autogroups),
+    and ranks in many sessions share them in another way, which shows in the figures of `anyep bench`.
     """
     die_with_parent()
     server: Any = forkserver._forkserver
@@ -132,7 +137,6 @@ def enter_rank() -> None:
     starter = multiprocessing.parent_process()
     if starter is None or not starter.is_alive():
         os._exit(1)
-    os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     # All ranks are on this machine; Gloo would look up the host name, which fails on many laptops.

@@ -406,6 +406,8 @@ def _live_as_rank(
 ) -> None:
     """What a rank's process does from its first to its last moment."""
     enter_rank()
+    # A session of its own: a rank's own children can be killed with it.
+    os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     stack_file = Path(stack).open("ab", buffering=0)  # noqa: SIM115 -- open as long as the process lives

@@ -28,6 +28,8 @@ from anyep.machine import num_cores
 
 WARM_UP: Final = 3
 """Calls of a case before it is timed; their results are checked."""
+UNCHECKED: Final = 1
+"""On the CPU the last of them are not: a check leaves other data in the caches than a call does."""
 CALLS_IN_A_LOOP: Final = 10
 """On the CPU with one token, each repeat of a case is a run of calls: the latency in a loop is measured."""
 CALLS_IN_A_RUN: Final = {"normal": 10, "low-latency": 40}
@@ -133,7 +135,7 @@ class CpuClock:
             shuffle(order)
             for index in order:
                 for _ in range(run_length):
-                    span = self._time_call(cases[index], is_checked=not is_timed)
+                    span = self._time_call(cases[index], is_checked=repeat < WARM_UP - UNCHECKED)
                     if is_timed:
                         spans[index].append(span)
         # The Buffers end with the cases, but not before every rank has left its last call.
