@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeVar
 
-from anyep.agreement import Said, check_agreement
 from anyep.backends import cpu
 from anyep.backends.cpu.heap import Block, BlockAddress, OwnBlock
 from anyep.errors import AnyEPError, InvalidCall, NotSupported
+from anyep.join.agreement import Said, check_agreement
+from anyep.join.rendezvous import Rendezvous
 from anyep.layout import ControlRegion
 from anyep.machine import address_space_limit_bytes, free_memory_bytes, host_identity
-from anyep.rendezvous import Rendezvous
 from anyep.settings import ARGUMENT, DEVICE, NETWORK, RANKS_PER_NODE, TIMEOUT_S, Chosen
 from anyep.topology import Topology, topology_of_hosts
 from anyep.transport.base import Engine

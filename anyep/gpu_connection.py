@@ -17,7 +17,6 @@ from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.backends.cuda.mps import MultiProcessService
 from anyep.backends.cuda.windows import GpuWindows
-from anyep.calls import Call
 from anyep.connection import (
     SHARE_OF_FREE_MEMORY,
     Connection,
@@ -26,8 +25,9 @@ from anyep.connection import (
 )
 from anyep.control.plane import ControlPlane
 from anyep.control.reports import Reports
+from anyep.core.calls import Call
 from anyep.errors import NotSupported
-from anyep.rendezvous import Rendezvous
+from anyep.join.rendezvous import Rendezvous
 from anyep.sizes import align
 
 FIRST_WINDOW_BYTES: Final = 64 << 20

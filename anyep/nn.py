@@ -31,14 +31,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from anyep import autograd
-from anyep.agreement import Said, check_agreement
 from anyep.api.arguments import check_num_experts
 from anyep.api.buffer import Buffer
 from anyep.balance import expert_counts, load_balancing_loss, router_z_loss, update_bias
 from anyep.connection import chosen_topology, on_all_ranks
 from anyep.errors import InvalidCall, whole_number
+from anyep.join.agreement import Said, check_agreement
+from anyep.join.rendezvous import rendezvous_of
 from anyep.machine import host_identity
-from anyep.rendezvous import rendezvous_of
 from anyep.settings import RANKS_PER_NODE
 from anyep.sizes import size_hints
 

@@ -21,14 +21,14 @@ from anyep.backends.cpu.rows import RowMover
 from anyep.backends.cpu.within_node import WithinNode
 from anyep.connection import Connection, Options, connect, made_on_all_ranks, rdma_parts
 from anyep.control.plane import ControlPlane
+from anyep.core.relay import RelayPlan
+from anyep.core.rings import NetworkRings, NodeRings, Rings
+from anyep.join.rendezvous import Rendezvous
 from anyep.layout import ControlRegion
 from anyep.machine import num_cores
 from anyep.modes.low_latency import LowLatencyMode
 from anyep.modes.masks import Masks
 from anyep.modes.normal import NormalMode
-from anyep.relay import RelayPlan
-from anyep.rendezvous import Rendezvous
-from anyep.rings import NetworkRings, NodeRings, Rings
 from anyep.transport.low_latency import LowLatencyTransport
 from anyep.transport.proxy import RingProxy
 from anyep.transport.remote import Transport

@@ -29,13 +29,13 @@ from anyep.api.low_latency_arguments import Handle as LowLatencyHandle
 from anyep.api.low_latency_arguments import LowLatencyArguments
 from anyep.api.normal_arguments import Handle, Layout, NormalArguments, Streams
 from anyep.api.unfilled import Unfilled
-from anyep.calls import Call, Kind
 from anyep.connection import Options
 from anyep.control.status import RankStatus
+from anyep.core.calls import Call, Kind
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
+from anyep.join.rendezvous import rendezvous_of
 from anyep.modes.low_latency import LowLatencyMode
-from anyep.rendezvous import rendezvous_of
 from anyep.session import Session
 from anyep.sizes import Config
 

@@ -7,14 +7,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from anyep import formats, gradients
+from anyep.api import gradients
 from anyep.api.arguments import check_devices, check_num_experts, check_tensor, check_topk_idx, check_x
 from anyep.api.unfilled import Unfilled
 from anyep.backends.base import LowLatencyInput, LowLatencyTokens
-from anyep.calls import Call
+from anyep.core import formats
+from anyep.core.calls import Call
+from anyep.core.records import Format
 from anyep.errors import InvalidCall, whole_number
 from anyep.modes.low_latency import LowLatencyMode
-from anyep.records import Format
 from anyep.sizes import LowLatencySizes, check_fp8_hidden, low_latency_sizes
 
 LAYOUT_RANGE: Final = 1

@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from anyep import gradients, sizes
+from anyep import sizes
+from anyep.api import gradients
 from anyep.api.arguments import (
     FLOAT_DTYPES,
     check_biases,

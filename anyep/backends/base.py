@@ -15,12 +15,12 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
-from anyep import formats
-from anyep.calls import Array, Call, Phase, Stall
+from anyep.core import formats
+from anyep.core.calls import Array, Call, Phase, Stall
+from anyep.core.records import Format
 from anyep.errors import AnyEPError
 from anyep.events import EventHandle, EventOverlap
 from anyep.layout import SOURCE_INDEX_BYTES, ControlBlock, LowLatencySlots, Window, window_of
-from anyep.records import Format
 from anyep.sizes import Config, LowLatencySizes, TokenLayout, token_layout
 
 T = TypeVar("T")

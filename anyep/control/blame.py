@@ -1,17 +1,17 @@
 """Which rank a wait is stuck on, and the sentences about ranks that are stuck or lost, for all devices.
 
 `Blame` looks at the status that each rank publishes about itself, at the processes of this host, and at the
-transport to others. `anyep.diagnosis` has the sentences about ranks that disagree.
+transport to others. `anyep.core.diagnosis` has the sentences about ranks that disagree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anyep.calls import Call, Stall
 from anyep.control.liveness import Processes
 from anyep.control.status import State, StatusBlock
-from anyep.diagnosis import listed
+from anyep.core.calls import Call, Stall
+from anyep.core.diagnosis import listed
 from anyep.errors import (
     AnyEPError,
     PeerLost,

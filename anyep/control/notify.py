@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from anyep.calls import Kind
-from anyep.headers import DTYPES, NETWORK_ROWS_SHIFT, WIDE_DTYPES, Field
+from anyep.core.calls import Kind
+from anyep.core.headers import DTYPES, NETWORK_ROWS_SHIFT, WIDE_DTYPES, Field
 
 # In the order in which they explain a disagreement: later differences may follow from earlier ones.
 SIGNATURE_WORDS: Final = {
@@ -26,7 +26,7 @@ def word_for_people(field: int, header: Sequence[int]) -> str:
     """A word of a header's signature, as error messages show it.
 
     >>> import torch
-    >>> from anyep.headers import dtype_word, signature
+    >>> from anyep.core.headers import dtype_word, signature
     >>> header = signature(row_bytes=256, dtype=dtype_word(torch.bfloat16))
     >>> word_for_people(Field.DTYPE, header), word_for_people(Field.ROW_BYTES, header)
     ('bfloat16', '128')

@@ -17,16 +17,18 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from anyep import diagnosis, ending
+from anyep import ending
 from anyep.backends import cpu
 from anyep.backends.cpu.heap import Block
-from anyep.calls import Array, Call, Phase, Stall, Topic
 from anyep.control.blame import Blame
 from anyep.control.liveness import Processes
 from anyep.control.notify import SIGNATURE_WORDS, word_for_people
 from anyep.control.status import RankStatus, State, StatusBlock
+from anyep.core import diagnosis
+from anyep.core.calls import Array, Call, Phase, Stall, Topic
+from anyep.core.headers import NUM_WORDS, SIGNATURE, Field, signature
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
-from anyep.headers import NUM_WORDS, SIGNATURE, Field, signature
+from anyep.join.rendezvous import Rendezvous
 from anyep.layout import (
     COUNTER_BYTES,
     NOTIFY_HEADER_BYTES,
@@ -36,7 +38,6 @@ from anyep.layout import (
     ControlBlock,
     ControlRegion,
 )
-from anyep.rendezvous import Rendezvous
 from anyep.transport.remote import Transport
 
 T = TypeVar("T")

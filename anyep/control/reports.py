@@ -13,17 +13,17 @@ from typing import Final
 
 import numpy as np
 
-from anyep import diagnosis, outcomes
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
-from anyep.calls import Array, Call, Phase, Stall, Topic
 from anyep.control.liveness import Watch
 from anyep.control.notify import SIGNATURE_WORDS, word_for_people
 from anyep.control.plane import ControlPlane
+from anyep.core import diagnosis, outcomes
+from anyep.core.calls import Array, Call, Phase, Stall, Topic
+from anyep.core.headers import NUM_WORDS, REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field
+from anyep.core.outcomes import still_missing
 from anyep.errors import AnyEPError, InvalidCall, no_expert
-from anyep.headers import NUM_WORDS, REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field
 from anyep.layout import NUM_MAILBOXES
-from anyep.outcomes import still_missing
 
 WAITS: Final = {
     constants.MAILBOX_AT: ("notify message", Phase.NOTIFY),

@@ -14,7 +14,7 @@ import numpy as np
 
 from anyep.backends import cpu
 from anyep.backends.cpu.heap import Block
-from anyep.calls import FUNCTIONS, Phase, name_of_call
+from anyep.core.calls import FUNCTIONS, Phase, name_of_call
 from anyep.layout import STATUS_BYTES, TEXT_BYTES, StatusWord
 
 FAILURE_TEXT_AT: Final = 512

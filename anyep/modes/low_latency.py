@@ -23,13 +23,13 @@ from anyep.backends.base import (
     LowLatencyTokens,
     LowLatencyWork,
 )
-from anyep.calls import Call, Kind
 from anyep.control.plane import ControlPlane
+from anyep.core.calls import Call, Kind
+from anyep.core.records import Format
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle
 from anyep.layout import NUM_SLOT_SETS, LowLatencySlots
 from anyep.modes.masks import Layout, Masks
-from anyep.records import Format
 from anyep.sizes import LowLatencySizes, low_latency_sizes
 
 T = TypeVar("T")

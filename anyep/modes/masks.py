@@ -24,10 +24,10 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from anyep import diagnosis
 from anyep.backends import cpu
-from anyep.calls import CALLS_PER_ROUND, Array, Call, Phase, Stall, Topic
 from anyep.control.plane import ControlPlane
+from anyep.core import diagnosis
+from anyep.core.calls import CALLS_PER_ROUND, Array, Call, Phase, Stall, Topic
 from anyep.errors import AnyEPError, Disagreement, Masked
 from anyep.layout import NUM_SLOT_SETS, REJOIN_HEADER_BYTES, ControlRegion
 

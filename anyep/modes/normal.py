@@ -26,11 +26,11 @@ from anyep.backends.base import (
     TokenCounts,
     Windows,
 )
-from anyep.calls import Array, Call, Phase
 from anyep.control.plane import ControlPlane
+from anyep.core.calls import Array, Call, Phase
+from anyep.core.headers import MAX_OFFERS, NUM_OFFERS, OFFERS, RESULT_ROWS, dtype_word, signature
+from anyep.core.rings import Rings
 from anyep.events import EventHandle, EventOverlap
-from anyep.headers import MAX_OFFERS, NUM_OFFERS, OFFERS, RESULT_ROWS, dtype_word, signature
-from anyep.rings import Rings
 from anyep.sizes import Config, TokenLayout, align
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from anyep.backends.cpu.ops_low_latency import SlotAddresses
-from anyep.calls import Array, Call
+from anyep.core.calls import Array, Call
 from anyep.layout import COUNTER_BYTES, NUM_SLOT_SETS, RECORD_HEADER_BYTES, TEXT_BYTES, ControlRegion
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES
 from anyep.transport.base import Piece

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from anyep.calls import Array
+from anyep.core.calls import Array
 from anyep.layout import COUNTER_BYTES, RECV_BASE, SEND_BASE, SEND_ROWS, ControlRegion, RingArea
 from anyep.transport.remote import Transport
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from anyep import PeerLost
 from anyep.api.buffer import Buffer
-from anyep.calls import Kind, Phase, Stall
+from anyep.core.calls import Kind, Phase, Stall
 from tests.support import faults, low_latency_oracle, oracle
 from tests.support.faults import ANSWER_S, ANSWER_TIMED_S, UNTIMED_S, Fault, arm, forget, strike
 from tests.support.gpu_scenarios import wait_until_gone, warnings_heard

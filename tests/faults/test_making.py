@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from anyep import connection, roll_call
-from anyep.rendezvous import GroupRendezvous
+from anyep import connection
+from anyep.join import roll_call
+from anyep.join.rendezvous import GroupRendezvous
 from tests.support.commands import wait_until
 from tests.support.communicator import FakeComm
 from tests.support.making import KINDS, NUM_STEPS, SOON_S, Fault, Outcome, die, make, struck

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from anyep import WaitTimeout
-from anyep.calls import Kind, Phase
-from anyep.outcomes import OUT, code_of
+from anyep.core.calls import Kind, Phase
+from anyep.core.outcomes import OUT, code_of
 from tests.support.cases import Case, check_case, run_case
 from tests.support.faults import (
     CACHED,
@@ -519,7 +519,7 @@ def test_a_rank_that_fails_before_windows_grow(place: Place, step: int) -> None:
 def take_part_after_a_failure(context: RankContext) -> tuple[str, int]:
     """Rank 1 fails before anything of its second call is launched; then it launches what a graph would."""
     from anyep.backends.cuda import constants
-    from anyep.headers import signature
+    from anyep.core.headers import signature
 
     buffer = context.keep["struck"] = new_buffer(context, SIMULATED)
     rows, *_, handle, _ = good_dispatch(buffer)

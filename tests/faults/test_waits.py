@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from anyep import PeerLost, WaitTimeout
 from anyep.api.buffer import Buffer
-from anyep.calls import Kind, Stall
+from anyep.core.calls import Kind, Stall
 from tests.support.world import RankContext, get_world
 
 TIMEOUT_S = 0.2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from anyep import AnyEPError
 from anyep.api.buffer import Buffer
-from anyep.rendezvous import GroupRendezvous
+from anyep.join.rendezvous import GroupRendezvous
 from tests.support.gpu import NEEDS_GPU, new_gpu_world, prepare_rank
 from tests.support.making import SOON_S, Outcome, die, struck
 from tests.support.patience import scaled

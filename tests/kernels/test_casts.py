@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyep import formats
+from anyep.core import formats
 from anyep.sizes import LowLatencySizes
 from tests.support.checks.casts import (
     BLOCK,

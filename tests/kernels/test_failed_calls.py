@@ -8,8 +8,8 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install anyep
 
 import torch
 
-from anyep import outcomes
 from anyep.backends.cuda.kernels import windows
+from anyep.core import outcomes
 from tests.support.checks.normal import guarded, int32, int64, launch, state_of
 from tests.support.triton_interpreter import run_interpreted
 

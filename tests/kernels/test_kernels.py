@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyep import digests
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels import counting, notify, rings, windows
 from anyep.backends.cpu.kernels import digests as cpu_digests
@@ -28,6 +27,7 @@ from anyep.backends.cpu.kernels.groups import (
     Sums,
     plain,
 )
+from anyep.core import digests
 from anyep.layout import NUM_RING_LAYERS, Window
 from tests.support.arrays import Array, flags, int32, int64
 from tests.support.depth import examples

@@ -19,7 +19,7 @@ from anyep.backends.cpu.relay_routing import (
     difference_between,
     relay_routing_of,
 )
-from anyep.digests import mixed
+from anyep.core.digests import mixed
 from anyep.errors import InvalidCall
 from anyep.sizes import SOURCE_META_BYTES
 from anyep.topology import Topology

@@ -18,12 +18,12 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
 
-from anyep import formats
 from anyep.backends import cpu
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.kernels import counting, digests, notify, rings, slots, sums, windows
 from anyep.backends.cuda.launch import OPTIONS
 from anyep.backends.cuda.slot_kernels import CAST_BLOCKS
+from anyep.core import formats
 from tests.support.checks import cast_kernels
 from tests.support.checks.casts import FP8_MODES
 from tests.support.ptx import ptx_of, spilled_bytes

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from anyep import formats
 from anyep.backends.cpu.kernels import slots
-from anyep.records import Format
+from anyep.core import formats
+from anyep.core.records import Format
 from tests.support.arrays import Array, flags, int64
 from tests.support.checks.slots import (
     GUARD,

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anyep import Config, autograd, gradients
+from anyep import Config, autograd
+from anyep.api import gradients
 from anyep.api.buffer import Buffer
 from tests.support import moe
 from tests.support.low_latency_cases import NVL_BYTES, RDMA_BYTES

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from anyep.api.buffer import Buffer
-from anyep.calls import Topic
+from anyep.core.calls import Topic
 from tests.support.low_latency_cases import RDMA_BYTES
 from tests.support.world import RankContext, get_world
 

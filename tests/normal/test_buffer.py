@@ -19,8 +19,8 @@ import torch
 import anyep
 from anyep import Config
 from anyep.api.buffer import Buffer
-from anyep.calls import Phase
-from anyep.freelist import FreeList
+from anyep.core.calls import Phase
+from anyep.core.freelist import FreeList
 from tests.support import oracle
 from tests.support.cases import Case, buffer_for, check_case, inputs_of
 from tests.support.communicator import FakeComm

@@ -35,7 +35,7 @@ import torch
 
 from anyep import Config
 from anyep.api.buffer import Buffer
-from anyep.calls import Phase
+from anyep.core.calls import Phase
 from tests.support import cases, low_latency_cases
 from tests.support.namespaces import TwoHosts, cut_own_link
 from tests.support.patience import patience_s

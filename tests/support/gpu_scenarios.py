@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from anyep import Config
 from anyep.api.buffer import Buffer
-from anyep.calls import Phase
+from anyep.core.calls import Phase
 from tests.support.cases import NVL_BYTES, POISON, Case, check_case, poison_windows
 from tests.support.world import RankContext, World
 

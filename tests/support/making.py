@@ -24,7 +24,7 @@ import torch.distributed as dist
 from anyep import AnyEPError
 from anyep.api.buffer import Buffer
 from anyep.backends.cuda import postponed
-from anyep.rendezvous import GroupRendezvous
+from anyep.join.rendezvous import GroupRendezvous
 
 KINDS: Final[dict[str, dict[str, Any]]] = {
     "one node": {},

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyep.freelist import FreeList
+from anyep.core.freelist import FreeList
 from tests.support.depth import examples
 
 

@@ -17,13 +17,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyep import Config, outcomes
+from anyep import Config
 from anyep.backends.cuda import pinned
 from anyep.backends.cuda.constants import WINDOW_BLOCK_BITS
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.control.liveness import Watch
+from anyep.core import outcomes
+from anyep.core.rings import MAX_KNOWN_AREAS, NodeRings
 from anyep.layout import nvl_rings
-from anyep.rings import MAX_KNOWN_AREAS, NodeRings
 from anyep.sizes import TokenLayout
 from tests.support.simulated_gpu import SimulatedBlock, SimulatedGpu
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from anyep.core.headers import NUM_WORDS, RESULT_ROWS
+from anyep.core.relay import RelayPlan
 from anyep.errors import InvalidCall
-from anyep.headers import NUM_WORDS, RESULT_ROWS
-from anyep.relay import RelayPlan
 from anyep.topology import Topology
 
 TWO_NODES = Topology(4, 2)

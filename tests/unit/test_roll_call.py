@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from anyep.roll_call import Process
+from anyep.join.roll_call import Process
 
 
 @pytest.fixture

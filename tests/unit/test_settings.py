@@ -19,11 +19,11 @@ import torch
 
 import anyep
 from anyep import AnyEPError, Config, Disagreement, InvalidCall, settings
-from anyep.agreement import Said, check_agreement
 from anyep.api.buffer import Buffer
+from anyep.join.agreement import Said, check_agreement
+from anyep.join.rendezvous import refuse_one_gpu_twice
+from anyep.join.roll_call import Process
 from anyep.nn import make_buffer
-from anyep.rendezvous import refuse_one_gpu_twice
-from anyep.roll_call import Process
 from tests.support.commands import anyep as anyep_command
 from tests.support.scripts import run_script
 from tests.support.world import RankContext, get_world

@@ -1,8 +1,8 @@
 """Rows between nodes: through rings to a relay on each node, and from there by window or ring to its ranks.
 
-The plan (`anyep.relay`) says which rank relays which rows. Between virtual nodes on one machine, rows and
-counters are written directly to the memory of the relay. Between hosts they are written to local memory, from
-which a proxy forwards them through an engine.
+The plan (`anyep.core.relay`) says which rank relays which rows. Between virtual nodes on one machine, rows
+and counters are written directly to the memory of the relay. Between hosts they are written to local memory,
+from which a proxy forwards them through an engine.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from anyep.backends.cpu.rows import (
     slots_group,
     sums_group,
 )
-from anyep.calls import Array, Call, Phase, Stall
+from anyep.core.calls import Array, Call, Phase, Stall
+from anyep.core.headers import WEIGHTS_OFFSET, X_OFFSET
+from anyep.core.relay import RelayPlan, RelayWork
+from anyep.core.rings import NetworkRings
 from anyep.errors import InvalidCall
-from anyep.headers import WEIGHTS_OFFSET, X_OFFSET
 from anyep.layout import NUM_MAILBOXES, RECV_BASE, RECV_TAIL, SEND_BASE, SEND_HEAD, RingArea
-from anyep.relay import RelayPlan, RelayWork
-from anyep.rings import NetworkRings
 from anyep.sizes import SOURCE_META_BYTES, Config, TokenLayout
 
 ROUNDS_AT_ONCE: Final = 32

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from anyep.freelist import FreeList
+from anyep.core.freelist import FreeList
 
 WORTH_REUSING_BYTES: Final = 1 << 16
 

@@ -16,7 +16,6 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from anyep import records
 from anyep.backends import cpu
 from anyep.backends.base import (
     Agreement,
@@ -32,11 +31,12 @@ from anyep.backends.cpu.memory import WarmMemory
 from anyep.backends.cpu.rows import WORTH_SPLITTING_BYTES, WORTH_STREAMING_BYTES, wrong_id
 from anyep.backends.cpu.stream import Stream
 from anyep.backends.cpu.team import Team
-from anyep.calls import Array, Call, Phase, Topic, name_of_call
+from anyep.core import records
+from anyep.core.calls import Array, Call, Phase, Topic, name_of_call
+from anyep.core.records import REFUSAL_TEXTS, Format
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
-from anyep.records import REFUSAL_TEXTS, Format
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
 NO_STATS: Final = np.zeros(0, np.int32)

@@ -28,11 +28,11 @@ from anyep.backends.cpu.rows import (
     wrong_id,
 )
 from anyep.backends.cpu.stream import Stream
-from anyep.calls import Array, Call, Phase
-from anyep.diagnosis import other_routing
+from anyep.core.calls import Array, Call, Phase
+from anyep.core.diagnosis import other_routing
+from anyep.core.headers import ROUTING, WEIGHTS_OFFSET, X_OFFSET
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
-from anyep.headers import ROUTING, WEIGHTS_OFFSET, X_OFFSET
 from anyep.sizes import Config
 
 Step = Callable[[], None]

@@ -13,8 +13,8 @@ import torch
 
 from anyep.backends import cpu
 from anyep.backends.cpu.routing import array_of
-from anyep.calls import Array
-from anyep.diagnosis import other_rows
+from anyep.core.calls import Array
+from anyep.core.diagnosis import other_rows
 from anyep.errors import InvalidCall
 from anyep.sizes import SOURCE_META_BYTES
 from anyep.topology import Topology

@@ -8,7 +8,8 @@ import numpy as np
 
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels.groups import RingStack
-from anyep.calls import Array
+from anyep.core.calls import Array
+from anyep.core.rings import MAX_KNOWN_AREAS
 from anyep.layout import (
     NUM_RING_LAYERS,
     RECV_BASE,
@@ -22,7 +23,6 @@ from anyep.layout import (
     ControlBlock,
     RingArea,
 )
-from anyep.rings import MAX_KNOWN_AREAS
 
 
 class RingAddresses:

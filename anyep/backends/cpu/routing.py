@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from anyep.backends import cpu
-from anyep.calls import Array
-from anyep.diagnosis import other_rows
+from anyep.core.calls import Array
+from anyep.core.diagnosis import other_rows
 from anyep.errors import InvalidCall
 
 NUM_TENSORS: Final = 6

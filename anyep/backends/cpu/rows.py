@@ -15,12 +15,12 @@ from anyep.backends.cpu.heap import Block
 from anyep.backends.cpu.kernels import groups
 from anyep.backends.cpu.memory import WindowHeap
 from anyep.backends.cpu.team import Team
-from anyep.calls import Array, Call, Phase, Topic
-from anyep.diagnosis import too_many_rows
+from anyep.core.calls import Array, Call, Phase, Topic
+from anyep.core.diagnosis import too_many_rows
+from anyep.core.headers import NUM_OFFERS, OFFERS, RESULT_ROWS
+from anyep.core.rings import Rings, part_offsets
 from anyep.errors import InvalidCall, no_expert
-from anyep.headers import NUM_OFFERS, OFFERS, RESULT_ROWS
 from anyep.layout import ControlRegion
-from anyep.rings import Rings, part_offsets
 from anyep.sizes import TokenLayout
 from anyep.topology import Topology
 

@@ -29,8 +29,8 @@ from anyep.backends.cpu.rows import (
     slots_group,
     sums_group,
 )
-from anyep.calls import Array, Call, Phase, Stall
-from anyep.headers import WEIGHTS_OFFSET, X_OFFSET
+from anyep.core.calls import Array, Call, Phase, Stall
+from anyep.core.headers import WEIGHTS_OFFSET, X_OFFSET
 from anyep.layout import SOURCE_INDEX_BYTES
 from anyep.sizes import Config, TokenLayout
 

@@ -26,8 +26,8 @@ from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tabl
 from anyep.backends.cuda.launch import Fixed, Launcher
 from anyep.backends.cuda.pinned import Headers
 from anyep.backends.cuda.tiles import block_of
-from anyep.calls import Array
-from anyep.headers import NUM_WORDS, Field, signature
+from anyep.core.calls import Array
+from anyep.core.headers import NUM_WORDS, Field, signature
 from anyep.layout import NUM_MAX_CHANNELS, ControlRegion
 from anyep.sizes import NUM_MAX_LOCAL_EXPERTS
 

@@ -10,7 +10,7 @@ import torch
 
 from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.heap import SymmetricBlock
-from anyep.calls import Array
+from anyep.core.calls import Array
 from anyep.layout import ControlRegion
 
 

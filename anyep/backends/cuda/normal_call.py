@@ -29,11 +29,11 @@ from anyep.backends.cuda.tiles import (
     at_most,
     block_of,
 )
-from anyep.calls import Array, Call, Phase
+from anyep.core.calls import Array, Call, Phase
+from anyep.core.headers import EXPERTS, NUM_OFFERS, OFFERS, WEIGHTS_OFFSET, X_OFFSET
+from anyep.core.rings import part_offsets
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
-from anyep.headers import EXPERTS, NUM_OFFERS, OFFERS, WEIGHTS_OFFSET, X_OFFSET
-from anyep.rings import part_offsets
 from anyep.sizes import Config, TokenLayout
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from anyep import diagnosis, ending, outcomes, records
+from anyep import ending
 from anyep.backends.base import (
     Agreement,
     LowLatencyControl,
@@ -34,12 +34,13 @@ from anyep.backends.cuda.kernels import slots as kernels
 from anyep.backends.cuda.masks import GpuMasks
 from anyep.backends.cuda.order import Launch, Order
 from anyep.backends.cuda.slot_kernels import SlotKernels, SlotTables
-from anyep.calls import Array, Call, Phase, Stall, name_of_call
+from anyep.core import diagnosis, outcomes, records
+from anyep.core.calls import Array, Call, Phase, Stall, name_of_call
+from anyep.core.outcomes import still_missing
+from anyep.core.records import REFUSAL_TEXTS, Format
 from anyep.errors import AnyEPError, BufferBroken, InvalidCall, Masked, no_expert
 from anyep.events import EventHandle
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
-from anyep.outcomes import still_missing
-from anyep.records import REFUSAL_TEXTS, Format
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
 ErrorOf = Callable[[Call, int, int], AnyEPError]

@@ -31,11 +31,11 @@ from anyep.backends.cuda.tiles import (
     tiles_for,
 )
 from anyep.backends.cuda.windows import GpuWindows
-from anyep.calls import Call
+from anyep.core.calls import Call
+from anyep.core.rings import Rings
 from anyep.errors import AnyEPError, no_expert
 from anyep.events import EventOverlap
 from anyep.layout import SOURCE_INDEX_BYTES
-from anyep.rings import Rings
 from anyep.sizes import Config
 
 log = logging.getLogger("anyep")

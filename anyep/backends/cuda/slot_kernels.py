@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 
-from anyep import records
 from anyep.backends.base import LowLatencyInput, LowLatencyResults, LowLatencyTokens
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.gpu import Gpu
@@ -20,7 +19,8 @@ from anyep.backends.cuda.kernels import slots as kernels
 from anyep.backends.cuda.kernels.groups import LowLatencyCall, Packed, Slots
 from anyep.backends.cuda.launch import Fixed, Seen
 from anyep.backends.cuda.tiles import block_of
-from anyep.calls import Array
+from anyep.core import records
+from anyep.core.calls import Array
 from anyep.layout import NUM_SLOT_SETS, LowLatencySlots
 
 CHANNELS: Final = 128

@@ -18,7 +18,7 @@ import torch
 from anyep.backends.cuda.constants import WINDOW_BLOCK_BITS
 from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.heap import SymmetricBlock
-from anyep.freelist import FreeList
+from anyep.core.freelist import FreeList
 
 Part = tuple[int, tuple[int, ...], torch.dtype]
 """Where in a window a tensor begins, in bytes, and its shape and type."""

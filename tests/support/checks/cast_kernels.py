@@ -7,8 +7,8 @@ import importlib
 import pytest
 import torch
 
-from anyep import formats
 from anyep.backends.cuda.slot_kernels import CAST_BLOCKS
+from anyep.core import formats
 from tests.support.checks.launching import launch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from anyep import formats
 from anyep.backends.cpu.kernels import casts as cpu_casts
+from anyep.core import formats
 from tests.support.checks import cast_kernels, deeper
 from tests.support.checks.launching import launch
 from tests.support.depth import IS_DEEP

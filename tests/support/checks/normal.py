@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-from anyep import digests, outcomes
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels import groups
 from anyep.backends.cpu.kernels.floats import bf16_of_float, float_of_bf16, float_of_fp16, fp16_of_float
@@ -27,6 +26,7 @@ from anyep.backends.cuda.kernels import digests as digest_kernels
 from anyep.backends.cuda.kernels.floats import load_rows, store_rows
 from anyep.backends.cuda.kernels.groups import Biases, Payload, Scales, Sums, Tables
 from anyep.backends.cuda.pinned import pinned_words
+from anyep.core import digests, outcomes
 from tests.support.checks import deeper
 from tests.support.checks.launching import launch
 from tests.support.depth import IS_DEEP

@@ -17,17 +17,17 @@ import torch
 import triton
 import triton.language as tl
 
-from anyep import outcomes
 from anyep.backends import cpu
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.kernels import notify
 from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
 from anyep.backends.cuda.pinned import pinned_words
-from anyep.calls import Kind
-from anyep.digests import channel_word, mixed
-from anyep.headers import NUM_WORDS as HEADER_WORDS
-from anyep.headers import REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field, signature
+from anyep.core import outcomes
+from anyep.core.calls import Kind
+from anyep.core.digests import channel_word, mixed
+from anyep.core.headers import NUM_WORDS as HEADER_WORDS
+from anyep.core.headers import REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field, signature
 from anyep.layout import ControlRegion, Window
 from tests.support.checks import deeper
 from tests.support.checks.launching import launch

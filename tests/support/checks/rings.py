@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 
-from anyep import outcomes
 from anyep.backends import cpu
 from anyep.backends.cpu.kernels import groups
 from anyep.backends.cuda import constants
@@ -37,6 +36,7 @@ from anyep.backends.cuda.kernels.groups import (
     Tables,
 )
 from anyep.backends.cuda.pinned import pinned_words
+from anyep.core import outcomes
 from anyep.sizes import TokenLayout
 from tests.support.checks import deeper
 from tests.support.checks.launching import launch

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from anyep import formats, outcomes
 from anyep.backends.cpu.kernels import slots as cpu
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.kernels import groups
 from anyep.backends.cuda.kernels.groups import LowLatencyCall, Slots
 from anyep.backends.cuda.pinned import pinned_words
-from anyep.calls import Kind
+from anyep.core import formats, outcomes
+from anyep.core.calls import Kind
 from anyep.layout import RECORD_HEADER_BYTES, ControlRegion
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 from tests.support.checks.casts import rows_of_blocks, slow_decode, slow_encode, slow_fp8

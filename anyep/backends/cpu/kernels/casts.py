@@ -1,17 +1,17 @@
 """Casts of low-latency messages: bf16 to FP8 with scales, bf16 to LogFMT and back.
 
-`anyep/formats.py` defines what the bits mean. These kernels compute them with integer operations and float32
-products, sums and quotients, each rounded, in loops without branches that the compiler vectorises.
+`anyep/core/formats.py` defines what the bits mean. These kernels compute them with integer operations and
+float32 products, sums and quotients, each rounded, in loops without branches that the compiler vectorises.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from anyep import formats
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
 from anyep.backends.cpu.kernels.floats import bits_of_float, float_of_bf16, float_of_bits
 from anyep.backends.cpu.kernels.memory import copy_bytes, float32_at, int64_at, uint8_at, uint16_at
+from anyep.core import formats
 
 CHANNELS = formats.CHANNELS_PER_BLOCK
 FP8_MAX = np.float32(formats.FP8_MAX)

@@ -1,4 +1,4 @@
-"""Digests of handles: hashes that are the same on every device (`anyep/digests.py`).
+"""Digests of handles: hashes that are the same on every device (`anyep/core/digests.py`).
 
 They and their sums must be unsigned here: LLVM assumes that signed numbers do not overflow.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from anyep import digests
 from anyep.backends.cpu.kernels.compiler import inlined
+from anyep.core import digests
 
 FIRST, FACTOR_1, FACTOR_2 = (
     np.uint64(number) for number in (digests.FIRST, digests.FACTOR_1, digests.FACTOR_2)

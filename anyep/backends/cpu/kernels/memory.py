@@ -81,6 +81,18 @@ def drain_stores(typing_context: Any) -> Any:
     return types.void(), generate
 
 
+@intrinsic
+def stack_bytes(typing_context: Any, num_bytes: Any) -> Any:
+    """The address of memory for as long as the function that asks for it runs; never ask in a loop."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        memory = builder.alloca(ir.IntType(8), size=arguments[0])
+        memory.align = _WORD_BYTES
+        return builder.ptrtoint(memory, ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
 def _pointer_to(element: Any) -> Any:
     @intrinsic
     def as_pointer(typing_context: Any, address: Any) -> Any:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from anyep import digests as words
 from anyep.backends.cpu.kernels.borrow import borrowed
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
 from anyep.backends.cpu.kernels.digests import channel_word, mixed, row_word
 from anyep.backends.cpu.kernels.groups import NodeHandle
+from anyep.core import digests as words
 
 NODE_FACTOR = np.uint64(words.NODE_FACTOR)
 

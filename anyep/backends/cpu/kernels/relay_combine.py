@@ -28,8 +28,8 @@ from anyep.backends.cpu.kernels.lanes import (
     release_rows,
     sends,
 )
-from anyep.backends.cpu.kernels.memory import float32_at
-from anyep.backends.cpu.kernels.sums import new_scratch, sum_rows, sum_token, sum_weights
+from anyep.backends.cpu.kernels.memory import float32_at, stack_bytes
+from anyep.backends.cpu.kernels.sums import scratch_at, scratch_bytes, sum_rows, sum_token, sum_weights
 
 
 @inlined
@@ -206,7 +206,8 @@ def combine_between_nodes(
     tokens = borrowed(NodeSums, tokens)
     num_nodes, ranks_per_node = tokens.send_rdma_head.shape[1], outputs.x_of.shape[0]
     in_order = (outputs.x_of == 0).any()
-    scratch = new_scratch(max(num_nodes, ranks_per_node))
+    most = max(num_nodes, ranks_per_node)
+    scratch = scratch_at(stack_bytes(scratch_bytes(most)), most)
     own_row = np.empty(slots.num_bytes, np.uint8)
     num_polls = num_rounds = 0
     while True:

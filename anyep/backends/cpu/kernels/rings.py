@@ -36,8 +36,15 @@ from anyep.backends.cpu.kernels.lanes import (
     release_rows,
     sends,
 )
-from anyep.backends.cpu.kernels.memory import copy_bytes, copy_row, float32_at, int32_at, int64_at
-from anyep.backends.cpu.kernels.sums import new_scratch, sum_token
+from anyep.backends.cpu.kernels.memory import (
+    copy_bytes,
+    copy_row,
+    float32_at,
+    int32_at,
+    int64_at,
+    stack_bytes,
+)
+from anyep.backends.cpu.kernels.sums import scratch_at, scratch_bytes, sum_token
 from anyep.backends.cpu.kernels.windows import copy_scales, write_local_ids
 
 
@@ -250,7 +257,7 @@ def combine_through_rings(
     sums = borrowed(Sums, sums)
     tokens = borrowed(RingSums, tokens)
     num_peers = tokens.send_head.shape[1]
-    scratch = new_scratch(num_peers)
+    scratch = scratch_at(stack_bytes(scratch_bytes(num_peers)), num_peers)
     num_polls = 0
     while True:
         bell = own_bell(bells)

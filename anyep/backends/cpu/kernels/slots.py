@@ -29,7 +29,7 @@ from anyep.backends.cpu.kernels.memory import (
     uint32_at,
 )
 from anyep.backends.cpu.kernels.sums import BF16, BLOCK, store_block
-from anyep.formats import (
+from anyep.core.formats import (
     CHANNELS_PER_BLOCK,
     FP8,
     FP8_UE8M0,

@@ -8,7 +8,7 @@ from anyep.backends.cpu.kernels.borrow import borrowed
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
 from anyep.backends.cpu.kernels.floats import bf16_of_float, float_of_bf16, float_of_fp16, fp16_of_float
 from anyep.backends.cpu.kernels.groups import Scratch, Sums
-from anyep.backends.cpu.kernels.memory import float32_at, uint16_at
+from anyep.backends.cpu.kernels.memory import float32_at, int64_at, stack_bytes, uint16_at
 
 BF16, FP16, FP32 = 1, 2, 3
 BLOCK = 1024
@@ -95,14 +95,21 @@ def sum_weights(out, rows, num_rows, num_topk):
 
 
 @inlined
-def new_scratch(num_rows):
-    """Memory to sum at most `num_rows` rows."""
-    return Scratch(np.empty(num_rows, np.int64), np.empty(num_rows, np.int64), np.empty(BLOCK, np.float32))
+def scratch_bytes(num_rows):
+    """The bytes of a `Scratch` for at most `num_rows` rows."""
+    return 16 * num_rows + 4 * BLOCK
+
+
+@inlined
+def scratch_at(address, num_rows):
+    """A `Scratch` in this memory. Its arrays have no reference counts, which would cost time per row."""
+    weights_at, sums_at = address + 8 * num_rows, address + 16 * num_rows
+    return Scratch(int64_at(address, num_rows), int64_at(weights_at, num_rows), float32_at(sums_at, BLOCK))
 
 
 @inlined
 def sum_token(token, num_rows, sums, scratch):
-    """A `Scratch` in this memory. Its arrays have no reference counts, which would cost time per row."""
+    """Sum the rows that `scratch` names, and their weights, to the place of a token.
 
     Example:
         With the rows [1, 2] and [3, 4] and no bias, row `token` of the sums becomes [4, 6].
@@ -129,7 +136,7 @@ def pull_and_sum(first_token, end_token, send_head, x_of, weights_of, sums):
     sums = borrowed(Sums, sums)
     num_ranks = x_of.shape[0]
     num_topk = sums.topk_weights.shape[1]
-    scratch = new_scratch(num_ranks)
+    scratch = scratch_at(stack_bytes(scratch_bytes(num_ranks)), num_ranks)
     rows, weights = scratch.rows, scratch.weights
     for token in range(first_token, end_token):
         num_rows = 0

@@ -1,10 +1,10 @@
 """Casts of low-latency messages: bf16 to FP8 with scales, bf16 to LogFMT and back.
 
-`anyep/formats.py` defines the bits; they equal those of the CPU's kernels. Helpers work on tiles of blocks,
-[blocks, 128], and handle bf16 as its bits (uint16). Conversions are integer arithmetic, because Triton's
-interpreter rounds Triton's own conversions differently. Kernels are compiled without fused products and sums
-(`anyep/backends/cuda/launch.py`). Divisions are `tl.div_rn`, because `/` is only an approximation on a GPU.
-The mask bits of the LogFMT blocks of a tile lie in one word of the message's mask.
+`anyep/core/formats.py` defines the bits; they equal those of the CPU's kernels. Helpers work on tiles of
+blocks, [blocks, 128], and handle bf16 as its bits (uint16). Conversions are integer arithmetic, because
+Triton's interpreter rounds Triton's own conversions differently. Kernels are compiled without fused products
+and sums (`anyep/backends/cuda/launch.py`). Divisions are `tl.div_rn`, because `/` is only an approximation on
+a GPU. The mask bits of the LogFMT blocks of a tile lie in one word of the message's mask.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep import formats
+from anyep.core import formats
 
 CHANNELS = tl.constexpr(formats.CHANNELS_PER_BLOCK)
 FP8_MAX = tl.constexpr(formats.FP8_MAX)

@@ -1,4 +1,4 @@
-"""Digests of handles: hashes that are the same on every device (`anyep/digests.py`).
+"""Digests of handles: hashes that are the same on every device (`anyep/core/digests.py`).
 
 A handle's digests are words: those of the rows to each rank, then those of the rows from each rank. The
 kernels of a dispatch fill them along with its handle; `digest_handle` computes those of any other handle.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep import digests as numbers
 from anyep.backends.cuda import constants as words_of
+from anyep.core import digests as numbers
 
 RANK = tl.constexpr(words_of.RANK)
 FIRST = tl.constexpr(numbers.FIRST)

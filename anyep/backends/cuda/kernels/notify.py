@@ -11,16 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep import layout, outcomes
+from anyep import layout
 from anyep.backends.cuda import constants as words_of
 from anyep.backends.cuda.kernels.atomics import is_aborted, release_max, tell_host, wait_for_all
 from anyep.backends.cuda.kernels.counting import LAST_PLACE, wrong_word
 from anyep.backends.cuda.kernels.digests import mixed_channels, mixed_rows
 from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
-from anyep.headers import MAX_OFFERS as MOST_OFFERS
-from anyep.headers import REFUSED_BY_COUNTS as BY_COUNTS
-from anyep.headers import REFUSED_BY_IDS as BY_IDS
-from anyep.headers import Field
+from anyep.core import outcomes
+from anyep.core.headers import MAX_OFFERS as MOST_OFFERS
+from anyep.core.headers import REFUSED_BY_COUNTS as BY_COUNTS
+from anyep.core.headers import REFUSED_BY_IDS as BY_IDS
+from anyep.core.headers import Field
 
 NO_PLACE = tl.constexpr(2**63 - 1)
 GOOD = tl.constexpr(outcomes.GOOD)

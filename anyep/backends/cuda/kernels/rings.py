@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from anyep import outcomes
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.kernels.atomics import (
     abort_of_host,
@@ -49,6 +48,7 @@ from anyep.backends.cuda.kernels.groups import (
     Sums,
     Tables,
 )
+from anyep.core import outcomes
 
 GOOD = tl.constexpr(outcomes.GOOD)
 LATE = tl.constexpr(outcomes.LATE)

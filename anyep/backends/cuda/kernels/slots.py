@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep import formats, layout, outcomes, sizes
+from anyep import layout, sizes
 from anyep.backends.cuda import constants as words_of
 from anyep.backends.cuda.kernels.atomics import (
     abort_of_host,
@@ -73,7 +73,8 @@ from anyep.backends.cuda.kernels.notify import (
     why_not_there,
     words_at,
 )
-from anyep.headers import Field
+from anyep.core import formats, outcomes
+from anyep.core.headers import Field
 
 RAW = tl.constexpr(formats.RAW)
 FP8 = tl.constexpr(formats.FP8)

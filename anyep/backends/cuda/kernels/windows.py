@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyep import outcomes
 from anyep.backends.cuda import constants as words_of
 from anyep.backends.cuda.kernels.digests import mixed_rows
 from anyep.backends.cuda.kernels.groups import Payload, Scales, Tables
+from anyep.core import outcomes
 
 TARGET_WORDS = tl.constexpr(words_of.TARGET_WORDS)
 TARGET_ROWS = tl.constexpr(words_of.TARGET_ROWS)

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from anyep.calls import FUNCTIONS, Array, Call, name_of_call
+from anyep.core.calls import FUNCTIONS, Array, Call, name_of_call
+from anyep.core.headers import Field
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
-from anyep.headers import Field
 
 DERIVED_FIELDS: Final = frozenset({Field.RING_ROWS})
 """These fields always differ if the rows or the channels do, and then explain nothing."""

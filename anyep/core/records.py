@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from anyep import formats
-from anyep.calls import FUNCTIONS
+from anyep.core import formats
+from anyep.core.calls import FUNCTIONS
 from anyep.layout import NUM_MAILBOXES, RECORD_HEADER_BYTES
 from anyep.sizes import LowLatencySizes
 

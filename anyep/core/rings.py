@@ -11,9 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from anyep.calls import Array
+from anyep.core.calls import Array
+from anyep.core.headers import NETWORK_ROWS_SHIFT
 from anyep.errors import InvalidCall
-from anyep.headers import NETWORK_ROWS_SHIFT
 from anyep.layout import RingArea, nvl_rings, rdma_rings, ring_rows_that_fit
 from anyep.sizes import NUM_BUFFER_ALIGNMENT_BYTES, Config, TokenLayout, align
 from anyep.topology import Topology

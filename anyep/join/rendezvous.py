@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from anyep.errors import AnyEPError, InvalidCall, NotSupported, PeerLost
-from anyep.roll_call import Board, Process, RollCall, Verdict
+from anyep.join.roll_call import Board, Process, RollCall, Verdict
 
 LOOK_S: Final = 0.1
 INTRODUCTION_BYTES: Final = 1024

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anyep.calls import Array
+from anyep.core.calls import Array
+from anyep.core.headers import RESULT_ROWS
 from anyep.errors import InvalidCall
-from anyep.headers import RESULT_ROWS
 from anyep.topology import Topology
 
 

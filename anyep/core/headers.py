@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from anyep.calls import Array
+from anyep.core.calls import Array
 from anyep.layout import NOTIFY_HEADER_BYTES
 
 NUM_WORDS: Final = NOTIFY_HEADER_BYTES // 8
