@@ -49,8 +49,8 @@ class Case:
     """What is timed, and how its result is checked.
 
     `spoil` overwrites a right result, so that stale data cannot pass the next check. A case without
-    communication needs a call of all ranks to start them together on a GPU: `meet`. `prepare` is called
-    before every call whose result is checked.
+    communication needs a call of all ranks to start them together on a GPU: `meet`. `checkable` is the same
+    call with values that can be checked, where providing them would cost time in every call.
     """
 
     label: Label
@@ -58,7 +58,7 @@ class Case:
     is_right: Callable[[Any], bool]
     in_graph: bool = False
     meet: Callable[[], Any] | None = None
-    prepare: Callable[[], object] | None = None
+    checkable: Callable[[], Any] | None = None
     spoil: Callable[[Any], None] = spoil_rows
 
 
@@ -116,6 +116,7 @@ class CpuClock:
         self._rank = rank
         self._setup = setup
         self._barrier = Barrier(rank)
+        self._block: cpu.OwnBlock | None = None
 
     def time(self, tokens: int, groups: Iterable[Group]) -> list[Timing]:
         with ExitStack() as stack:
@@ -143,9 +144,7 @@ class CpuClock:
         return [Timing(case.label, times) for case, times in zip(cases, spans, strict=True)]
 
     def _time_call(self, case: Case, is_checked: bool) -> tuple[float, float]:
-        if is_checked and case.prepare is not None:
-            case.prepare()
-        work = case.work
+        work = (case.checkable or case.work) if is_checked else case.work
         self._barrier.wait()
         start = time.monotonic_ns()
         self._barrier.wait()
@@ -157,7 +156,10 @@ class CpuClock:
 
     def copy_of(self, source: torch.Tensor) -> Callable[[], Any]:
         num_rows, row_bytes = source.shape[0], source.shape[1] * source.itemsize
-        block = cpu.OwnBlock("copy", max(source.nbytes, 128))
+        # Copies share one target: the less memory is in use, the less the caches matter to all cases.
+        if self._block is None or self._block.num_bytes < source.nbytes:
+            self._block = cpu.OwnBlock("copy", max(source.nbytes, 128))
+        block = self._block
         target = block.tensor(0, tuple(source.shape), source.dtype)
 
         def copy() -> Any:
@@ -264,9 +266,7 @@ class CudaClock:
         """Seconds per call, for each run or each call; and those of the host, by run, unless a graph is
         replayed."""
         for _ in range(WARM_UP):
-            if case.prepare is not None:
-                case.prepare()
-            check(self._rank, case, case.work())
+            check(self._rank, case, (case.checkable or case.work)())
         work = case.work
         if case.in_graph:
             work, result = _captured(case.work)

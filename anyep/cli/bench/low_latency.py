@@ -86,9 +86,8 @@ class Decoding:
             ]
         return self._rows[use_fp8]
 
-    def outputs(self, shape: torch.Size, use_fp8: bool, factors: Sequence[float] = FACTORS) -> torch.Tensor:
-        """The outputs of the local experts, laid out like the received rows."""
-        outputs = torch.zeros(shape, dtype=torch.bfloat16, device=self.x.device)
+    def fill(self, outputs: torch.Tensor, use_fp8: bool, factors: Sequence[float] = FACTORS) -> torch.Tensor:
+        """Write what the local experts make of their rows into a tensor laid out like the received rows."""
         for local, (expert, rows) in enumerate(zip(self._experts, self.rows(use_fp8), strict=True)):
             outputs[local, : len(rows.values)] = rows.values.bfloat16() * factors[expert % len(factors)]
         return outputs
@@ -144,7 +143,7 @@ def is_close(right: torch.Tensor, tolerance: float) -> Check:
 
 @dataclass(frozen=True)
 class Calls:
-    """Low-latency calls through one Buffer, and the outputs that every combine sends back."""
+    """Low-latency calls through one Buffer, and what every combine sends back."""
 
     buffer: Buffer
     decoding: Decoding
@@ -152,43 +151,52 @@ class Calls:
     num_experts: int
     handle: Any
     outputs: torch.Tensor
-    """Of the experts."""
-    rows: torch.Tensor
-    """The received rows themselves."""
+    """Of the experts. On the CPU, bf16 rows that a dispatch received: later ones leave other values there."""
 
     @classmethod
     def of(cls, buffer: Buffer, decoding: Decoding, tokens: int, num_experts: int, use_fp8: bool) -> Calls:
-        result, _, handle, _, _ = buffer.low_latency_dispatch(
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(
             decoding.x, decoding.topk_idx, tokens, num_experts, use_fp8=use_fp8
         )
-        shape = (result[0] if isinstance(result, tuple) else result).shape
-        outputs, rows = decoding.outputs(shape, use_fp8), decoding.outputs(shape, use_fp8, factors=(1.0,))
-        return cls(buffer, decoding, tokens, num_experts, handle, outputs, rows)
+        if isinstance(rows, tuple):
+            rows = torch.zeros(rows[0].shape, dtype=torch.bfloat16, device=decoding.x.device)
+        return cls(buffer, decoding, tokens, num_experts, handle, decoding.fill(rows, use_fp8))
 
     def dispatch(self, use_fp8: bool) -> Any:
         return self.buffer.low_latency_dispatch(
             self.decoding.x, self.decoding.topk_idx, self.num_max_tokens, self.num_experts, use_fp8=use_fp8
         )
 
-    def combine(self, outputs: torch.Tensor, handle: Any = None, **options: Any) -> Any:
-        decoding = self.decoding
+    def combine(self, outputs: torch.Tensor | None = None, handle: Any = None, **options: Any) -> Any:
         return self.buffer.low_latency_combine(
-            outputs, decoding.topk_idx, decoding.topk_weights, handle or self.handle, **options
+            self.outputs if outputs is None else outputs,
+            self.decoding.topk_idx,
+            self.decoding.topk_weights,
+            handle or self.handle,
+            **options,
         )
 
-    def combine_in_place(self) -> Any:
-        return self.combine(self.buffer.get_next_low_latency_combine_buffer(self.handle), zero_copy=True)
+    def combine_in_place(self, factors: Sequence[float] = ()) -> Any:
+        """A combine of what lies where it takes outputs from; with factors, that is filled first."""
+        outputs = self.buffer.get_next_low_latency_combine_buffer(self.handle)
+        if factors:
+            self.decoding.fill(outputs, use_fp8=False, factors=factors)
+        return self.combine(outputs, zero_copy=True)
 
-    def fill_in_place(self) -> None:
-        """Put the outputs where the next combine in place takes them from."""
-        rows = self.buffer.get_next_low_latency_combine_buffer(self.handle)
-        for local, count in enumerate(self.decoding.counts):
-            rows[local, :count] = self.outputs[local, :count]
+    def combine_filled(self, factors: Sequence[float] = FACTORS, **options: Any) -> Any:
+        """A combine of outputs that are filled first."""
+        self.decoding.fill(self.outputs, use_fp8=False, factors=factors)
+        return self.combine(**options)
 
     def pair(self, use_fp8: bool) -> Any:
         received, _, handle, _, _ = self.dispatch(use_fp8)
         # The experts' outputs are bf16 whatever they received.
-        return self.combine(self.outputs if use_fp8 else received, handle)
+        return self.combine(None if use_fp8 else received, handle)
+
+    def pair_filled(self) -> Any:
+        """An FP8 dispatch, and a combine of outputs that are filled in between."""
+        handle = self.dispatch(use_fp8=True)[2]
+        return self.combine_filled(handle=handle)
 
 
 class DecodingCases:
@@ -204,6 +212,8 @@ class DecodingCases:
             "bf16": setup.row_bytes,
             "fp8": setup.hidden + 4 * (setup.hidden // CHANNELS_PER_SCALE),
         }
+        num_bytes = max(self._decoding.num_rows, 1) * setup.row_bytes
+        self._source = torch.ones(num_bytes, dtype=torch.uint8, device=setup.device)
 
     @contextmanager
     def by_buffer(self) -> Iterator[list[Case]]:
@@ -225,7 +235,7 @@ class DecodingCases:
             return calls.dispatch(use_fp8=True)
 
         def combine() -> Any:
-            return calls.combine(calls.outputs)
+            return calls.combine()
 
         def pair() -> Any:
             return calls.pair(use_fp8=True)
@@ -240,36 +250,29 @@ class DecodingCases:
         ]
 
     def _on_cpu(self, calls: Calls, is_combined: Check) -> list[Case]:
-        """Every format, and every way to combine; the time of LogFMT depends on the values."""
-        rows_combined = self._decoding.combined(use_fp8=False, factors=(1.0,))
-        in_place = self._case("zero_copy_combine", "bf16", ("bf16",), calls.combine_in_place, is_combined)
+        """Every format, and every way to combine. The rows themselves come back, but in checks."""
+        ones = (1.0,)
+        rows_combined = self._decoding.combined(use_fp8=False, factors=ones)
+        bf16, both, half = ("bf16",), ("bf16", "bf16"), ("fp8", "bf16")
+        is_about = is_close(rows_combined, LOGFMT_STEPS)
+        combine = self._case("combine", "bf16", bf16, calls.combine, is_combined, "gloo")
+        in_place = self._case("zero_copy_combine", "bf16", bf16, calls.combine_in_place, is_combined)
+        logfmt = self._case(
+            "logfmt_combine", "logfmt", bf16, lambda: calls.combine(use_logfmt=True), is_about
+        )
+        pair = self._case("pair", "fp8", half, lambda: calls.pair(use_fp8=True), is_combined, "gloo fp8")
         return [
             self._copy("bf16"),
             self._copy("fp8"),
             self._dispatch("bf16", lambda: calls.dispatch(use_fp8=False), "gloo bf16"),
             self._dispatch("fp8", lambda: calls.dispatch(use_fp8=True), "gloo fp8"),
+            replace(combine, checkable=calls.combine_filled),
+            replace(in_place, checkable=lambda: calls.combine_in_place(FACTORS)),
+            replace(logfmt, checkable=lambda: calls.combine_filled(ones, use_logfmt=True)),
             self._case(
-                "combine", "bf16", ("bf16",), lambda: calls.combine(calls.outputs), is_combined, "gloo"
+                "pair", "bf16", both, lambda: calls.pair(use_fp8=False), equals(rows_combined), "gloo bf16"
             ),
-            replace(in_place, prepare=calls.fill_in_place),
-            self._case(
-                "logfmt_combine",
-                "logfmt",
-                ("bf16",),
-                lambda: calls.combine(calls.rows, use_logfmt=True),
-                is_close(rows_combined, LOGFMT_STEPS),
-            ),
-            self._case(
-                "pair",
-                "bf16",
-                ("bf16", "bf16"),
-                lambda: calls.pair(use_fp8=False),
-                equals(rows_combined),
-                "gloo bf16",
-            ),
-            self._case(
-                "pair", "fp8", ("fp8", "bf16"), lambda: calls.pair(use_fp8=True), is_combined, "gloo fp8"
-            ),
+            replace(pair, checkable=calls.pair_filled),
         ]
 
     @contextmanager
@@ -327,8 +330,8 @@ class DecodingCases:
 
     def _copy(self, format_: str, meet: Callable[[], Any] | None = None) -> Case:
         """A plain copy of the same bytes, on all ranks at once. It is listed among the cases of a GPU."""
-        shape = (max(self._decoding.num_rows, 1), self._row_bytes[format_])
-        source = torch.ones(shape, dtype=torch.uint8, device=self._setup.device)
+        num_rows, row_bytes = max(self._decoding.num_rows, 1), self._row_bytes[format_]
+        source = self._source[: num_rows * row_bytes].view(num_rows, row_bytes)
         label = Label(
             "copy", format_, self._tokens, self._bytes_of(format_), is_listed=self._clock.has_graphs
         )

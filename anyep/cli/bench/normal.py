@@ -153,6 +153,7 @@ class NormalCases:
         self._setup = setup
         self._clock = clock
         self._traffic = Traffic(rank, setup, tokens)
+        self._outputs = self._traffic.rows.clone()  # of the experts, in ordinary memory
         self._is_dispatched = equals(self._traffic.rows)
         self._is_combined = equals(self._traffic.combined(setup.nodes.ranks_per_node))
 
@@ -161,7 +162,6 @@ class NormalCases:
         setup, traffic = self._setup, self._traffic
         with prepared(self._rank, setup, traffic, self._clock.sms, traffic.num_window_bytes) as there:
             buffer, handle, received, x = there.buffer, there.handle, there.received, traffic.x
-            outputs = traffic.rows.clone()  # in ordinary memory
 
             def send() -> Any:
                 return buffer.dispatch(x, handle=handle)
@@ -174,7 +174,7 @@ class NormalCases:
             )
             has_graphs = self._clock.has_graphs
             yield [
-                self._copy("bf16", outputs, send),
+                self._copy("bf16", self._outputs, send),
                 *self._graph_too(layout),
                 *([] if has_graphs else [self._notify(there)]),
                 self._case("dispatch", "window", there, lambda: buffer.dispatch(x, **there.routing)),
@@ -185,7 +185,7 @@ class NormalCases:
                     self._case("combine", "window", there, lambda: buffer.combine(received, handle))
                 ),
                 *self._graph_too(
-                    self._case("combine", "staged", there, lambda: buffer.combine(outputs, handle))
+                    self._case("combine", "staged", there, lambda: buffer.combine(self._outputs, handle))
                 ),
                 *([] if has_graphs else [self._pair("window", there)]),
             ]
@@ -195,11 +195,10 @@ class NormalCases:
         traffic = self._traffic
         with prepared(self._rank, self._setup, traffic, self._clock.sms, num_window_bytes=0) as there:
             buffer, handle, x = there.buffer, there.handle, traffic.x
-            outputs = traffic.rows.clone()
             yield [
                 self._case("dispatch", "ring", there, lambda: buffer.dispatch(x, **there.routing)),
                 self._case("cached_dispatch", "ring", there, lambda: buffer.dispatch(x, handle=handle)),
-                self._case("combine", "ring", there, lambda: buffer.combine(outputs, handle)),
+                self._case("combine", "ring", there, lambda: buffer.combine(self._outputs, handle)),
                 *([] if self._clock.has_graphs else [self._pair("ring", there)]),
             ]
 
