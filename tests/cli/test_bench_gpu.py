@@ -69,17 +69,17 @@ def a_run(*timings: tuple[Label, list[float]], slower: float = 1.5) -> list[Rank
 
 
 def the_normal_run() -> list[RankReport]:
-    case = Label("combine", "window, graph", 64, MEGABYTE, 16, ("bf16",), "nccl")
+    case = Label("combine", "window, graph", 64, MEGABYTE, 16, ("bf16",), ("nccl",))
     swept = [
-        (replace(case, sms=sms, rival="", is_swept=True), [2 * MEGABYTE / rate / 1e9] * 2)
+        (replace(case, sms=sms, rivals=(), is_swept=True), [2 * MEGABYTE / rate / 1e9] * 2)
         for sms, rate in RATES.items()
     ]
     return a_run(
         (Label("copy", "bf16", 64, MEGABYTE), [1e-3, 1e-3]),
         (Label("layout", "local", 64, 0, 16), [1e-5, 1e-5]),
         (case, [1e-3, 3e-3]),
-        (replace(case, path="nccl", rival="", is_listed=False), [8e-3, 8e-3]),
-        (replace(case, path="ring", rival="nccl"), [4e-3, 4e-3]),
+        (replace(case, path="nccl", rivals=(), is_listed=False), [8e-3, 8e-3]),
+        (replace(case, path="ring", rivals=("nccl",)), [4e-3, 4e-3]),
         *swept,
         slower=1.0,
     )

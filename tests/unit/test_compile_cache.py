@@ -232,8 +232,8 @@ def test_the_key_knows_every_module_that_kernels_use() -> None:
             imported: list[str] = []
             if isinstance(node, ast.Import):
                 imported = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module == "anyep":
-                imported = [f"anyep.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module in ("anyep", "anyep.core"):
+                imported = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert not node.level
                 imported = [node.module or ""]

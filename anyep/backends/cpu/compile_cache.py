@@ -14,7 +14,7 @@ import numpy
 
 from anyep.backends.cache_folder import Unusable, hash_of_files
 
-HASHED_MODULES: Final = ("digests", "errors", "formats", "layout", "sizes")
+HASHED_MODULES: Final = ("core/digests", "core/formats", "errors", "layout", "sizes")
 """The modules of anyep, besides those of the kernels, whose constants kernels contain."""
 _PACKAGE: Final = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def source_key() -> str:
     parts += [f"{package.__name__} {package.__version__}" for package in (numba, llvmlite, numpy)]
     for name in HASHED_MODULES:
         # These may have been imported long before, and their sources edited since.
-        constants = vars(importlib.import_module(f"anyep.{name}"))
+        constants = vars(importlib.import_module("anyep." + name.replace("/", ".")))
         parts += [
             f"{name}.{constant} {value!r}"
             for constant, value in sorted(constants.items())

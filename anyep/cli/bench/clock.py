@@ -30,6 +30,8 @@ WARM_UP: Final = 3
 """Calls of a case before it is timed; their results are checked."""
 UNCHECKED: Final = 1
 """On the CPU the last of them are not: a check leaves other data in the caches than a call does."""
+ROUNDINGS: Final = 2.0**-6
+"""How far a bf16 result may differ from another that was rounded elsewhere, relative to the largest."""
 CALLS_IN_A_LOOP: Final = 10
 """On the CPU with one token, each repeat of a case is a run of calls: the latency in a loop is measured."""
 CALLS_IN_A_RUN: Final = {"normal": 10, "low-latency": 40}
@@ -69,6 +71,19 @@ Group = AbstractContextManager[Sequence[Case]]
 def equals(right: torch.Tensor) -> Callable[[Any], bool]:
     """A check that a call returned these rows, alone or as its first result."""
     return lambda result: torch.equal(result[0] if isinstance(result, tuple) else result, right)
+
+
+def is_close(right: torch.Tensor, tolerance: float) -> Callable[[Any], bool]:
+    """A check that a call returned about these rows, alone or as its first result."""
+
+    def check(result: Any) -> bool:
+        ours = result[0] if isinstance(result, tuple) else result
+        if ours.shape != right.shape or not right.numel():
+            return bool(ours.shape == right.shape)
+        distance = (ours.float() - right.float()).abs().max()
+        return bool(distance <= tolerance * right.float().abs().max())
+
+    return check
 
 
 class Clock(Protocol):

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -18,11 +19,12 @@ from anyep.cli.bench.table import print_report
 from anyep.cli.checks import check_experts, check_folder
 from anyep.cli.gpus import check_device, placed
 from anyep.cli.nodes import count_ranks, nodes_of
-from anyep.errors import InvalidCall, whole_number
+from anyep.errors import InvalidCall, NotSupported, whole_number
 from anyep.layout import check_num_sms
 from anyep.sizes import check_fp8_hidden, check_row_bytes
 
 MODES: Final = ("normal", "low-latency")
+LIBRARIES: Final = ("deep_ep",)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ def bench(
         bool, typer.Option("--sweep-sms", help="Also tell the rates with 4 to 32 SMs per rank, on cuda.")
     ] = False,
     network: options.Network = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Run the cases through an installed library with the same API, too: deep_ep."),
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the records to this file; - for stdout.")
     ] = None,
@@ -95,6 +101,7 @@ def bench(
     )
     _check_sizes(setup)
     setup = replace(setup, nodes=nodes_of(counts, device, topk, setup.experts, topk_nodes, network))
+    setup = replace(setup, against=_checked_library(against, setup))
     _check_sms(setup)
     _check_files(json_file, plot_file)
     with placed(device, setup.ranks) as placement:
@@ -121,6 +128,22 @@ def _check_sizes(setup: Setup) -> None:
     if setup.mode == "low-latency":
         check_fp8_hidden(setup.hidden, name="--hidden")
     check_experts(setup.experts, setup.ranks, setup.topk)
+
+
+def _checked_library(name: str | None, setup: Setup) -> str:
+    """The library to compare with; empty for none."""
+    if name is None:
+        return ""
+    if name not in LIBRARIES:
+        raise InvalidCall(f"--against is {name!r}: choose {' or '.join(LIBRARIES)}")
+    if setup.nodes.are_several:
+        raise InvalidCall("--against is for ranks of one node: leave --nodes out")
+    if find_spec(name) is None:
+        raise NotSupported(
+            f"--against is {name!r}, but Python finds no module of that name: install it for"
+            f" the Python that runs anyep ({sys.executable})"
+        )
+    return name
 
 
 def _check_sms(setup: Setup) -> None:

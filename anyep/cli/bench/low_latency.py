@@ -11,7 +11,8 @@ import torch
 
 from anyep.api.buffer import Buffer
 from anyep.cli import draw
-from anyep.cli.bench.clock import Case, Clock, Group, equals
+from anyep.cli.bench.clock import ROUNDINGS, Case, Clock, Group, equals, is_close
+from anyep.cli.bench.installed import low_latency_buffer
 from anyep.cli.bench.records import Label, Setup
 from anyep.cli.bench.rival import ByExpert
 from anyep.cli.fp8 import from_fp8, to_fp8
@@ -20,8 +21,6 @@ from anyep.cli.ranks import Rank
 from anyep.sizes import CHANNELS_PER_SCALE
 
 FACTORS: Final = (1.0, 2.0, 4.0, 8.0)
-ROUNDINGS: Final = 2.0**-6
-"""How far a bf16 result may differ from another that was rounded in other places, relative to the largest."""
 FP8_STEPS: Final = 2.0**-3
 """The same for rows in FP8."""
 LOGFMT_STEPS: Final = 0.05
@@ -92,6 +91,10 @@ class Decoding:
             outputs[local, : len(rows.values)] = rows.values.bfloat16() * factors[expert % len(factors)]
         return outputs
 
+    def factor_of(self, local: int) -> float:
+        """What a local expert multiplies by."""
+        return FACTORS[self._experts[local] % len(FACTORS)]
+
     def combined(self, use_fp8: bool, factors: Sequence[float] = FACTORS) -> torch.Tensor:
         """The expected result of combine: weighted, in top-k order, each product and sum rounded."""
         rows = Travelled.of(self.x, use_fp8).values.bfloat16().float()
@@ -126,19 +129,6 @@ class Decoding:
 
 def _of_tokens(rows: Travelled, chosen: torch.Tensor) -> Travelled:
     return Travelled(tuple(part[chosen] for part in rows.parts), rows.values[chosen])
-
-
-def is_close(right: torch.Tensor, tolerance: float) -> Check:
-    """A check that a call returned about these rows, alone or as its first result."""
-
-    def check(result: Any) -> bool:
-        ours = result[0] if isinstance(result, tuple) else result
-        if ours.shape != right.shape or not right.numel():
-            return bool(ours.shape == right.shape)
-        distance = (ours.float() - right.float()).abs().max()
-        return bool(distance <= tolerance * right.float().abs().max())
-
-    return check
 
 
 @dataclass(frozen=True)
@@ -305,6 +295,47 @@ class DecodingCases:
             for name, path, work, is_right in calls
         ]
 
+    @contextmanager
+    def by_installed(self) -> Iterator[list[Case]]:
+        """FP8 dispatch and bf16 combine through the library that AnyEP is compared with."""
+        name, decoding = self._setup.against, self._decoding
+        with low_latency_buffer(name, self._rank, self._setup, self._tokens) as buffer:
+
+            def dispatch() -> Any:
+                return buffer.low_latency_dispatch(
+                    decoding.x, decoding.topk_idx, self._tokens, self._setup.experts, use_fp8=True
+                )
+
+            (data, scales), counts, handle, _, _ = dispatch()
+            outputs = torch.zeros(data.shape, dtype=torch.bfloat16, device=data.device)
+            for local, count in enumerate(counts.tolist()):
+                # In the order in which they came, which is not always the same.
+                values = from_fp8(data[local, :count], scales[local, :count]).bfloat16()
+                outputs[local, :count] = values * decoding.factor_of(local)
+
+            def combine() -> Any:
+                return buffer.low_latency_combine(outputs, decoding.topk_idx, decoding.topk_weights, handle)
+
+            is_combined = is_close(decoding.combined(use_fp8=True), ROUNDINGS)
+            cases = [
+                self._plain_case(
+                    "dispatch", f"{name} fp8", "fp8", dispatch, lambda got: got[1].tolist() == decoding.counts
+                ),
+                self._plain_case("combine", f"{name} bf16", "bf16", combine, is_combined),
+            ]
+            if self._clock.has_graphs:
+                cases = [each for case in cases for each in self._graph_and_singly(case)]
+            # What was received must stay for the combine.
+            yield [replace(case, spoil=lambda _: None) for case in cases]
+
+    def _plain_case(
+        self, name: str, path: str, format_: str, work: Callable[[], Any], is_right: Check
+    ) -> Case:
+        """A case that is compared with nothing but a copy."""
+        return Case(
+            Label(name, path, self._tokens, self._bytes_of(format_), bounds=(format_,)), work, is_right
+        )
+
     def _bytes_of(self, *formats: str) -> int:
         return sum(self._decoding.num_rows * self._row_bytes[format_] for format_ in formats)
 
@@ -318,7 +349,9 @@ class DecodingCases:
         rival: str = "",
     ) -> Case:
         """A case that moves the rows once in each of these formats."""
-        label = Label(name, path, self._tokens, self._bytes_of(*formats), bounds=formats, rival=rival)
+        against = f"{self._setup.against} {path}" if self._setup.against else ""
+        rivals = tuple(other for other in (rival, against) if other)
+        label = Label(name, path, self._tokens, self._bytes_of(*formats), bounds=formats, rivals=rivals)
         return Case(label, work, is_right)
 
     def _dispatch(self, path: str, work: Callable[[], Any], rival: str = "") -> Case:
@@ -340,7 +373,13 @@ class DecodingCases:
     def _graph_and_singly(self, case: Case) -> list[Case]:
         return [
             replace(
-                case, label=replace(case.label, path=f"{case.label.path}, {how}"), in_graph=how == "graph"
+                case,
+                label=replace(
+                    case.label,
+                    path=f"{case.label.path}, {how}",
+                    rivals=tuple(f"{rival}, {how}" for rival in case.label.rivals),
+                ),
+                in_graph=how == "graph",
             )
             for how in ("graph", "singly")
         ]
@@ -349,4 +388,5 @@ class DecodingCases:
 def groups_of(rank: Rank, setup: Setup, clock: Clock, tokens: int) -> Sequence[Group]:
     """Every case at one number of tokens; the rival is Gloo, on the CPU."""
     cases = DecodingCases(rank, setup, clock, tokens)
-    return [cases.by_buffer(), *([cases.by_rival()] if clock.rival == "gloo" else [])]
+    groups = [cases.by_buffer(), *([cases.by_rival()] if clock.rival == "gloo" else [])]
+    return groups + ([cases.by_installed()] if setup.against else [])

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from anyep.api.buffer import Buffer
 from anyep.cli import draw
-from anyep.cli.bench.clock import Case, Clock, Group, equals
+from anyep.cli.bench.clock import ROUNDINGS, Case, Clock, Group, equals, is_close
+from anyep.cli.bench.installed import normal_buffer
 from anyep.cli.bench.records import Crossing, Label, Setup
 from anyep.cli.bench.rival import AllToAll
 from anyep.cli.gate import choose
@@ -129,20 +130,23 @@ def prepared(
         Buffer.set_num_sms(sms)
     sizes = setup.nodes.of_buffer(setup.row_bytes, Buffer.num_sms)
     with Buffer(rank.group, device=setup.device, num_window_bytes=num_window_bytes, **sizes) as buffer:
-        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(
-            traffic.topk_idx, setup.experts
-        )
-        routing: dict[str, Any] = {
-            "num_tokens_per_rank": per_rank,
-            "num_tokens_per_rdma_rank": per_node,
-            "is_token_in_rank": in_rank,
-            "num_tokens_per_expert": per_expert,
-            "topk_idx": traffic.topk_idx,
-            "topk_weights": traffic.topk_weights,
-        }
-        received, _, _, _, handle, _ = buffer.dispatch(traffic.x, **routing)
-        assert isinstance(received, torch.Tensor)
-        yield Prepared(buffer, routing, received, handle)
+        yield first_dispatch(buffer, setup, traffic)
+
+
+def first_dispatch(buffer: Buffer, setup: Setup, traffic: Traffic) -> Prepared:
+    """Dispatch once, for a handle and rows."""
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(traffic.topk_idx, setup.experts)
+    routing: dict[str, Any] = {
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+        "topk_idx": traffic.topk_idx,
+        "topk_weights": traffic.topk_weights,
+    }
+    received, _, _, _, handle, _ = buffer.dispatch(traffic.x, **routing)
+    assert isinstance(received, torch.Tensor)
+    return Prepared(buffer, routing, received, handle)
 
 
 class NormalCases:
@@ -154,6 +158,7 @@ class NormalCases:
         self._clock = clock
         self._traffic = Traffic(rank, setup, tokens)
         self._outputs = self._traffic.rows.clone()  # of the experts, in ordinary memory
+        self._rivals = tuple(rival for rival in (clock.rival, setup.against) if rival)
         self._is_dispatched = equals(self._traffic.rows)
         self._is_combined = equals(self._traffic.combined(setup.nodes.ranks_per_node))
 
@@ -225,6 +230,31 @@ class NormalCases:
         ]
 
     @contextmanager
+    def by_installed(self) -> Iterator[list[Case]]:
+        """The same calls through the library that AnyEP is compared with."""
+        setup, traffic, name = self._setup, self._traffic, self._setup.against
+        with normal_buffer(name, self._rank, setup, self._clock.sms) as buffer:
+            there = first_dispatch(buffer, setup, traffic)
+            outputs = traffic.rows.clone()
+            is_combined = is_close(traffic.combined(self._rank.num_ranks), ROUNDINGS)
+            calls: tuple[tuple[str, Callable[[], Any], Callable[[Any], bool]], ...] = (
+                ("dispatch", lambda: buffer.dispatch(traffic.x, **there.routing), self._is_dispatched),
+                (
+                    "cached_dispatch",
+                    lambda: buffer.dispatch(traffic.x, handle=there.handle),
+                    self._is_dispatched,
+                ),
+                ("combine", lambda: buffer.combine(outputs, there.handle), is_combined),
+            )
+            labels = [
+                Label(case, name, traffic.num_tokens, traffic.num_bytes, self._clock.sms, ("bf16",))
+                for case, *_ in calls
+            ]
+            yield [
+                Case(label, work, is_right) for label, (_, work, is_right) in zip(labels, calls, strict=True)
+            ]
+
+    @contextmanager
     def with_sms(self, sms: int) -> Iterator[list[Case]]:
         """Cached dispatch by window and combine by pull, in graphs, with another number of SMs."""
         traffic = self._traffic
@@ -237,7 +267,7 @@ class NormalCases:
                 self._case("combine", "window", there, lambda: buffer.combine(received, handle)),
             ]
             yield [
-                _in_graph(replace(case, label=replace(case.label, sms=sms, rival="", is_swept=True)))
+                _in_graph(replace(case, label=replace(case.label, sms=sms, rivals=(), is_swept=True)))
                 for case in cases
             ]
 
@@ -253,7 +283,7 @@ class NormalCases:
             rows_moved * traffic.num_bytes,
             self._clock.sms,
             ("bf16",) * rows_moved,
-            self._clock.rival,
+            self._rivals,
             self._crossing(there, work, rows_moved),
         )
         return Case(label, work, self._is_combined if name in ("combine", "pair") else self._is_dispatched)
@@ -340,7 +370,9 @@ def _in_graph(case: Case) -> Case:
 def groups_of(rank: Rank, setup: Setup, clock: Clock, tokens: int) -> Sequence[Group]:
     """Every case at one number of tokens."""
     cases = NormalCases(rank, setup, clock, tokens)
-    return [cases.by_window(), cases.by_ring(), *([cases.by_rival()] if clock.rival else [])]
+    groups = [cases.by_window(), cases.by_ring()]
+    groups += [cases.by_rival()] if clock.rival else []
+    return groups + ([cases.by_installed()] if setup.against else [])
 
 
 def sweep_of(rank: Rank, setup: Setup, clock: Clock) -> Sequence[Group]:

@@ -43,6 +43,8 @@ class Setup:
     sms: int | None = None
     sweep_sms: bool = False
     nodes: Nodes = ONE_NODE
+    against: str = ""
+    """A library with the same API whose calls are measured too."""
 
     @property
     def row_bytes(self) -> int:
@@ -65,9 +67,9 @@ class Crossing(NamedTuple):
 class Label:
     """Describes a case: the bytes of rows that this rank receives, and the cases it is compared with.
 
-    Its bounds are paths of plain copies, whose times add up. Its rival is the path of the alternative without
-    AnyEP, and begins with its name. A case that is not `listed` is measured for comparison only; one that is
-    `swept` belongs to the sweep over numbers of SMs.
+    Its bounds are paths of plain copies, whose times add up. Its rivals are the paths of alternatives without
+    AnyEP, and begin with their names. A case that is not `listed` is measured for comparison only; one that
+    is `swept` belongs to the sweep over numbers of SMs.
     """
 
     case: str
@@ -76,7 +78,7 @@ class Label:
     num_bytes: int
     sms: int | None = None
     bounds: tuple[str, ...] = ()
-    rival: str = ""
+    rivals: tuple[str, ...] = ()
     crossing: Crossing | None = None
     is_listed: bool = True
     is_swept: bool = False
@@ -217,7 +219,7 @@ def _record_of(
     median = statistics.median(seconds)
     received = statistics.mean(timing.label.num_bytes for timing in timings)
     bound = sum(medians["copy", copy, label.tokens] for copy in label.bounds)
-    rival = medians.get((label.case, label.rival, label.tokens))
+    rivals = {rival: medians.get((label.case, rival, label.tokens)) for rival in label.rivals}
     has_percentiles = (setup.device, setup.mode) == ("cuda", "low-latency")
     sent, plain = _crossed(timings)
     return Record(
@@ -230,7 +232,7 @@ def _record_of(
         median_s=median,
         gbps=received / median / 1e9,
         of_copy=bound / median if bound and received else None,
-        vs={label.rival.split()[0]: rival / median} if rival else {},
+        vs={rival.split()[0]: seconds / median for rival, seconds in rivals.items() if seconds},
         nodes=setup.nodes.num_nodes,
         ranks_per_node=setup.nodes.ranks_per_node,
         topk_nodes=setup.nodes.topk_nodes,

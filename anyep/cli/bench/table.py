@@ -11,7 +11,7 @@ from anyep.cli.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-RIVALS: Final = {"gloo": "Gloo", "nccl": "NCCL"}
+RIVALS: Final = {"gloo": "Gloo", "nccl": "NCCL", "deep_ep": "deep_ep"}
 
 
 def print_report(report: Report) -> None:
