@@ -16,6 +16,7 @@ that does not keep it alive.
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
@@ -121,13 +122,19 @@ def _operator(name: str) -> Callable[[Function], Function]:
     """Make a function an operator, for every device.
 
     `torch.library.custom_op` does the same, but its operators import torch._dynamo in their first call; that
-    takes seconds.
+    takes seconds. Once it is imported, it must not trace what an operator does: a compiled function calls an
+    operator whose shapes depend on data while it still traces what is called.
     """
 
     def define(function: Function) -> Function:
         schema = torch.library.infer_schema(function, mutates_args=())
+        shielded = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+        def call(*arguments: Any) -> Any:
+            return (shielded if "torch._dynamo" in sys.modules else function)(*arguments)
+
         torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(name, "default", function)
+        torch.library.impl(name, "default", call)
         return function
 
     return define
@@ -172,7 +179,7 @@ def _combine(
     return combined, combined.new_empty(len(combined), 0) if weights is None else weights
 
 
-@torch.library.custom_op("anyep::combine_buffer", mutates_args=())
+@_operator("anyep::combine_buffer")
 def _combine_buffer(handle: list[Tensor], hidden: int, dtype: torch.dtype, buffer: int) -> Tensor:
     return _buffer_of(buffer).get_combine_buffer(tuple(handle), hidden, dtype)
 
@@ -241,8 +248,7 @@ def _shapes_of_combine(
     return x.new_empty((tokens, x.shape[1])), topk_weights.new_empty((tokens, topk_weights.shape[1]))
 
 
-@_combine_buffer.register_fake
-def _(handle: list[Tensor], hidden: int, dtype: torch.dtype, buffer: int) -> Tensor:
+def _shapes_of_combine_buffer(handle: list[Tensor], hidden: int, dtype: torch.dtype, buffer: int) -> Tensor:
     received = handle[RECEIVED_PART[len(handle)]]
     return received.new_empty((received.shape[0], hidden), dtype=dtype)
 
@@ -305,3 +311,4 @@ for name, shapes, gradient, keep in (
 ):
     torch.library.register_fake(name, shapes)
     torch.library.register_autograd(name, gradient, setup_context=keep)
+torch.library.register_fake("anyep::combine_buffer", _shapes_of_combine_buffer)

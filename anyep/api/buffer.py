@@ -453,7 +453,9 @@ class Buffer:
         """
         session, checks = self._check_usable()
         session.control.check_works()
-        return session.normal.ops.outputs(checks.outputs(handle, hidden, dtype), dtype)
+        rows = session.normal.ops.outputs(checks.outputs(handle, hidden, dtype), dtype)
+        # Not a view for autograd, so that it may be written in place with gradients.
+        return rows.detach()
 
     def internode_dispatch(
         self,
@@ -800,6 +802,8 @@ class Buffer:
         session, _ = self._check_usable()
         if config is None:
             name = "get_combine_config" if kind is Kind.COMBINE else "get_dispatch_config"
-            error = InvalidCall(f"config is missing: pass one, such as Buffer.{name}({self.group_size})")
-            self._refuse(session, session.control.begin(kind), error, session.normal.ops.refuse)
-            raise error
+            try:
+                raise InvalidCall(f"config is missing: pass one, such as Buffer.{name}({self.group_size})")
+            except InvalidCall as error:
+                self._refuse(session, session.control.begin(kind), error, session.normal.ops.refuse)
+                raise

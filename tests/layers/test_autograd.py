@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anyep import BufferBroken, InvalidCall
 from anyep.api.buffer import Buffer
-from anyep.autograd import combine, dispatch, dispatch_again, key_of
+from anyep.autograd import combine, combine_buffer, dispatch, dispatch_again, key_of
 from tests.support.cases import NVL_BYTES, buffer_for
 from tests.support.dense_gradients import (
     HIDDEN,
@@ -263,3 +263,42 @@ def check_table_of_buffers(context: RankContext) -> None:
 
 def test_the_table_keeps_no_buffer_alive() -> None:
     get_world(2).run(check_table_of_buffers)
+
+
+def frames_of_a_compiled_step(context: RankContext) -> int:
+    """How many functions torch traces where a graph may break, as it does at operators with unknown shapes."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    buffer = buffer_for(context, None)
+    ids, weights = routing_of(context.rank, context.num_ranks)
+    x = rows_of(context.rank).requires_grad_()
+    compiled = torch.compile(on_ranks, backend="eager")
+    arguments = buffer, x, ids, weights
+    for ours, eager in zip(compiled(*arguments), on_ranks(*arguments), strict=True):
+        assert torch.equal(ours, eager)
+    compiled(*arguments)[0].sum().backward()
+    return int(counters["frames"]["total"])
+
+
+def test_what_operators_do_is_not_traced() -> None:
+    """Tracing it takes half a minute; these are the parts of the user's own function."""
+    assert max(get_world(2).run(frames_of_a_compiled_step, timeout=TIMEOUT_S)) < 20
+
+
+def write_what_was_made_without_gradients(context: RankContext) -> None:
+    buffer = buffer_for(context, None)
+    ids, weights = routing_of(context.rank, context.num_ranks)
+    with torch.no_grad():
+        received = dispatch(buffer, rows_of(context.rank), ids, weights, LOCAL_EXPERTS * context.num_ranks)
+        outputs = combine_buffer(buffer, received.x, received.handle)
+    factor = torch.ones(HIDDEN, requires_grad=True)
+    combined, _ = combine(buffer, outputs.copy_(received.x * factor), received.handle)
+    combined.sum().backward()
+    assert factor.grad is not None
+    assert torch.equal(factor.grad, received.x.sum(0))
+
+
+def test_a_combine_buffer_takes_gradients_whatever_made_it() -> None:
+    get_world(2).run(write_what_was_made_without_gradients)

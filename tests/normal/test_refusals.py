@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -49,3 +52,25 @@ def test_every_reason_is_heard() -> None:
         assert of_rank_0.startswith(reason)
         assert of_rank_1.startswith(f"rank 0 refused its dispatch (call {1 + number})")
         assert reason in of_rank_1
+
+
+def refuse_and_destroy(context: RankContext) -> bool:
+    """Whether anything of a Buffer stays after a refused call, without the garbage collector."""
+    buffer = Buffer(context.group, 1 << 20, device="cpu")
+    session = weakref.ref(buffer.runtime)
+    gc.collect()
+    gc.disable()
+    try:
+        rows = torch.zeros(2, 32, dtype=torch.bfloat16, device="cpu")
+        with contextlib.suppress(InvalidCall):
+            buffer.internode_dispatch(rows)
+        with contextlib.suppress(InvalidCall):
+            buffer.combine(rows, ())
+        buffer.destroy()
+        return session() is not None
+    finally:
+        gc.enable()
+
+
+def test_a_refused_call_keeps_nothing() -> None:
+    assert get_world(2).run(refuse_and_destroy) == [False, False]

@@ -14,10 +14,13 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install anyep
 
 import torch
 
+from anyep import Config
 from anyep.backends.cuda import compiled, driver
 from anyep.backends.cuda.compiled import Leaf, Machine, number
 from anyep.backends.cuda.kernels import notify, sums
-from anyep.backends.cuda.launch import Fixed, Launcher, Seen, for_triton
+from anyep.backends.cuda.launch import Fixed, Launcher, Seen, flattener, for_triton
+from anyep.backends.cuda.plans import Plan, Plans
+from anyep.sizes import token_layout
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 COPY = {"NUM_RANKS": 2, "TILE_WORDS": 1024}
@@ -127,3 +130,28 @@ def test_a_kernel_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None
     else:
         with pytest.raises(RuntimeError, match=r"CUDA error [0-9]+ in kernel nothing: "):
             driver.load(b"no machine code", "nothing", 0, 1, 0, struct.Struct("@q"))
+
+
+def test_fixed_numbers_that_vary_are_no_part_of_the_key() -> None:
+    x = torch.zeros(2, dtype=torch.int32)
+    first, second = Fixed((x, 7)), Fixed((x, 8))
+    free, compiled_in = flattener((first,), [True]), flattener((first,), [False])
+    assert free(first)[1] == free(second)[1] == (torch.int32,)
+    assert free(second)[0] == (x.data_ptr(), 8)
+    assert compiled_in(first)[1] != compiled_in(second)[1]
+
+
+def test_plans_are_found_by_value() -> None:
+    """A config that is made anew for each call makes no new plan."""
+    plans, token, made = Plans(), token_layout(64, 0, 2), []
+
+    def new_plan(config: Config) -> Plan:
+        made.append(config)
+        return Plan(token, config, Launcher(sums.copy_for_peers, 1, {}), (1,))
+
+    configs = [Config(4, 2, 5), Config(4, 2, 5), Config(6, 2, 5)]
+    found = [plans.get("send", token, config, lambda config=config: new_plan(config)) for config in configs]
+    assert found[0] is found[1]
+    assert found[2].config == configs[2]
+    assert plans.get("sum", token, configs[0], lambda: new_plan(configs[0])) is not found[0]
+    assert len(made) == 3

@@ -41,13 +41,16 @@ class Seen:
 class Fixed:
     """A group whose members stay the same, prepared once for all launches."""
 
-    __slots__ = ("bits", "group", "kinds", "values")
+    __slots__ = ("bits", "group", "kinds", "pointers", "values")
 
     def __init__(self, group: tuple[Any, ...]) -> None:
         self.group = group
         self.values = tuple(member if isinstance(member, int) else member.data_ptr() for member in group)
         self.bits = _all_bits(group)
         self.kinds = tuple(member if isinstance(member, int) else member.dtype for member in group)
+        """What a kernel is compiled for: types of pointers, and numbers."""
+        self.pointers = tuple(member.dtype for member in group if not isinstance(member, int))
+        """The same for a kernel that is compiled for any number."""
 
 
 class Loaded(NamedTuple):
@@ -147,7 +150,7 @@ def flattener(arguments: tuple[Any, ...], is_free: Sequence[bool]) -> Flattener:
         name = f"a{index}"
         if isinstance(argument, Fixed):
             values.append(f"*{name}.values")
-            key.append(f"*{name}.kinds")
+            key.append(f"*{name}.{'pointers' if free else 'kinds'}")
             bits.append(f"{name}.bits")
             continue
         members = enumerate(argument) if isinstance(argument, tuple) else [(None, argument)]

@@ -32,15 +32,19 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Hashable, int, int], Plan] = {}
+        self._by_value: dict[tuple[Hashable, TokenLayout, Config], Plan] = {}
 
     def get(self, kind: Hashable, token: TokenLayout, config: Config, new_plan: Callable[[], Plan]) -> Plan:
         """The plan of a launch; the first call makes it."""
-        # Calls of the same sizes pass identical objects, so their ids are a sufficient key; a plan keeps
-        # both alive.
-        key = kind, id(token), id(config)
-        plan = self._plans.get(key)
+        # Most calls of the same sizes pass identical objects, so their ids are looked up first; a plan keeps
+        # both alive. A config that was made for one call is looked up by its value.
+        plan = self._plans.get((kind, id(token), id(config)))
         if plan is None:
-            if len(self._plans) >= MAX_PLANS:
+            plan = self._by_value.get((kind, token, config))
+        if plan is None:
+            if len(self._by_value) >= MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = new_plan()
+                self._by_value.clear()
+            plan = self._by_value[kind, token, config] = new_plan()
+            self._plans[kind, id(token), id(config)] = plan
         return plan
