@@ -8,10 +8,14 @@ cache.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +30,7 @@ from anyep.backends.cuda.slot_kernels import CAST_BLOCKS
 from anyep.core import formats
 from tests.support.checks import cast_kernels
 from tests.support.checks.casts import FP8_MODES
-from tests.support.ptx import ptx_of, spilled_bytes
+from tests.support.ptx import machine_code_of, ptx_of, spilled_bytes
 
 RELEASE = r"(atom|red)\S*release\S*max|st\.release\.sys\.global"
 """How a kernel tells other ranks, or the host, that what it stored is there."""
@@ -436,6 +440,50 @@ def test_compiled(name: str) -> None:
     assert ".local" not in text
     for aspect in KERNELS[name].aspects:
         aspect(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
+def test_machine_code(name: str) -> None:
+    source = KERNELS[name]
+    machine = machine_code_of(source.kernel, source.types, source.constants, source.options)
+    assert machine.cubin.startswith(b"\x7fELF")
+    assert machine.name == source.kernel.fn.__name__
+    # Nothing that the launcher would have to provide: scratch memory that is unused may be null.
+    assert 0 <= machine.num_unused <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_machine_code_by_the_newest_triton(tmp_path: Path) -> None:
+    """Kernels are compiled through few interfaces of Triton: the newest version must have them, too."""
+    install = ["-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), "--upgrade", "triton"]
+    installed = subprocess.run([sys.executable, *install], capture_output=True, text=True, check=False)
+    if installed.returncode:
+        pytest.skip(f"the newest Triton cannot be installed here: {installed.stderr.strip()[-200:]}")
+    tests = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "test_machine_code and not newest",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    finished = subprocess.run(
+        [sys.executable, *tests], capture_output=True, text=True, check=False, env=environment
+    )
+    assert finished.returncode == 0, finished.stdout[-3000:]
+    found = subprocess.run(
+        [sys.executable, "-c", "import triton; print(triton.__file__)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    assert found.stdout.startswith(str(tmp_path))
 
 
 @pytest.mark.slow

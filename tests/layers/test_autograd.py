@@ -266,7 +266,7 @@ def test_the_table_keeps_no_buffer_alive() -> None:
 
 
 def frames_of_a_compiled_step(context: RankContext) -> int:
-    """How many functions torch traces where a graph may break, as it does at operators with unknown shapes."""
+    """How many functions torch traces where a graph may break: at operators with unknown shapes."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

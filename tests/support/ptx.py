@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from anyep.backends.cuda.compiled import Leaf, compiled_by_triton
+from anyep.backends.cuda.compiled import Leaf, Machine, compile_now, compiled_by_triton
 
 
 def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> str:
@@ -20,6 +20,15 @@ def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], option
     leaves = [_leaves(kernel, param, types) for param in arguments]
     text: str = compiled_by_triton(kernel, leaves, constants, options, 90).asm["ptx"]
     return text
+
+
+def machine_code_of(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
+) -> Machine:
+    """The machine code of a kernel, as it is loaded on a GPU."""
+    arguments = [param for param in kernel.params if param.name not in constants]
+    leaves = [_leaves(kernel, param, types) for param in arguments]
+    return compile_now(kernel, leaves, constants, options, 90)
 
 
 def _leaves(kernel: Any, param: Any, types: dict[str, str]) -> Any:
