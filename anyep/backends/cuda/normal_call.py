@@ -12,13 +12,12 @@ import torch
 
 from anyep.backends.base import CombineInput, Payload, Results, Totals
 from anyep.backends.cuda import constants
-from anyep.backends.cuda.kernels import counting, digests, groups, rings, sums, windows
+from anyep.backends.cuda.kernels import counting, digests, groups, sums, windows
 from anyep.backends.cuda.kernels import notify as notify_kernels
-from anyep.backends.cuda.launch import Fixed, Launcher, Seen
-from anyep.backends.cuda.plans import Plan
+from anyep.backends.cuda.launch import Seen
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting
+from anyep.backends.cuda.row_kernels import prefixes_of
 from anyep.backends.cuda.tiles import (
-    CHUNK_TOKENS,
     COPY_WARPS,
     COPY_WORDS,
     COUNTED_EXPERTS,
@@ -26,20 +25,17 @@ from anyep.backends.cuda.tiles import (
     DIGEST_WARPS,
     HEAD_TOKENS,
     UNPACK_BLOCK,
-    at_most,
     block_of,
 )
 from anyep.core.calls import Array, Call, Phase
 from anyep.core.headers import EXPERTS, NUM_OFFERS, OFFERS, WEIGHTS_OFFSET, X_OFFSET
-from anyep.core.rings import part_offsets
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
-from anyep.sizes import Config, TokenLayout
+from anyep.sizes import Config
 
 if TYPE_CHECKING:
     from anyep.backends.cuda.ops_normal import GpuNormalOps
 
-DTYPE_CODES: Final = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 FLAGS_OF: Final = {Phase.RECEIVE: constants.ARRIVED_AT, Phase.ACKNOWLEDGE: constants.PULLED_AT}
 """By phase of a barrier: the device constant that holds the offset of its flags."""
 
@@ -168,7 +164,7 @@ class GpuCall:
         self._ticket = device_control.exchange_counts(
             header,
             self._call.kind,
-            self._prefixes(routing, routing.digests),
+            prefixes_of(routing, routing.digests),
             groups.Counts(counts.by_rank, counts.by_expert, ids),
             (config.num_channels, local_experts),
             host_waits,
@@ -177,7 +173,7 @@ class GpuCall:
         self._used += [*counts, *routing]
         if host_waits:
             # If all receivers have windows, rows are sent before the host knows how many there are.
-            self._send_to_windows(payload, routing, config, local_experts, all_or_none=True)
+            self._ops.rows.send_to_windows(payload, routing, config, local_experts, all_or_none=True)
             device_control.barrier(constants.ARRIVED_AT, unless_rings=True)
             self._is_sent = True
 
@@ -320,111 +316,8 @@ class GpuCall:
         if self._is_sent:
             return
         if self._ops.windows.num_bytes:
-            self._send_to_windows(payload, routing, config, experts_per_rank, all_or_none=False)
-        self._send_through_rings(payload, routing, results, config, experts_per_rank)
-
-    def _send_to_windows(
-        self, payload: Payload, routing: GpuRouting, config: Config, experts_per_rank: int, all_or_none: bool
-    ) -> None:
-        token = payload.token
-
-        def new_plan() -> Plan:
-            tile = self._ops.tiles.dispatch.fitting(token.hidden_bytes // 4)
-            launch = self._device_control.launcher(
-                windows.send_to_windows,
-                tile.warps,
-                NUM_RECEIVERS=self._num_ranks,
-                RECEIVER_BLOCK=self._device_control.rank_block,
-                SCALE_BLOCK=block_of(token.num_scales),
-                TOPK_BLOCK=block_of(token.num_topk),
-                TILE_TOKENS=tile.tokens,
-                TILE_WORDS=tile.words,
-                CHUNK_TOKENS=CHUNK_TOKENS,
-                ALL_OR_NONE=all_or_none,
-            )
-            return Plan(token, config, launch, (self._ops.num_programs(config),))
-
-        send = self._ops.plans.get(("send", all_or_none), token, config, new_plan)
-        send.launch(
-            self._stream,
-            send.grid,
-            *self._carried(payload),
-            routing.send_head,
-            self._device_control.tables,
-            payload.num_tokens,
-            token.hidden_bytes // 4,
-            token.num_topk,
-            experts_per_rank,
-        )
-
-    def _send_through_rings(
-        self,
-        payload: Payload,
-        routing: GpuRouting,
-        results: Results,
-        config: Config,
-        experts_per_rank: int,
-    ) -> None:
-        """Send rows to receivers without a window, and receive rows if this rank has none. The kernel does
-        nothing if all ranks have windows."""
-        token = payload.token
-
-        def new_plan() -> Plan:
-            tile, area = self._ops.tiles.ring_dispatch, self._ops.rings.node.area_for(config, token)
-            launch = self._device_control.launcher(
-                rings.dispatch_through_rings,
-                tile.warps,
-                NUM_RANKS=self._num_ranks,
-                RANK_BLOCK=self._device_control.rank_block,
-                SCALE_BLOCK=block_of(token.num_scales),
-                TOPK_BLOCK=block_of(token.num_topk),
-                TILE_TOKENS=at_most(tile.tokens, area.num_rows),
-                TILE_WORDS=tile.words,
-                STAGES=tile.stages,
-            )
-            return self._ring_plan(token, config, launch)
-
-        ring = self._ops.plans.get("dispatch rings", token, config, new_plan)
-        parts = (results.x, results.source, results.topk_idx, results.topk_weights, results.scales)
-        addresses = [part.data_ptr() if part is not None else 0 for part in parts]
-        ring.launch(
-            self._stream,
-            ring.grid,
-            *self._carried(payload),
-            routing.send_head,
-            self._device_control.tables,
-            self._device_control.keep_addresses(addresses),
-            self._prefixes(routing, self._device_control.state),
-            *ring.fixed,
-            payload.num_tokens,
-            token.hidden_bytes // 4,
-            experts_per_rank,
-        )
-
-    def _ring_plan(self, token: TokenLayout, config: Config, launch: Launcher) -> Plan:
-        area = self._ops.rings.node.area_for(config, token)
-        rows = groups.RingArea(area.start, area.num_rows, area.token_bytes, config.num_channels)
-        grid = (self._ops.num_programs(config),)
-        return Plan(token, config, launch, grid, (Fixed(rows), Fixed(_beside(token))))
-
-    def _carried(self, payload: Payload) -> tuple[groups.Payload, groups.Scales | Fixed]:
-        """What a dispatch sends, as its kernels take it."""
-        nothing, scales = self._device_control.state, payload.scales
-        ids = payload.topk_idx if payload.topk_idx is not None else nothing
-        weights = payload.topk_weights if payload.topk_weights is not None else nothing
-        rows = groups.Payload(_words(payload.x), ids, weights)
-        if scales is None:
-            return rows, self._ops.no_scales
-        strides = scales.stride()
-        return rows, groups.Scales(Seen(scales, torch.int32), payload.token.num_scales, *strides)
-
-    def _prefixes(self, routing: GpuRouting, digests: torch.Tensor) -> groups.Prefixes:
-        return groups.Prefixes(
-            routing.rank_prefix_matrix,
-            routing.channel_prefix_matrix,
-            routing.recv_channel_prefix_matrix,
-            digests,
-        )
+            self._ops.rows.send_to_windows(payload, routing, config, experts_per_rank, all_or_none=False)
+        self._ops.rows.send_through_rings(payload, routing, results, config, experts_per_rank)
 
     def unpack(
         self, payload: Payload, routing: GpuRouting, results: Results, is_new: bool, pads: bool
@@ -494,7 +387,7 @@ class GpuCall:
         )
         launch(
             self._stream,
-            (self._ops.num_programs(combined.config),),
+            (self._ops.rows.num_programs(combined.config),),
             _words(x),
             _words(window),
             routing.rank_prefix_matrix,
@@ -511,85 +404,8 @@ class GpuCall:
 
     def reduce(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
         if self._ops.windows.num_bytes:
-            self._sum(combined, out, out_weights)
-        self._combine_through_rings(combined, out, out_weights)
-
-    def _sum(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
-        x, routing, _, biases, config = combined
-        token, state = combined.token, self._device_control.state
-
-        def new_plan() -> Plan:
-            tile = self._ops.tiles.combine
-            launch = self._device_control.launcher(
-                sums.pull_and_sum,
-                tile.warps,
-                DTYPE=DTYPE_CODES[x.dtype],
-                NUM_BIASES=len(biases),
-                NUM_RANKS=self._num_ranks,
-                RANK_BLOCK=self._device_control.rank_block,
-                TOPK_BLOCK=block_of(token.num_topk),
-                TILE_TOKENS=tile.tokens,
-                TILE_VALUES=tile.values,
-                CHUNK_TOKENS=CHUNK_TOKENS,
-                IN_HARDWARE=self._gpu.rounds_in_hardware,
-            )
-            return Plan(token, config, launch, (self._ops.num_programs(config),))
-
-        pull = self._ops.plans.get(("sum", x.dtype, len(biases)), token, config, new_plan)
-        pull.launch(
-            self._stream,
-            pull.grid,
-            _sums(out, out_weights, state),
-            _biases(biases, state),
-            routing.send_head,
-            self._device_control.tables,
-            x.data_ptr(),
-            self._rank,
-            routing.num_tokens,
-            x.shape[1],
-            token.num_topk,
-        )
-
-    def _combine_through_rings(
-        self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None
-    ) -> None:
-        """Sum rows if some of them are not in windows; the kernel does nothing if all are."""
-        x, routing, weights, biases, config = combined
-        token, state = combined.token, self._device_control.state
-
-        def new_plan() -> Plan:
-            area = self._ops.rings.node.area_for(config, token)
-            tile, tile_values = self._ops.tiles.ring_combine
-            launch = self._device_control.launcher(
-                rings.combine_through_rings,
-                tile.warps,
-                DTYPE=DTYPE_CODES[x.dtype],
-                NUM_BIASES=len(biases),
-                NUM_RANKS=self._num_ranks,
-                RANK_BLOCK=self._device_control.rank_block,
-                TOPK_BLOCK=block_of(token.num_topk),
-                TILE_TOKENS=at_most(tile.tokens, area.num_rows),
-                TILE_WORDS=tile.words,
-                STAGES=tile.stages,
-                TILE_VALUES=tile_values,
-                IN_HARDWARE=self._gpu.rounds_in_hardware,
-            )
-            return self._ring_plan(token, config, launch)
-
-        ring = self._ops.plans.get(("combine rings", x.dtype, len(biases)), token, config, new_plan)
-        ring.launch(
-            self._stream,
-            ring.grid,
-            groups.Outputs(_words(x), weights if weights is not None else state),
-            _sums(out, out_weights, state),
-            _biases(biases, state),
-            routing.send_head,
-            self._device_control.tables,
-            self._prefixes(routing, state),
-            *ring.fixed,
-            routing.num_tokens,
-            x.shape[1],
-        )
+            self._ops.rows.pull_and_sum(combined, out, out_weights)
+        self._ops.rows.combine_through_rings(combined, out, out_weights)
 
     # The end
 
@@ -605,21 +421,6 @@ class GpuCall:
         return event
 
 
-def _beside(token: TokenLayout) -> groups.Beside:
-    """Where metadata, scales, ids and weights lie in a place of a ring."""
-    meta_at, scales_at, ids_at, weights_at, _ = part_offsets(token).tolist()
-    return groups.Beside(meta_at, scales_at, ids_at, weights_at, token.num_scales, token.num_topk)
-
-
-def _sums(out: torch.Tensor, out_weights: torch.Tensor | None, nothing: torch.Tensor) -> groups.Sums:
-    return groups.Sums(_bits(out), out_weights if out_weights is not None else nothing)
-
-
-def _biases(biases: tuple[torch.Tensor, ...], nothing: torch.Tensor) -> groups.Biases:
-    first, second = (*(_bits(bias) for bias in biases), nothing, nothing)[:2]
-    return groups.Biases(first, second)
-
-
 def _tokens_per_channel(num_tokens: int, config: Config) -> int:
     return max(1, -(-num_tokens // config.num_channels))
 
@@ -627,8 +428,3 @@ def _tokens_per_channel(num_tokens: int, config: Config) -> int:
 def _words(x: torch.Tensor) -> Seen:
     """Rows as words of 4 bytes."""
     return Seen(x, torch.int32)
-
-
-def _bits(x: torch.Tensor) -> Seen:
-    """Values as kernels read them: 16-bit values as their bits."""
-    return Seen(x, torch.uint16 if x.element_size() == 2 else x.dtype)

@@ -18,11 +18,10 @@ from anyep.backends.base import CombineInput, DispatchLayout, Payload
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.kernels import counting
-from anyep.backends.cuda.kernels.groups import Scales
-from anyep.backends.cuda.launch import Fixed, Launcher, Seen
+from anyep.backends.cuda.launch import Launcher, Seen
 from anyep.backends.cuda.normal_call import GpuCall
-from anyep.backends.cuda.plans import Plans
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting, checked_handle, known_digests
+from anyep.backends.cuda.row_kernels import RowKernels
 from anyep.backends.cuda.tiles import (
     COUNT_WARPS,
     COUNTED_EXPERTS,
@@ -76,16 +75,14 @@ class GpuNormalOps:
         self.device_control = device_control
         self.windows: GpuWindows = gpu_windows
         self.gpu = device_control.gpu
-        self.rings = all_rings
-        self.tiles = tiles_for(device_control.num_ranks, bool(gpu_windows.num_bytes))
         self.grow = grow
         self._reports = reports
         self._rank, self._num_ranks = device_control.rank, device_control.num_ranks
         self._sms = sms
         self._warned_sms: set[int] = set()
         """Values of `num_sms` above this rank's share for which a warning was logged."""
-        self.plans = Plans()
-        self.no_scales = Fixed(Scales(device_control.state, 0, 0, 0))
+        tiles = tiles_for(device_control.num_ranks, bool(gpu_windows.num_bytes))
+        self.rows = RowKernels(device_control, all_rings, tiles, sms.share_of_sms)
         self._counters: dict[tuple[int, int], Launcher] = {}
         """Launchers of kernels that count tokens, by the kernel's identity and the choices per token."""
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
@@ -152,11 +149,6 @@ class GpuNormalOps:
             config.num_channels,
             num_sms,
         )
-
-    def num_programs(self, config: Config) -> int:
-        """How many programs move the rows of a call: no more than can be resident beside those of the other
-        ranks. Programs would wait forever for one that is not resident."""
-        return min(config.num_sms, self._sms.share_of_sms)
 
     def default_config(self, config: Config) -> Config:
         """The tuned config, with at most the smallest share of SMs of any rank: channels are equal on all."""
