@@ -139,7 +139,7 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
 def _kernels_for(options: Options) -> list[cpu.Group]:
     """The groups of kernels that these ranks will call, as far as that is known before they connect."""
     if options.device != "cpu":
-        return [cpu.Group.CONTROL]
+        return [cpu.Group.CONTROL, cpu.Group.GPU]
     needed = [cpu.Group.CONTROL, cpu.Group.NORMAL]
     return [*needed, cpu.Group.LOW_LATENCY] if options.low_latency_mode else needed
 

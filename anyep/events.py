@@ -60,6 +60,11 @@ class EventHandle:
         self.finished.set()
 
     @property
+    def raw(self) -> int:
+        """The CUDA event, as the driver knows it; 0 if there is none."""
+        return int(self.moment.cuda_event) if self.moment is not None else 0
+
+    @property
     def is_finished(self) -> bool:
         return self.finished is None or self.finished.is_set()
 

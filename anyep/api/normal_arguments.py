@@ -10,6 +10,7 @@ import torch
 
 from anyep import sizes
 from anyep.api import gradients
+from anyep.api.accepted import Accepted
 from anyep.api.arguments import (
     FLOAT_DTYPES,
     check_biases,
@@ -75,6 +76,10 @@ class NormalArguments:
         self._num_ranks = num_ranks
         self._unfilled = unfilled
         self._last_handle: tuple[Handle, Any] | None = None
+        self._dispatched, self._resent, self._combined = (Accepted(device) for _ in range(3))
+        """What dispatches, dispatches with a handle, and combines have accepted."""
+        self._last_config: tuple[Config | None, Config, int | None, Config] | None = None
+        """A user's config, the tuned one, the channels of a handle, and the config that was chosen."""
 
     def remember(self, handle: Handle, routing: Any) -> None:
         """Keep the routing of the handle that a dispatch returns: the next call often passes it back."""
@@ -102,12 +107,20 @@ class NormalArguments:
         ops.before(streams.async_finish)
         previous = streams.checked()
         ops.wait_until_readable(previous)
-        check_devices(self._device, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **layout._asdict())
-        gradients.warn_if_lost(x, topk_weights)
-        payload = check_payload(x, topk_idx, topk_weights, ops.source_bytes)
+        self._unfilled.wait_for(layout.num_tokens_per_rank)
+        given = (*_parts_of(x), topk_idx, topk_weights, *layout)
+        if is_known := self._dispatched.covers(*given):
+            payload = Payload(*_parts_of(x), topk_idx, topk_weights, ops.source_bytes)
+        else:
+            check_devices(self._device, x=x, topk_idx=topk_idx, topk_weights=topk_weights, **layout._asdict())
+            gradients.warn_if_lost(x, topk_weights)
+            payload = check_payload(x, topk_idx, topk_weights, ops.source_bytes)
+            layout = self._checked_layout(payload, layout)
         chosen = self._config(config, default, None)
         self._mode.check_rings(chosen, payload.token)
         counts = self._counts(payload, layout, chosen)
+        if not is_known and _are_same((*_parts_of_payload(payload), *layout), given):
+            self._dispatched.remember(*given)
         worst = whole_number("num_worst_tokens", num_worst_tokens, 0)
         if worst > MAX_ROWS:
             raise InvalidCall(f"num_worst_tokens is {worst}: at most {MAX_ROWS} rows are possible")
@@ -130,13 +143,18 @@ class NormalArguments:
         ops = self._mode.ops
         ops.before(streams.async_finish)
         previous = streams.checked()
-        check_devices(self._device, x=x)
-        if topk_idx is not None or topk_weights is not None:
-            raise InvalidCall(
-                "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
-            )
-        gradients.warn_if_lost(x)
-        payload = check_payload(x, None, None, ops.source_bytes)
+        parts = _parts_of(x)
+        if topk_idx is None and topk_weights is None and self._resent.covers(*parts):
+            payload = Payload(*parts, None, None, ops.source_bytes)
+        else:
+            check_devices(self._device, x=x)
+            if topk_idx is not None or topk_weights is not None:
+                raise InvalidCall(
+                    "a dispatch with a handle takes no top-k: they were sent with the first dispatch"
+                )
+            gradients.warn_if_lost(x)
+            payload = check_payload(x, None, None, ops.source_bytes)
+            self._resent.remember(*parts)
         routing = self._routing(handle)
         if payload.num_tokens != routing.num_tokens:
             raise InvalidCall(
@@ -159,9 +177,14 @@ class NormalArguments:
         """The arguments of a combine, and the event that it follows."""
         self._mode.ops.before(streams.async_finish)
         previous = streams.checked()
-        check_devices(self._device, x=x, topk_weights=topk_weights, bias=bias)
-        gradients.warn_if_lost(x, topk_weights, bias)
-        rows = check_x("x", x, FLOAT_DTYPES)
+        is_known = bias is None and topk_weights is None and self._combined.covers(x)
+        if is_known:
+            rows = x
+        else:
+            check_devices(self._device, x=x, topk_weights=topk_weights, bias=bias)
+            gradients.warn_if_lost(x, topk_weights, bias)
+            rows = check_x("x", x, FLOAT_DTYPES)
+            self._combined.remember(x)
         routing = self._routing(handle)
         if rows.shape[0] != routing.num_recv_rows:
             raise InvalidCall(
@@ -194,26 +217,50 @@ class NormalArguments:
 
     def _config(self, config: Config | None, default: Tuned, num_channels: int | None) -> Config:
         tuned = self._mode.ops.default_config(default(self._num_ranks))
-        return check_config(config, tuned, num_channels)
+        last = self._last_config
+        if last is not None and last[0] is config and last[1] is tuned and last[2] == num_channels:
+            return last[3]
+        chosen = check_config(config, tuned, num_channels)
+        self._last_config = config, tuned, num_channels, chosen
+        return chosen
 
     def _routing(self, handle: Any) -> Any:
         """The routing of a handle."""
         self._unfilled.wait_for_handle(handle, RANK_PREFIX)
         return self._mode.ops.routing_of(handle, self._last_handle)
 
-    def _counts(self, payload: Payload, layout: Layout, config: Config) -> Any:
-        """How many tokens go where; the backend refuses counts that contradict each other."""
+    def _checked_layout(self, payload: Payload, layout: Layout) -> Layout:
+        """The layout with counts of the right types and shapes; the backend checks those per node."""
         for name in ("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert"):
             if getattr(layout, name) is None:
                 raise InvalidCall(f"{name} is missing: pass what get_dispatch_layout returned, or a handle")
-        self._unfilled.wait_for(layout.num_tokens_per_rank)
         ranks, tokens = self._num_ranks, payload.num_tokens
         per_rank = check_tensor("num_tokens_per_rank", layout.num_tokens_per_rank, (torch.int32,), (ranks,))
         in_rank = check_tensor("is_token_in_rank", layout.is_token_in_rank, (torch.bool,), (tokens, ranks))
         per_expert = check_tensor(
             "num_tokens_per_expert", layout.num_tokens_per_expert, (torch.int32,), ("experts",)
         )
-        per_rank, in_rank, per_expert = per_rank.contiguous(), in_rank.contiguous(), per_expert.contiguous()
         check_num_experts(per_expert.shape[0], ranks)
-        per_node, num_channels = layout.num_tokens_per_rdma_rank, config.num_channels
+        per_node = layout.num_tokens_per_rdma_rank
+        return Layout(per_rank.contiguous(), per_node, in_rank.contiguous(), per_expert.contiguous())
+
+    def _counts(self, payload: Payload, layout: Layout, config: Config) -> Any:
+        """How many tokens go where; the backend refuses counts that contradict each other."""
+        per_rank, per_node, in_rank, per_expert = layout
+        num_channels = config.num_channels
         return self._mode.ops.counts_of(payload, in_rank, per_rank, per_node, per_expert, num_channels)
+
+
+def _parts_of(x: Any) -> tuple[Any, Any]:
+    """Rows and scales, as the user passed them; what is no pair of both is refused elsewhere."""
+    is_pair = isinstance(x, tuple | list) and len(x) == 2 and x[1] is not None
+    return (x[0], x[1]) if is_pair else (x, None)
+
+
+def _parts_of_payload(payload: Payload) -> tuple[Any, ...]:
+    return payload.x, payload.scales, payload.topk_idx, payload.topk_weights
+
+
+def _are_same(checked: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
+    """Whether the checks made nothing new of what was given."""
+    return all(one is other for one, other in zip(checked, given, strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from anyep.layout import SOURCE_INDEX_BYTES, ControlBlock, LowLatencySlots, Wind
 from anyep.sizes import Config, LowLatencySizes, TokenLayout, token_layout
 
 T = TypeVar("T")
+Half = TypeVar("Half")
 MIN_WINDOW_BYTES: Final = 128
 
 
@@ -408,11 +409,11 @@ class LowLatencyInput:
 
 
 @dataclass(slots=True, eq=False)
-class LowLatencyWork:
-    """The two halves of a call, and the tensors that they use; only its backend knows what they take."""
+class LowLatencyWork(Generic[Half]):
+    """The two halves of a call, as its backend runs them, and the tensors that they use."""
 
-    send: Callable[..., None]
-    receive: Callable[..., None]
+    send: Half
+    receive: Half
     release: Callable[[], None]
     """Lets the senders go on whose rows will not be received; it holds no tensor of the user's."""
     tensors: tuple[torch.Tensor | None, ...] = ()
@@ -506,17 +507,17 @@ class LowLatencyOps(Protocol):
 
     def dispatch(
         self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults
-    ) -> LowLatencyWork: ...
-    def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> LowLatencyWork: ...
+    ) -> LowLatencyWork[Any]: ...
+    def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> LowLatencyWork[Any]: ...
     def run(
-        self, call: Call, work: LowLatencyWork, run_async: bool, on_end: Callable[[], None]
+        self, call: Call, work: LowLatencyWork[Any], run_async: bool, on_end: Callable[[], None]
     ) -> EventHandle | None:
         """Do both halves; `on_end` is called when the host needs to know no more about the call."""
 
-    def send(self, call: Call, work: LowLatencyWork) -> None:
+    def send(self, call: Call, work: LowLatencyWork[Any]) -> None:
         """Do the first half."""
 
-    def receive(self, call: Call, work: LowLatencyWork, on_end: Callable[[], None]) -> None:
+    def receive(self, call: Call, work: LowLatencyWork[Any], on_end: Callable[[], None]) -> None:
         """Do the second half."""
 
     def refuse(self, call: Call, error: AnyEPError) -> None:

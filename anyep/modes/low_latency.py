@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -235,7 +235,7 @@ class LowLatencyMode:
 
     # Sending and receiving
 
-    def _run(self, call: Call, work: LowLatencyWork, run_async: bool, by_hook: bool) -> Sent:
+    def _run(self, call: Call, work: LowLatencyWork[Any], run_async: bool, by_hook: bool) -> Sent:
         if not by_hook:
             self._num_open += 1
             return Sent(self.ops.run(call, work, run_async, self._call_is_over), None)
@@ -248,7 +248,7 @@ class LowLatencyMode:
     def _call_is_over(self) -> None:
         self._num_open -= 1
 
-    def receive(self, call: Call, work: LowLatencyWork) -> None:
+    def receive(self, call: Call, work: LowLatencyWork[Any]) -> None:
         """What a hook does."""
         if work.is_captured:
             self.ops.receive(call, work, _nothing)
@@ -264,7 +264,7 @@ class LowLatencyMode:
             self._in_flight[slot_set] = None
             self._unfilled[slot_set] = None
 
-    def hook_was_dropped(self, call: Call, work: LowLatencyWork) -> None:
+    def hook_was_dropped(self, call: Call, work: LowLatencyWork[Any]) -> None:
         """Called by the garbage collector, at any time and in any thread: appending is all that is safe."""
         if not work.is_captured:
             self._dropped.append((call, work.release))
@@ -321,8 +321,8 @@ class LowLatencyMode:
 class _Hook:
     """Receives a call that was sent; a second time it does nothing."""
 
-    def __init__(self, mode: LowLatencyMode, call: Call, work: LowLatencyWork) -> None:
-        self._left: tuple[LowLatencyMode, Call, LowLatencyWork] | None = (mode, call, work)
+    def __init__(self, mode: LowLatencyMode, call: Call, work: LowLatencyWork[Any]) -> None:
+        self._left: tuple[LowLatencyMode, Call, LowLatencyWork[Any]] | None = (mode, call, work)
 
     def __call__(self) -> None:
         left, self._left = self._left, None

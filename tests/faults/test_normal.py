@@ -528,9 +528,18 @@ def take_part_after_a_failure(context: RankContext) -> tuple[str, int]:
         fail_from_now_on(buffer)
     outcome = attempt(buffer.dispatch, rows_of(buffer, 1), handle=handle, config=FEW_SMS)
     if context.rank == 1:
-        digests = torch.zeros(2 * context.num_ranks, dtype=torch.int64)
-        runtime.device_control.exchange(signature(), Kind.CACHED_DISPATCH, routing, digests, is_combine=False)
-        runtime.device_control.barrier(constants.ARRIVED_AT)
+        control = runtime.device_control
+        recipes = (
+            (control.kernels.exchange_by_handle, False),
+            (control.kernels.barrier, constants.ARRIVED_AT, False),
+        )
+        values = {
+            "rank_prefix": routing,
+            "digests": torch.zeros(2 * context.num_ranks, dtype=torch.int64),
+            "message": control.keep_header(signature(), Kind.CACHED_DISPATCH),
+            "ticket": 0,
+        }
+        control.batches.run(recipes, control.gpu.stream.moment(True, True), values)
     else:
         outcome = attempt(buffer.combine, rows, handle, config=FEW_SMS)
     dist.barrier(group=context.group)

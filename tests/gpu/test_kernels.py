@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="triton is not installed: pip install 'anye
 import triton
 import triton.language as tl
 
-from anyep.backends.cuda.launch import Launcher
+from anyep.backends.cuda.batch import Batches, Input, Launch
+from anyep.backends.cuda.moment import Moment
 from tests.support.checks import notify
 from tests.support.checks.catalogue import checks_for
 from tests.support.gpu import NEEDS_GPU
@@ -35,11 +36,16 @@ def test_ranks_that_wait_for_each_other() -> None:
     notify.let_ranks_wait("cuda")
 
 
-def test_a_launch_is_known_by_the_types_of_its_tensors() -> None:
-    """What was compiled for values of 8 bytes is not launched for values of 2."""
-    copy = Launcher(copy_values, 1, {"SIZE": 16})
-    stream = torch.cuda.current_stream()
-    for dtype in (torch.int64, torch.int16, torch.int64):
-        source, target = torch.arange(16, dtype=dtype).cuda(), torch.zeros(32, dtype=dtype).cuda()
-        copy(stream, (1,), source, target)
-        assert target.tolist() == [*range(16), *[0] * 16]
+def test_inputs_are_stored_where_they_belong() -> None:
+    """One batch, made once, copies between the tensors that each run gives it, aligned or not."""
+
+    def copying() -> Launch:
+        arguments = (Input("source", torch.int32), Input("target", torch.int32))
+        return Launch(copy_values, 1, {"SIZE": 16}, (1,), arguments)
+
+    batches, moment = Batches(), Moment(torch.cuda.current_stream().cuda_stream)
+    for first in (0, 4, 1):
+        source = torch.arange(32, dtype=torch.int32).cuda()
+        target = torch.zeros(32, dtype=torch.int32).cuda()
+        batches.run(((copying,), (copying,)), moment, {"source": source[first:], "target": target[first:]})
+        assert target.tolist() == [*[0] * first, *range(first, first + 16), *[0] * (16 - first)]

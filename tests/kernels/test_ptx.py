@@ -24,8 +24,9 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install anyep
 
 from anyep.backends import cpu
 from anyep.backends.cuda import constants
+from anyep.backends.cuda.batch import OPTIONS
 from anyep.backends.cuda.kernels import counting, digests, notify, rings, slots, sums, windows
-from anyep.backends.cuda.launch import OPTIONS
+from anyep.backends.cuda.kernels.groups import RingResults
 from anyep.backends.cuda.slot_kernels import CAST_BLOCKS
 from anyep.core import formats
 from tests.support.checks import cast_kernels
@@ -189,7 +190,7 @@ INT32 = (
     "source",
 )
 INT64 = ("digests", "topk_idx", "constants", "heaps", "bases", "state", "targets", "ids")
-NUMBERS_OF_64_BITS = ("told", "offset", "row_bytes", "own_x", "results")
+NUMBERS_OF_64_BITS = ("told", "offset", "row_bytes", "own_x")
 TYPES = {
     "in_rank": "*i8",
     **dict.fromkeys(INT32, "*i32"),
@@ -286,7 +287,8 @@ def ring_dispatch(num_ranks: int, num_warps: int, stages: int, scale_block: int 
     tile = {"TILE_TOKENS": 16, "TILE_WORDS": 256, "STAGES": stages}
     # To all receivers, and to the result.
     aspects = ring_aspects(stages, 1 + num_ranks)
-    return Source(rings.dispatch_through_rings, TYPES, blocks | tile, {"num_warps": num_warps}, aspects)
+    types = TYPES | {f"results.{part}": "i64" for part in RingResults._fields}
+    return Source(rings.dispatch_through_rings, types, blocks | tile, {"num_warps": num_warps}, aspects)
 
 
 def ring_combine(num_ranks: int, num_warps: int, stages: int, dtype: int, num_biases: int = 0) -> Source:

@@ -38,6 +38,39 @@ def test_a_rank_that_copies_late() -> None:
     get_world(3).run(send_late)
 
 
+def send_rows_late(buffer: Buffer) -> None:
+    """Rank 0 sends the rows of its next dispatch some time after its notify messages."""
+    if buffer_device() == "cuda":
+        from anyep.backends.cuda import batch
+
+        interpret = batch.interpret
+
+        def interpret_late(launch: batch.Launch, values: Any) -> None:
+            if launch.kernel.fn.__name__ == "send_to_windows":
+                batch.interpret = interpret
+                time.sleep(NAP_S)
+            interpret(launch, values)
+
+        batch.interpret = interpret_late
+        return
+    session: Any = buffer.runtime
+    start = session.normal.ops.start
+
+    def start_late(*arguments: Any) -> Any:
+        """The operations of a call whose rows are sent late."""
+        call = start(*arguments)
+        notify = call.notify_by_handle
+
+        def notify_and_sleep(*arguments: Any) -> None:
+            notify(*arguments)
+            call._steps.append(lambda: time.sleep(NAP_S))
+
+        call.notify_by_handle = notify_and_sleep
+        return call
+
+    session.normal.ops.start = start_late
+
+
 def dispatch_again_late(context: RankContext) -> list[float]:
     """Rank 0 is slow in a dispatch along a known routing. What it brought."""
     num_tokens, num_ranks, device = 4, context.num_ranks, tensor_device()
@@ -47,26 +80,8 @@ def dispatch_again_late(context: RankContext) -> list[float]:
         x = torch.zeros(num_tokens, 64, dtype=torch.bfloat16, device=device)
         counts = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert}
         *_, handle, _ = buffer.dispatch(x, is_token_in_rank=in_rank, **counts)
-        session: Any = buffer.runtime
-        start = session.normal.ops.start
-
-        def start_late(*arguments: Any) -> Any:
-            """The operations of a call whose rows are sent late."""
-            call = start(*arguments)
-            notify = call.notify_by_handle
-
-            def notify_and_sleep(*arguments: Any) -> None:
-                notify(*arguments)
-                if hasattr(call, "_steps"):
-                    call._steps.append(lambda: time.sleep(NAP_S))
-                else:
-                    time.sleep(NAP_S)
-
-            call.notify_by_handle = notify_and_sleep
-            return call
-
         if context.rank == 0:
-            session.normal.ops.start = start_late
+            send_rows_late(buffer)
         again = buffer.dispatch(x + context.rank + 1, handle=handle)[0]
         found: list[float] = again.float().unique().tolist()  # type: ignore[union-attr]
         return found

@@ -6,7 +6,7 @@ through rings that hold all rows of a channel, and each rank has as many program
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -64,20 +64,22 @@ def new_buffer(
 @contextmanager
 def programs_of_kernels() -> Iterator[dict[str, set[int]]]:
     """How many programs each kernel is launched with meanwhile."""
-    from anyep.backends.cuda.launch import Launcher
+    from anyep.backends.cuda import batch
 
     launched: dict[str, set[int]] = {}
-    launch = Launcher.__call__
+    interpret = batch.interpret
 
-    def launch_and_note(self: Any, stream: Any, grid: tuple[int, ...], *arguments: Any) -> None:
-        launched.setdefault(self._kernel.fn.__name__, set()).add(grid[0])
-        launch(self, stream, grid, *arguments)
+    def interpret_and_note(launch: batch.Launch, values: Mapping[str, Any]) -> None:
+        (first, *_) = launch.grid
+        num_programs = first if isinstance(first, int) else values[first.name]
+        launched.setdefault(launch.kernel.fn.__name__, set()).add(num_programs)
+        interpret(launch, values)
 
-    Launcher.__call__ = launch_and_note  # type: ignore[method-assign]
+    batch.interpret = interpret_and_note
     try:
         yield launched
     finally:
-        Launcher.__call__ = launch  # type: ignore[method-assign]
+        batch.interpret = interpret
 
 
 MOVERS = {

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from anyep.backends import cpu
 from anyep.backends.cuda import postponed
+from anyep.backends.cuda.moment import Moment
 from anyep.events import EventHandle, EventOverlap
 from tests.support.depth import IS_DEEP
 
@@ -80,6 +81,19 @@ class SimulatedStream:
     """The order of the program."""
 
     stream = None
+    raw = 0
+
+    def moment(self, begins: bool, ends: bool, previous: EventOverlap | None = None) -> Moment:
+        return Moment(self.raw)
+
+    def beside_caller(self) -> Moment:
+        return Moment(self.raw)
+
+    def on(self, stream: None) -> Moment:
+        return Moment(self.raw)
+
+    def raw_event(self, event: SimulatedEvent) -> int:
+        return 1
 
     def current(self) -> None:
         """The one stream that there is."""
@@ -184,6 +198,20 @@ class SimulatedGpu:
         return 1 << 30
 
 
+class SimulatedDevice:
+    """A device that is called cuda, and has CPU tensors."""
+
+    type = "cuda"
+
+    def __eq__(self, other: object) -> bool:
+        return other == torch.device("cpu")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def use_simulated_gpu() -> None:
     """Let Buffers with device "cuda" take CPU tensors, and run their kernels in Triton's interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
@@ -199,17 +227,4 @@ def use_simulated_gpu() -> None:
     gpu.Gpu = SimulatedGpu  # type: ignore[assignment,misc]
     checked = options.checked_device
 
-    class Simulated:
-        """A device that is called cuda, and has CPU tensors."""
-
-        type = "cuda"
-
-        def __eq__(self, other: object) -> bool:
-            return other == torch.device("cpu")
-
-        def __ne__(self, other: object) -> bool:
-            return not self == other
-
-        __hash__ = None  # type: ignore[assignment]
-
-    options.checked_device = lambda device: Simulated() if device == "cuda" else checked(device)  # type: ignore
+    options.checked_device = lambda device: SimulatedDevice() if device == "cuda" else checked(device)  # type: ignore

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,10 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
 
-import torch
 
-from anyep import Config
 from anyep.backends.cuda import compiled, driver
 from anyep.backends.cuda.compiled import Leaf, Machine, number
-from anyep.backends.cuda.kernels import notify, sums
-from anyep.backends.cuda.launch import Fixed, Launcher, Seen, flattener, for_triton
-from anyep.backends.cuda.plans import Plan, Plans
-from anyep.sizes import token_layout
+from anyep.backends.cuda.kernels import sums
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 COPY = {"NUM_RANKS": 2, "TILE_WORDS": 1024}
@@ -85,73 +78,13 @@ def test_without_a_folder_everything_works(monkeypatch: pytest.MonkeyPatch, tmp_
     assert machine.name == "copy_for_peers"
 
 
-def test_leaves_of_arguments() -> None:
-    """Groups keep their type; numbers that vary have a fixed width."""
-    launcher = Launcher(notify.exchange_notify, 1, {})
-    groups = importlib.import_module("anyep.backends.cuda.kernels.groups")
-    words, counts = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
-    address = words.data_ptr() % 16 == 0
-    leaves = launcher.leaves(
-        (
-            Fixed(groups.Tables(words, words, words, words, words)),
-            groups.Prefixes(counts, counts, counts, words),
-            groups.Counts(counts, counts, words),
-            groups.HostWords(words.data_ptr(), 1, 16, 7),
-            16,
-            1,
-        )
-    )
-    assert leaves[0] == groups.Tables(*[Leaf("*i64", address)] * 5)
-    assert [leaf.kind for leaf in leaves[1]] == ["*i32", "*i32", "*i32", "*i64"]
-    assert leaves[3] == groups.HostWords(*[Leaf("i64", False)] * 4)
-    assert leaves[4:] == [Leaf("i32", False)] * 2
-    assert type(leaves[0]) is groups.Tables
-
-
-def test_arguments_for_the_interpreter() -> None:
-    groups = importlib.import_module("anyep.backends.cuda.kernels.groups")
-    x = torch.zeros(4, 2, dtype=torch.float32)
-    (biases, fixed, whole) = for_triton(
-        (groups.Biases(Seen(x, torch.int32), 5), Fixed(groups.Sums(x, x)), Seen(x, torch.uint8))
-    )
-    assert isinstance(biases, groups.Biases)
-    assert (biases.first.dtype, biases.second) == (torch.int32, 5)
-    assert fixed.x is x
-    assert whole.shape == (4, 8)
-
-
 def test_a_kernel_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the driver, the error says what is missing."""
     try:
         driver._library()
     except OSError:
         with pytest.raises(OSError, match="libcuda"):
-            driver.load(b"", "nothing", 0, 1, 0, struct.Struct("@q"))
+            driver.load(b"", "nothing", 0, 0)
     else:
-        with pytest.raises(RuntimeError, match=r"CUDA error [0-9]+ in kernel nothing: "):
-            driver.load(b"no machine code", "nothing", 0, 1, 0, struct.Struct("@q"))
-
-
-def test_fixed_numbers_that_vary_are_no_part_of_the_key() -> None:
-    x = torch.zeros(2, dtype=torch.int32)
-    first, second = Fixed((x, 7)), Fixed((x, 8))
-    free, compiled_in = flattener((first,), [True]), flattener((first,), [False])
-    assert free(first)[1] == free(second)[1] == (torch.int32,)
-    assert free(second)[0] == (x.data_ptr(), 8)
-    assert compiled_in(first)[1] != compiled_in(second)[1]
-
-
-def test_plans_are_found_by_value() -> None:
-    """A config that is made anew for each call makes no new plan."""
-    plans, token, made = Plans(), token_layout(64, 0, 2), []
-
-    def new_plan(config: Config) -> Plan:
-        made.append(config)
-        return Plan(token, config, Launcher(sums.copy_for_peers, 1, {}), (1,))
-
-    configs = [Config(4, 2, 5), Config(4, 2, 5), Config(6, 2, 5)]
-    found = [plans.get("send", token, config, lambda config=config: new_plan(config)) for config in configs]
-    assert found[0] is found[1]
-    assert found[2].config == configs[2]
-    assert plans.get("sum", token, configs[0], lambda: new_plan(configs[0])) is not found[0]
-    assert len(made) == 3
+        with pytest.raises(RuntimeError, match=r"CUDA error [0-9]+ in nothing: "):
+            driver.load(b"no machine code", "nothing", 0, 0)

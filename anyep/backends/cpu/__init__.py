@@ -16,6 +16,7 @@ from anyep.backends.cpu.kernels.counting import (
     first_wrong_id,
     place_tokens,
 )
+from anyep.backends.cpu.kernels.driver_calls import run_batch
 from anyep.backends.cpu.kernels.masks import adopt_masks, post_requests, read_requests
 from anyep.backends.cpu.kernels.node_handles import (
     first_difference,
@@ -102,6 +103,7 @@ __all__ = [
     "read_node_handle",
     "read_records",
     "read_requests",
+    "run_batch",
     "send_to_windows",
     "send_tokens",
     "signal",

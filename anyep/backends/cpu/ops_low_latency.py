@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from anyep.events import EventHandle
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
+Work: TypeAlias = LowLatencyWork[Callable[[], None]]
 NO_STATS: Final = np.zeros(0, np.int32)
 NOT_TIMED: Final = np.zeros(0, np.int64)
 Pieces = dict[int, list[tuple[int, int, int]]]
@@ -140,7 +141,7 @@ class CpuLowLatencyOps:
 
     # Work
 
-    def dispatch(self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults) -> LowLatencyWork:
+    def dispatch(self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults) -> Work:
         at = self._addresses
         header = records.header_of(call.kind, tokens.sizes, tokens.travel)
 
@@ -156,7 +157,7 @@ class CpuLowLatencyOps:
 
         return LowLatencyWork(send, receive, partial(self._tell_packed, call))
 
-    def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> LowLatencyWork:
+    def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> Work:
         at = self._addresses
         travel = Format.LOGFMT if combined.use_logfmt else Format.BF16
         header = records.header_of(call.kind, combined.sizes, travel)
@@ -179,9 +180,7 @@ class CpuLowLatencyOps:
 
         return LowLatencyWork(send, receive, partial(self._tell_packed, call))
 
-    def run(
-        self, call: Call, work: LowLatencyWork, run_async: bool, on_end: Callable[[], None]
-    ) -> EventHandle | None:
+    def run(self, call: Call, work: Work, run_async: bool, on_end: Callable[[], None]) -> EventHandle | None:
         def whole_call() -> None:
             try:
                 self._control.guarded(call, work.send)
@@ -194,11 +193,11 @@ class CpuLowLatencyOps:
         self._stream.run(whole_call)
         return None
 
-    def send(self, call: Call, work: LowLatencyWork) -> None:
+    def send(self, call: Call, work: Work) -> None:
         self._stream.run(lambda: self._control.guarded(call, work.send))
         self._control.end(call)
 
-    def receive(self, call: Call, work: LowLatencyWork, on_end: Callable[[], None]) -> None:
+    def receive(self, call: Call, work: Work, on_end: Callable[[], None]) -> None:
         def receive() -> None:
             try:
                 self._control.guarded(call, work.receive)

@@ -12,23 +12,22 @@ import ctypes
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 
 from anyep.backends.base import Control
 from anyep.backends.cuda import constants
+from anyep.backends.cuda.batch import Batches
+from anyep.backends.cuda.control_kernels import ControlKernels
 from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.heap import SymmetricBlock
-from anyep.backends.cuda.kernels import notify as kernels
-from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
-from anyep.backends.cuda.launch import Fixed, Launcher
+from anyep.backends.cuda.kernels.groups import Tables
 from anyep.backends.cuda.pinned import Headers
-from anyep.backends.cuda.tiles import block_of
 from anyep.core.calls import Array
 from anyep.core.headers import NUM_WORDS, Field, signature
-from anyep.layout import NUM_MAX_CHANNELS, ControlRegion
+from anyep.layout import ControlRegion
 from anyep.sizes import NUM_MAX_LOCAL_EXPERTS
 
 SPIN_S: Final = 200e-6
@@ -50,7 +49,6 @@ class DeviceControl:
         self.control = control
         self.region = region
         self.rank, self.num_ranks = control.rank, control.num_ranks
-        self.rank_block = block_of(self.num_ranks)
         self.heap = heap
         self.heaps = gpu.table(self.heap.addresses)
         self.state = gpu.table([0] * constants.NUM_STATES)
@@ -68,18 +66,19 @@ class DeviceControl:
         self._one = gpu.table([1])
         self.timeout_ns = int(control.timeout_s * 1e9)
         self._ticket = 0
-        self._blocks = {"NUM_RANKS": self.num_ranks, "RANK_BLOCK": self.rank_block}
-        self._launchers: dict[tuple[Any, ...], Launcher] = {}
-        self._exchanges: dict[tuple[bool, bool, tuple[int, int]], Launcher] = {}
-        self._barriers: dict[tuple[int, bool], Launcher] = {}
-        self._totals_address = int(self.totals.ctypes.data)
-        self._rows_of_address = int(self.rows_of.ctypes.data)
+        self.batches = Batches()
+        """The kernels of all calls. Nothing that makes a recipe may refer to it: neither would be freed."""
         self._at_host = 0
         try:
             self._show_host_to_kernels(control.regions[self.rank])
             self.constants = gpu.table(self._constants())
-            self.tables = Fixed(Tables(self.constants, self.heaps, self.state, self.targets, self.bases))
-            self._no_counts = Fixed(Counts(self.state, self.state, self.state))
+            self.kernels = ControlKernels(
+                self.rank,
+                self.num_ranks,
+                Tables(self.constants, self.heaps, self.state, self.targets, self.bases),
+                int(self.totals.ctypes.data),
+                int(self.rows_of.ctypes.data),
+            )
         except BaseException:
             self.close()
             raise
@@ -122,16 +121,6 @@ class DeviceControl:
         words[constants.RING_STRIDE] = tail.stride
         return words
 
-    def launcher(self, kernel: Any, num_warps: int, **constants: Any) -> Launcher:
-        """The kernel with these compile-time values."""
-        # Keyed by identity: Triton hashes a kernel by its source.
-        key = (id(kernel), num_warps, *constants.values())
-        launcher = self._launchers.get(key)
-        if launcher is None:
-            launcher = Launcher(kernel, num_warps, constants)
-            self._launchers[key] = launcher
-        return launcher
-
     def set_window_bases(self, addresses: Sequence[Sequence[int]]) -> None:
         """Give kernels the addresses of every rank's blocks of windows, by block and rank."""
         table = np.zeros((self.num_ranks, constants.MAX_WINDOW_BLOCKS), np.int64)
@@ -145,102 +134,32 @@ class DeviceControl:
 
     # Notify messages
 
-    def exchange(
-        self, header: Array, kind: int, rank_prefix: torch.Tensor, digests: torch.Tensor, is_combine: bool
-    ) -> None:
-        """Exchange notify messages without counts: all ranks use the same routing."""
-        prefixes = Prefixes(rank_prefix, self.state, self.state, digests)
-        self._exchange(header, kind, prefixes, self._no_counts, 0, (0, 0), is_combine, False)
-
-    def exchange_counts(
-        self,
-        header: Array,
-        kind: int,
-        prefixes: Prefixes,
-        counts: Counts,
-        sizes: tuple[int, int],
-        host_waits: bool,
-    ) -> int:
-        """Exchange notify messages with counts by rank, by expert and by channel (in `channel_prefix`). They
-        fill the prefix sums and start the digests. `sizes` is the number of channels and of experts per rank.
-        Return a ticket that the host may wait for."""
-        ticket = 0
-        if host_waits:
-            self._ticket += 1
-            ticket = self._ticket
-        self._exchange(header, kind, prefixes, counts, ticket, sizes, False, False)
-        return ticket
-
-    def _exchange(
-        self,
-        header: Array,
-        kind: int,
-        prefixes: Prefixes | Fixed,
-        counts: Counts | Fixed,
-        ticket: int,
-        sizes: tuple[int, int],
-        is_combine: bool,
-        is_refused: bool,
-    ) -> None:
+    def keep_header(self, header: Array, kind: int) -> int:
+        """Store the header of this rank's message; return where a kernel finds it."""
         header[KIND] = kind
-        num_channels, local_experts = sizes
-        launch = self._exchanges.get((is_combine, is_refused, sizes))
-        if launch is None:
-            launch = self.launcher(
-                kernels.exchange_notify,
-                1,
-                **self._blocks,
-                IS_COMBINE=is_combine,
-                IS_REFUSED=is_refused,
-                CHANNEL_BLOCK=_block(num_channels, NUM_MAX_CHANNELS),
-                EXPERT_BLOCK=_block(local_experts, NUM_MAX_LOCAL_EXPERTS),
-            )
-            self._exchanges[is_combine, is_refused, sizes] = launch
-        message = self.headers.keep(header, self.gpu.stream.is_capturing())
-        launch(
-            self.gpu.stream.stream,
-            (1,),
-            self.tables,
-            prefixes,
-            counts,
-            HostWords(message, self._totals_address, self._rows_of_address, ticket),
-            num_channels,
-            local_experts,
-        )
+        return self.headers.keep(header, self.gpu.stream.is_capturing())
+
+    def next_ticket(self) -> int:
+        """A number by which the host recognizes the totals of a call."""
+        self._ticket += 1
+        return self._ticket
 
     def place_in_new_block(self, offset: int, row_bytes: int, num_topk: int, num_scales: int) -> None:
         """Give every receiver without a window a window at this offset, in a block that was just added."""
-        launch = self.launcher(kernels.place_in_new_block, 1, **self._blocks)
-        launch(
-            self.gpu.stream.stream,
-            (1,),
-            self.bases,
-            self.state,
-            self.targets,
-            offset,
-            row_bytes,
-            num_topk,
-            num_scales,
-        )
-
-    def barrier(self, flags_at: int, unless_rings: bool = False) -> None:
-        """Wait in a kernel until every rank has done its part of the call."""
-        launch = self._barriers.get((flags_at, unless_rings))
-        if launch is None:
-            kind = {"FLAGS_AT": flags_at, "UNLESS_RINGS": unless_rings}
-            launch = self._barriers[flags_at, unless_rings] = Launcher(
-                kernels.barrier, 1, kind | self._blocks
-            )
-        launch(self.gpu.stream.stream, (1,), self.constants, self.heaps, self.state)
+        values = {
+            "offset": offset,
+            "row_bytes": row_bytes,
+            "block_topk": num_topk,
+            "block_scales": num_scales,
+        }
+        self.batches.run(((self.kernels.place_in_new_block,),), self.gpu.stream.moment(False, False), values)
 
     def refuse(self, kind: int, text: int) -> None:
         """Send a notify message that refuses this rank's call; `text` is where the reason is written."""
         header = signature()
         header[Field.REFUSED] = 1 + text
-        self.gpu.stream.begin(None)
-        nothing = Fixed(Prefixes(*(self.state,) * 4))
-        self._exchange(header, kind, nothing, self._no_counts, 0, (0, 0), False, True)
-        self.gpu.stream.end(False)
+        values = {"message": self.keep_header(header, kind), "ticket": 0}
+        self.batches.run(((self.kernels.exchange_refusals,),), self.gpu.stream.moment(True, True), values)
 
     def wait_for_totals(self, ticket: int) -> Array:
         """Wait until the notify messages of a dispatch have told how many rows this rank receives. The
@@ -311,11 +230,3 @@ class DeviceControl:
         for region in regions:
             ctypes.c_int64.from_address(region + given_up_at).value = 1
             ctypes.c_int64.from_address(region + host_abort_at).value = 1 + rank
-
-
-def _block(count: int, most: int) -> int:
-    """A power of two that is at least `count`, 0 for none. There are few different values, because kernels
-    are compiled for each."""
-    if count == 0:
-        return 0
-    return 16 if count <= 16 else min(1 << (count - 1).bit_length(), 1 << (most - 1).bit_length())

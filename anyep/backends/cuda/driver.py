@@ -1,17 +1,16 @@
-"""The CUDA driver, called through ctypes: loads compiled kernels and launches them.
+"""The CUDA driver, called through ctypes: loads compiled kernels.
 
-    kernel = load(cubin, "send_to_windows", 0, num_warps=32, shared_bytes=0, parameters=Struct("@qi"))
-    kernel.launch(stream.cuda_stream, (24,), [address, number])
+    function, context = load(cubin, "send_to_windows", device=0, shared_bytes=0)
 
-Neither a C compiler nor an interface of Triton is needed for this.
+Neither a C compiler nor an interface of Triton is needed for this. Kernels are launched from compiled code
+(`anyep/backends/cpu/kernels/driver_calls.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import struct
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 
@@ -24,69 +23,19 @@ SIZE_AT: Final = 2
 END: Final = 0
 """The words of a launch's `extra` array (CU_LAUNCH_PARAM_...)."""
 INVALID_CONTEXT: Final = 201
+RELAXED: Final = 2
+"""The mode of a thread whose other work cannot harm the graph that is captured."""
 
 
-class Kernel:
-    """A kernel that is loaded on the current GPU."""
-
-    def __init__(
-        self,
-        name: str,
-        function: int,
-        context: int,
-        num_warps: int,
-        shared_bytes: int,
-        parameters: struct.Struct,
-    ) -> None:
-        self.name = name
-        self._function = function
-        self._context = context
-        self._threads = num_warps * THREADS_PER_WARP
-        self._shared_bytes = shared_bytes
-        self._pack = parameters.pack_into
-        self._launch: Any = _library().cuLaunchKernel
-        self._packed = ctypes.create_string_buffer(max(1, parameters.size))
-        self._size = ctypes.c_size_t(parameters.size)
-        addresses = (ctypes.addressof(self._packed), SIZE_AT, ctypes.addressof(self._size))
-        self._extra = (ctypes.c_void_p * 5)(PARAMETERS_AT, *addresses, END)
-        self._extra_at = ctypes.addressof(self._extra)
-        self._lock = threading.Lock()
-
-    def launch(self, stream: int, grid: tuple[int, ...], values: Sequence[int]) -> None:
-        """Launch on a stream, with these values of the kernel's parameters."""
-        # ctypes lets other threads run during the call: the packed values are this thread's until it returns.
-        with self._lock:
-            self._pack(self._packed, 0, *values)
-            status = self._call(stream, grid)
-            if status == INVALID_CONTEXT:
-                # This thread has not used CUDA before.
-                check(_library().cuCtxSetCurrent(ctypes.c_void_p(self._context)), self.name)
-                status = self._call(stream, grid)
-        if status:
-            check(status, self.name)
-
-    def _call(self, stream: int, grid: tuple[int, ...]) -> int:
-        status: int = self._launch(
-            self._function,
-            grid[0],
-            grid[1] if len(grid) > 1 else 1,
-            grid[2] if len(grid) > 2 else 1,
-            self._threads,
-            1,
-            1,
-            self._shared_bytes,
-            stream,
-            None,
-            self._extra_at,
-        )
-        return status
+def packed_arguments(packed: Any, size: ctypes.c_size_t) -> Any:
+    """The array by which a launch finds its packed arguments; all three must live as long as it is used."""
+    addresses = (ctypes.addressof(packed), SIZE_AT, ctypes.addressof(size))
+    return (ctypes.c_void_p * 5)(PARAMETERS_AT, *addresses, END)
 
 
-def load(
-    cubin: bytes, name: str, device: int, num_warps: int, shared_bytes: int, parameters: struct.Struct
-) -> Kernel:
-    """Load a kernel on a GPU, which is the current one, and keep it for the rest of the process. `parameters`
-    is the layout of its parameters, that of a C struct."""
+def load(cubin: bytes, name: str, device: int, shared_bytes: int) -> tuple[int, int]:
+    """Load a kernel on a GPU, which is the current one, and keep it for the rest of the process. Returns its
+    function and its context."""
     library = _library()
     context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     check(library.cuCtxGetCurrent(ctypes.byref(context)), name)
@@ -102,8 +51,39 @@ def load(
     load_now = getattr(library, "cuFuncLoad", None)
     if load_now is not None:
         check(load_now(function), name)
-    addresses = int(function.value or 0), int(context.value or 0)
-    return Kernel(name, *addresses, num_warps, shared_bytes, parameters)
+    return int(function.value or 0), int(context.value or 0)
+
+
+def address_of(name: str) -> int:
+    """The address of a function of the driver."""
+    return int(ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0)
+
+
+def use_context(context: int) -> None:
+    """Let this thread use CUDA."""
+    check(_library().cuCtxSetCurrent(ctypes.c_void_p(context)), "cuCtxSetCurrent")
+
+
+@contextlib.contextmanager
+def relaxed() -> Iterator[None]:
+    """A context in which this thread may allocate memory and load kernels while it captures a graph."""
+    mode = ctypes.c_int(RELAXED)
+    exchange: Any = None
+    with contextlib.suppress(OSError, AttributeError):
+        exchange = _library().cuThreadExchangeStreamCaptureMode
+        exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
+
+
+def relax_this_thread() -> None:
+    """Allow this thread to wait for events without harm to graphs that other threads capture."""
+    relaxed_mode = ctypes.c_int(RELAXED)
+    with contextlib.suppress(OSError, AttributeError):
+        _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed_mode))
 
 
 def check(status: int, name: str) -> None:
@@ -112,13 +92,11 @@ def check(status: int, name: str) -> None:
         text = ctypes.c_char_p()
         _library().cuGetErrorString(status, ctypes.byref(text))
         reason = (text.value or b"unknown error").decode()
-        raise RuntimeError(f"CUDA error {status} in kernel {name}: {reason}")
+        raise RuntimeError(f"CUDA error {status} in {name}: {reason}")
 
 
 @cache
 def _library() -> Any:
     library = ctypes.CDLL("libcuda.so.1")
     library.cuInit(0)
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
     return library

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from anyep.backends.cuda import postponed
+from anyep.backends.cuda import driver, postponed
 from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.backends.cuda.pinned import Array, pinned_words
 from anyep.backends.cuda.stream import Stream
@@ -46,7 +46,7 @@ class Gpu:
 
     def words(self, count: int) -> Array:
         """Words that both the host and kernels read and write."""
-        with self.stream.relaxed():
+        with driver.relaxed():
             return pinned_words(count)
 
     def let_kernels_read(self, address: int, num_bytes: int) -> bool:

@@ -1,6 +1,7 @@
 """The operations of low-latency mode on a GPU: kernels, with every wait in a kernel.
 
-Each half of a call is two kernels: `open_call` and one that sends, `receive_records` and one that takes rows.
+Each half of a call is two kernels, launched as one batch: `open_call` and one that sends, `receive_records`
+and one that takes rows. Without a hook, both halves are one batch.
 The host waits for nothing. It knows neither when a call is over nor, as graphs may be replayed, what its
 number is: the numbers are in the GPU's memory, and which of the two sets of slots a call has is found there.
 Calls with hooks run on the caller's stream, the others on the communication stream. All halves run in the
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -29,11 +30,12 @@ from anyep.backends.base import (
     LowLatencyWork,
 )
 from anyep.backends.cuda import constants
+from anyep.backends.cuda.batch import Recipes
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.kernels import slots as kernels
 from anyep.backends.cuda.masks import GpuMasks
-from anyep.backends.cuda.order import Launch, Order
-from anyep.backends.cuda.slot_kernels import SlotKernels, SlotTables
+from anyep.backends.cuda.order import Order
+from anyep.backends.cuda.slot_kernels import SIGNATURE, SlotKernels, SlotTables
 from anyep.core import diagnosis, outcomes, records
 from anyep.core.calls import Array, Call, Phase, Stall, name_of_call
 from anyep.core.outcomes import still_missing
@@ -60,6 +62,16 @@ class WorkingControl(LowLatencyControl, Protocol):
     def check_works(self) -> None: ...
 
 
+class Half(NamedTuple):
+    """One half of a call: a batch, and the values of its inputs. Both halves have the same values."""
+
+    recipes: Recipes
+    values: dict[str, Any]
+
+
+Work: TypeAlias = LowLatencyWork[Half]
+
+
 class GpuLowLatencyOps(ending.Part):
     """Low-latency mode on a GPU."""
 
@@ -79,7 +91,7 @@ class GpuLowLatencyOps(ending.Part):
         self._region: ControlRegion = device_control.region
         self._heap = device_control.heap
         self._can_shrink = can_shrink
-        self._order = Order(self._gpu)
+        self._order = Order(self._gpu, device_control.batches)
         self._unheard: AnyEPError | None = None
         """The error of an earlier call, for the next one to raise."""
         self._report = self._gpu.words(constants.REPORTED_HEADERS + records.NUM_WORDS * self._num_ranks)
@@ -90,15 +102,14 @@ class GpuLowLatencyOps(ending.Part):
         self._kernels = SlotKernels(
             device_control, self._device_constants, self._generations, ranks_on_gpu, can_shrink
         )
+        tell_kernels = partial(_mask_rank, device_control, self._kernels)
         # When this kernel is needed it may be too late to load it.
-        self._kernels.mask_rank(-1, 0)
-        self.kernel_masks = GpuMasks(
-            self._region, self._heap, self._gpu, self._num_ranks, self._kernels.mask_rank
-        )
+        tell_kernels(-1, 0)
+        self.kernel_masks = GpuMasks(self._region, self._heap, self._gpu, self._num_ranks, tell_kernels)
         self._known: dict[LowLatencySizes, SlotTables] = {}
         self._at: SlotTables | None = None
         self._calls_with_slots = 0
-        self._work_in_flight: dict[Call, LowLatencyWork] = {}
+        self._work_in_flight: dict[Call, Work] = {}
         self.agreement = Agreement()
         ending.register(self)
 
@@ -174,78 +185,62 @@ class GpuLowLatencyOps(ending.Part):
             return
         text = REFUSAL_TEXTS + call.number % NUM_SLOT_SETS
         self._control.publish_refusal(text, str(error))
-        state = self._new_state(0)
-
-        def launch(stream: Any) -> None:
-            self._kernels.open(stream, state, records.header_of(call.kind), 1 + text, posts=True)
-            self._kernels.finish_call(stream, state)
-
-        self._in_line(launch)
+        values = self._opening(self._new_state(0), records.header_of(call.kind), refused=1 + text)
+        self._in_line(((self._kernels.open_call, True), (self._kernels.finish_call,)), values)
 
     # Work
 
-    def dispatch(self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults) -> LowLatencyWork:
+    def dispatch(self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults) -> Work:
         at = self._at
         assert at is not None
         state = self._new_state(tokens.sizes.num_experts)
-        header = records.header_of(call.kind, tokens.sizes, tokens.travel)
-
-        def send(stream: Any) -> None:
-            self._kernels.open(stream, state, header)
-            self._kernels.send_tokens(stream, state, at, tokens)
-
-        def receive(stream: Any) -> None:
-            self._kernels.receive_records(stream, state, at.slots.num_local_experts, tokens.wait_stats)
-            self._kernels.pack_tokens(stream, state, at, tokens, results)
-
+        values = self._opening(state, records.header_of(call.kind, tokens.sizes, tokens.travel))
+        send = self._kernels.send_tokens_of(at, tokens, values)
+        take = self._kernels.pack_tokens_of(at, tokens, results, values)
         tensors = (tokens.x, tokens.topk_idx, tokens.expert_stats, tokens.wait_stats, *results, state)
-        return self._new_work(call, state, send, receive, tensors)
+        return self._new_work(call, values, (send, take), tokens.wait_stats, tensors)
 
-    def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> LowLatencyWork:
+    def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> Work:
         at = self._at
         assert at is not None
         state = self._new_state(combined.sizes.num_experts)
         travel = Format.LOGFMT if combined.use_logfmt else Format.BF16
-        header = records.header_of(call.kind, combined.sizes, travel)
-
-        def send(stream: Any) -> None:
-            self._kernels.open(stream, state, header)
-            self._kernels.return_rows(stream, state, at, combined)
-
-        def receive(stream: Any) -> None:
-            self._kernels.receive_records(stream, state, at.slots.num_local_experts, combined.wait_stats)
-            self._kernels.sum_tokens(stream, state, at, combined, out)
-
+        values = self._opening(state, records.header_of(call.kind, combined.sizes, travel))
+        send = self._kernels.return_rows_of(at, combined, values)
+        take = self._kernels.sum_tokens_of(at, combined, out, values)
         tensors = (
             *(combined.x, combined.topk_idx, combined.topk_weights, combined.src_info),
             *(combined.layout_range, combined.wait_stats, out, state),
         )
-        return self._new_work(call, state, send, receive, tensors)
+        return self._new_work(call, values, (send, take), combined.wait_stats, tensors)
 
     def _new_work(
         self,
         call: Call,
-        state: torch.Tensor,
-        send: Launch,
-        receive: Launch,
+        values: dict[str, Any],
+        movers: tuple[tuple[Any, ...], tuple[Any, ...]],
+        wait_stats: torch.Tensor | None,
         tensors: tuple[torch.Tensor | None, ...],
-    ) -> LowLatencyWork:
-        release = partial(self._release, call, state)
-        stream = self._gpu.stream.current()
-        return LowLatencyWork(send, receive, release, tensors, stream, self.is_capturing)
+    ) -> Work:
+        """`movers` are the recipes of the kernels that send rows and that take them."""
+        assert self._at is not None
+        values["wait_stats"] = wait_stats
+        send, take = movers
+        receive = (self._kernels.receive_records, self._at.slots.num_local_experts, wait_stats is not None)
+        return LowLatencyWork(
+            Half(((self._kernels.open_call,), send), values),
+            Half((receive, take), values),
+            partial(self._release, call, values["state"]),
+            tensors,
+            self._gpu.stream.current(),
+            self.is_capturing,
+        )
 
-    def run(
-        self, call: Call, work: LowLatencyWork, run_async: bool, on_end: Callable[[], None]
-    ) -> EventHandle | None:
+    def run(self, call: Call, work: Work, run_async: bool, on_end: Callable[[], None]) -> EventHandle | None:
         self._begin(call)
-
-        def both(stream: Any) -> None:
-            work.send(stream)
-            work.receive(stream)
-
-        self._gpu.stream.begin(None)
-        self._order.run(self._gpu.stream.stream, both)
-        event: EventHandle | None = self._gpu.stream.end(run_async)
+        both = work.send.recipes + work.receive.recipes
+        self._order.run(both, self._gpu.stream.moment(True, not run_async), work.send.values)
+        event: EventHandle | None = self._gpu.stream.end(True) if run_async else None
         if run_async:
             self._keep(work)
         # The next call runs after this one, whatever the host knows about it.
@@ -253,19 +248,19 @@ class GpuLowLatencyOps(ending.Part):
         self._control.end(call)
         return event
 
-    def send(self, call: Call, work: LowLatencyWork) -> None:
+    def send(self, call: Call, work: Work) -> None:
         self._begin(call)
-        self._order.run(work.stream, work.send)
+        self._order.run(work.send.recipes, self._gpu.stream.on(work.stream), work.send.values)
         if not work.is_captured:
             self._work_in_flight[call] = work
         self._control.end(call)
 
-    def receive(self, call: Call, work: LowLatencyWork, on_end: Callable[[], None]) -> None:
+    def receive(self, call: Call, work: Work, on_end: Callable[[], None]) -> None:
         self._control.check_works()
         self._control.enter(call, Phase.RECEIVE)
         stream = self._gpu.stream.current()
         try:
-            self._order.run(stream, work.receive)
+            self._order.run(work.receive.recipes, self._gpu.stream.on(stream), work.receive.values)
         finally:
             self._work_in_flight.pop(call, None)
             on_end()
@@ -276,14 +271,14 @@ class GpuLowLatencyOps(ending.Part):
     def _release(self, call: Call, state: torch.Tensor) -> None:
         """Let the senders go on whose rows will not be received."""
         if self._work_in_flight.pop(call, None) is not None:
-            self._in_line(lambda stream: self._kernels.finish_call(stream, state))
+            self._in_line(((self._kernels.finish_call,),), {"state": state})
 
     def _begin(self, call: Call) -> None:
         self._control.enter(call, Phase.SEND)
         self.agreement.holds = True
         self._calls_with_slots += 1
 
-    def _keep(self, work: LowLatencyWork) -> None:
+    def _keep(self, work: Work) -> None:
         """Keep the memory of what two streams use until both are done with it."""
         for tensor in work.tensors:
             if tensor is not None:
@@ -291,15 +286,9 @@ class GpuLowLatencyOps(ending.Part):
 
     def clean(self, call: Call, sizes: LowLatencySizes) -> None:
         self._control.enter(call, Phase.SEND)
-        state = self._new_state(0)
-        header = records.header_of(call.kind, sizes)
-
-        def launch(stream: Any) -> None:
-            self._kernels.open(stream, state, header, posts=True)
-            self._kernels.receive_records(stream, state, 0, None)
-            self._kernels.finish_call(stream, state)
-
-        self._in_line(launch)
+        kernels = self._kernels
+        recipes = (kernels.open_call, True), (kernels.receive_records, 0, False), (kernels.finish_call,)
+        self._in_line(recipes, self._opening(self._new_state(0), records.header_of(call.kind, sizes)))
         self._settle()
         self._control.end(call)
 
@@ -310,8 +299,8 @@ class GpuLowLatencyOps(ending.Part):
         """Waits for the earlier calls, since only they know which slots come next."""
         self._control.enter(call, Phase.SEND)
         state = self._new_state(0)
-        header = records.header_of(call.kind, slots.sizes)
-        self._in_line(lambda stream: self._kernels.open(stream, state, header, advances=False))
+        values = self._opening(state, records.header_of(call.kind, slots.sizes))
+        self._in_line(((self._kernels.open_call, False, False),), values)
         self._settle()
         number = int(state[constants.NUMBER])
         messages: torch.Tensor = self._heap.lend(
@@ -348,11 +337,14 @@ class GpuLowLatencyOps(ending.Part):
         state: torch.Tensor = self._gpu.empty((constants.RANGES + num_experts,), torch.int64)
         return state
 
-    def _in_line(self, launch: Launch) -> None:
+    def _opening(self, state: torch.Tensor, header: Array, refused: int = 0) -> dict[str, Any]:
+        """The values of the inputs of `open_call`."""
+        words = header[records.Field.KIND : records.Field.FORMAT + 1].tolist()
+        return {"state": state, "refused": refused, **dict(zip(SIGNATURE, words, strict=True))}
+
+    def _in_line(self, recipes: Recipes, values: dict[str, Any]) -> None:
         """Run kernels on the communication stream, after earlier and before later work of the caller's."""
-        self._gpu.stream.begin(None)
-        self._order.run(self._gpu.stream.stream, launch)
-        self._gpu.stream.end(False)
+        self._order.run(recipes, self._gpu.stream.moment(True, True), values)
 
     # What went wrong
 
@@ -455,3 +447,9 @@ class GpuLowLatencyOps(ending.Part):
     def last_use(self) -> Any:
         """An event after all that was launched outside of graphs."""
         return self._order.done
+
+
+def _mask_rank(control: DeviceControl, kernels: SlotKernels, masked: int, generation: int) -> None:
+    """Tell the kernels of all ranks the generation of a rank, beside kernels that wait; -1 is no rank."""
+    moment = control.gpu.stream.on(control.gpu.side_stream)
+    control.batches.run(((kernels.mask_rank,),), moment, {"masked": masked, "generation": generation})

@@ -17,18 +17,11 @@ import torch
 from anyep.backends.base import CombineInput, DispatchLayout, Payload
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
-from anyep.backends.cuda.kernels import counting
-from anyep.backends.cuda.launch import Launcher, Seen
 from anyep.backends.cuda.normal_call import GpuCall
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting, checked_handle, known_digests
+from anyep.backends.cuda.routing_kernels import RoutingKernels
 from anyep.backends.cuda.row_kernels import RowKernels
-from anyep.backends.cuda.tiles import (
-    COUNT_WARPS,
-    COUNTED_EXPERTS,
-    COUNTED_TOKENS,
-    block_of,
-    tiles_for,
-)
+from anyep.backends.cuda.tiles import tiles_for
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.core.calls import Call
 from anyep.core.rings import Rings
@@ -77,20 +70,22 @@ class GpuNormalOps:
         self.gpu = device_control.gpu
         self.grow = grow
         self._reports = reports
-        self._rank, self._num_ranks = device_control.rank, device_control.num_ranks
+        self._rank, self.num_ranks = device_control.rank, device_control.num_ranks
         self._sms = sms
         self._warned_sms: set[int] = set()
         """Values of `num_sms` above this rank's share for which a warning was logged."""
         tiles = tiles_for(device_control.num_ranks, bool(gpu_windows.num_bytes))
-        self.rows = RowKernels(device_control, all_rings, tiles, sms.share_of_sms)
-        self._counters: dict[tuple[int, int], Launcher] = {}
-        """Launchers of kernels that count tokens, by the kernel's identity and the choices per token."""
+        self.rows = RowKernels(
+            device_control.kernels, all_rings, tiles, sms.share_of_sms, self.gpu.rounds_in_hardware
+        )
+        self.kernels = RoutingKernels(device_control.kernels)
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
         self._unheard: AnyEPError | None = None
         """The error of an earlier call that has not been raised yet."""
         self._layout_report = self.gpu.words(constants.NUM_LAYOUT_WORDS)
         """Where the kernel of a layout reports an id that is not an expert."""
-        self.scratch_digests = self.gpu.table([0] * (2 * self._num_ranks))
+        self._told = int(self._layout_report.ctypes.data)
+        self.scratch_digests = self.gpu.table([0] * (2 * self.num_ranks))
         """Digests of a handle without known digests; calls share them, because they run in stream order."""
 
     @property
@@ -172,7 +167,7 @@ class GpuNormalOps:
         """The routing of a user's handle; the last handle need not be checked again."""
         if last is not None and handle is last[0]:
             return last[1]._replace(digests=known_digests(handle))
-        return checked_handle(handle, self._num_ranks, self.gpu.device)
+        return checked_handle(handle, self.num_ranks, self.gpu.device)
 
     def outputs(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -209,48 +204,27 @@ class GpuNormalOps:
     ) -> DispatchLayout:
         self._raise_layout()
         num_tokens, num_topk = topk_idx.shape
-        num_ranks = self._num_ranks
+        num_ranks = self.num_ranks
         local_experts = num_experts // num_ranks
         per_rank = self.empty(previous, (num_ranks,), torch.int32)
         per_expert = self.empty(previous, (num_experts,), torch.int32)
         in_rank = self.empty(previous, (num_tokens, num_ranks), torch.bool)
         # No peer takes part: if nothing is to overlap, the kernel runs on the caller's stream.
         is_apart = run_async or previous is not None or self.gpu.stream.is_capturing()
-        if is_apart:
-            self.gpu.stream.begin(previous)
-        self.counting(counting.count_layout, num_topk)(
-            self.stream if is_apart else self.gpu.stream.current(),
-            (num_ranks, -(-local_experts // COUNTED_EXPERTS) + 1),
-            topk_idx,
-            per_rank,
-            per_expert,
-            Seen(in_rank, torch.int8),
-            int(self._layout_report.ctypes.data),
-            num_tokens,
-            num_topk,
-            local_experts,
-        )
+        recipe = (self.kernels.count_layout, num_topk, local_experts, self._told)
+        values = {
+            "topk_idx": topk_idx,
+            "by_rank": per_rank,
+            "by_expert": per_expert,
+            "in_rank": in_rank,
+            "num_tokens": num_tokens,
+        }
+        stream = self.gpu.stream
+        moment = stream.moment(True, not run_async, previous) if is_apart else stream.beside_caller()
+        self.device_control.batches.run((recipe,), moment, values)
         self.keep(run_async, previous, topk_idx, per_rank, per_expert, in_rank)
-        if is_apart:
-            event = self.gpu.stream.end(run_async)
-            return DispatchLayout(per_rank, None, per_expert, in_rank, event)
-        # A later call may wait only for an earlier event of the caller, and not for its stream.
-        self.gpu.stream.begin(None)
-        return DispatchLayout(per_rank, None, per_expert, in_rank, None)
-
-    def counting(self, kernel: Any, num_topk: int) -> Launcher:
-        """The launcher of a kernel that counts tokens with `num_topk` choices."""
-        launch = self._counters.get((id(kernel), num_topk))
-        if launch is None:
-            launch = self._counters[id(kernel), num_topk] = self.device_control.launcher(
-                kernel,
-                COUNT_WARPS,
-                NUM_RANKS=self._num_ranks,
-                TOPK_BLOCK=block_of(num_topk),
-                EXPERT_BLOCK=COUNTED_EXPERTS,
-                TILE_TOKENS=COUNTED_TOKENS,
-            )
-        return launch
+        event = stream.end(True) if run_async else None
+        return DispatchLayout(per_rank, None, per_expert, in_rank, event)
 
     def _raise_layout(self) -> None:
         """Raise the error that the kernel of an earlier layout reported."""

@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, Final
 
+from anyep.backends.cuda.batch import Batches, Recipes
 from anyep.backends.cuda.gpu import Gpu
+from anyep.backends.cuda.moment import Moment
 
 UNKNOWN_GRAPH: Final = -1
-Launch = Callable[[Any], None]
 
 
 class Order:
-    """Makes kernels run in the order in which the host launches them, whatever their streams."""
+    """Makes batches run in the order in which the host launches them, whatever their streams."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu: Gpu, batches: Batches) -> None:
         self._gpu = gpu
+        self._batches = batches
         self.done = gpu.now()
-        """An event after the last launch outside of graphs."""
+        """An event after the last batch outside of graphs."""
         self._done_in_graph = gpu.now()
-        self._last: tuple[int, Any] = (0, gpu.stream.stream)
-        """The graph that the last launch was captured in, 0 for none, and its stream."""
+        self._raw_done = gpu.stream.raw_event(self.done)
+        self._raw_done_in_graph = gpu.stream.raw_event(self._done_in_graph)
+        self._last: tuple[int, int] = (0, gpu.stream.raw)
+        """The graph that the last batch was captured in, 0 for none, and its stream."""
         self._lock = threading.Lock()
 
-    def run(self, stream: Any, launch: Launch) -> None:
-        """Launch kernels on a stream, after everything that was launched before."""
+    def run(self, recipes: Recipes, moment: Moment, values: Mapping[str, Any]) -> None:
+        """Run a batch after everything that was launched before; an event follows it, for which the stream
+        waits that waits for the end of `moment`."""
         with self._lock:
             graph = 0
             if self._gpu.stream.is_capturing():
                 graph = self._gpu.stream.graph() or UNKNOWN_GRAPH
             last_graph, last_stream = self._last
-            done = self._done_in_graph if graph else self.done
+            done = self._raw_done_in_graph if graph else self._raw_done
             # A graph can only wait for its own work; the caller orders its replays.
-            if graph == last_graph != UNKNOWN_GRAPH and stream != last_stream:
-                stream.wait_event(done)
-            launch(stream)
-            done.record(stream)
-            self._last = (graph, stream)
+            is_elsewhere = graph == last_graph != UNKNOWN_GRAPH and moment.stream != last_stream
+            also = done if is_elsewhere else 0
+            self._batches.run(recipes, moment._replace(also_wait_for=also, event_after=done), values)
+            self._last = (graph, moment.stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -11,6 +12,7 @@ import torch
 from anyep.errors import InvalidCall
 
 NUM_TENSORS: Final = 6
+VERSION_OF: Final = operator.attrgetter("_version")
 
 
 class GpuRouting(NamedTuple):
@@ -64,7 +66,7 @@ class _Known:
 def remember_digests(parts: tuple[torch.Tensor, ...], digests: torch.Tensor | None) -> None:
     """Attach the digests of a handle to its first tensor."""
     if digests is not None and not any(part.is_inference() for part in parts):
-        known = _Known(digests, parts[1:], tuple(part._version for part in parts))
+        known = _Known(digests, parts[1:], tuple(map(VERSION_OF, parts)))
         parts[0]._anyep_digests = known  # type: ignore[attr-defined]
 
 
@@ -79,7 +81,7 @@ def known_digests(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     for part, other in zip(parts[1:], known.others, strict=True):
         if part is not other:
             return None
-    if known.versions != tuple(part._version for part in parts):
+    if known.versions != tuple(map(VERSION_OF, parts)):
         return None
     return known.digests
 

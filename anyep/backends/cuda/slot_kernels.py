@@ -1,8 +1,11 @@
-"""Launches the kernels of low-latency calls.
+"""Recipes of the kernels of low-latency calls.
 
 kernels = SlotKernels(device_control, device_constants, generations, ranks_on_gpu, can_shrink)
-kernels.open(stream, state, header)
-kernels.send_tokens(stream, state, tables, tokens)
+recipes = ((kernels.open_call,), kernels.send_tokens_of(tables, tokens, values))
+batches.run(recipes, moment, values)
+
+A recipe returns a `Launch` for calls of certain sizes; `..._of` gives the recipe of a call, and adds the
+values of its inputs to a dictionary.
 """
 
 from __future__ import annotations
@@ -13,14 +16,13 @@ from typing import Any, Final
 import torch
 
 from anyep.backends.base import LowLatencyInput, LowLatencyResults, LowLatencyTokens
+from anyep.backends.cuda.batch import Input, Launch
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.kernels import slots as kernels
 from anyep.backends.cuda.kernels.groups import LowLatencyCall, Packed, Slots
-from anyep.backends.cuda.launch import Fixed, Seen
 from anyep.backends.cuda.tiles import block_of
-from anyep.core import records
-from anyep.core.calls import Array
+from anyep.core.records import Format
 from anyep.layout import NUM_SLOT_SETS, LowLatencySlots
 
 CHANNELS: Final = 128
@@ -35,6 +37,14 @@ RECORD_TILE: Final = 32
 SEARCH_TILE: Final = 32
 MOST_SHARES: Final = 64
 PROGRAMS_PER_SM: Final = 16
+
+STATE: Final = Input("state", torch.int64)
+SIGNATURE: Final = ("kind", "max_tokens", "hidden", "num_experts", "travel")
+"""The words of a call's signature, as inputs of `open_call`."""
+TOPK_IDX: Final = Input("topk_idx", torch.int64)
+NUM_TOKENS: Final = Input("num_tokens")
+SRC_INFO: Final = Input("src_info", torch.int32)
+LAYOUT_RANGE: Final = Input("layout_range", torch.int64)
 
 
 class SlotTables:
@@ -60,9 +70,9 @@ class SlotTables:
         messages = table(lambda slot_set, other: heap_addresses[other] + slots.row_offset(slot_set, 0))
         lists_for_peers = table(lambda slot_set, other: heap_addresses[rank] + list_at(slot_set, other))
         lists_of_peers = table(lambda slot_set, other: heap_addresses[other] + list_at(slot_set, rank))
-        self.for_peers = Fixed(Slots(messages, lists_for_peers, *sizes))
+        self.for_peers = Slots(messages, lists_for_peers, *sizes)
         """With the lists for each peer, in this rank's own memory."""
-        self.of_peers = Fixed(Slots(messages, lists_of_peers, *sizes))
+        self.of_peers = Slots(messages, lists_of_peers, *sizes)
         """With the lists that each peer keeps for this rank."""
 
 
@@ -77,183 +87,165 @@ class SlotKernels:
         ranks_on_gpu: int,
         can_shrink: bool,
     ) -> None:
-        self._device_control = device_control
         self._device_constants = device_constants
-        self._generations = generations
+        self._heaps = device_control.heaps
         self._gpu = device_control.gpu
         self._num_ranks = device_control.num_ranks
-        self._blocks = {"NUM_RANKS": self._num_ranks, "RANK_BLOCK": device_control.rank_block}
+        self._call = LowLatencyCall(device_constants, device_control.heaps, generations, STATE)
+        """The first argument of every kernel."""
+        self._blocks = device_control.kernels.blocks
         self._shrink = {"CAN_SHRINK": can_shrink, **self._blocks}
         self._programs = max(1, PROGRAMS_PER_SM * int(self._gpu.num_sms) // ranks_on_gpu)
 
-    def mask_rank(self, masked: int, generation: int) -> None:
+    def mask_rank(self) -> Launch:
         """Tell the kernels of all ranks the generation of a rank; -1 is no rank."""
-        launch = self._device_control.launcher(kernels.mask_rank, 1, **self._blocks)
-        heaps = self._device_control.heaps
-        launch(self._gpu.side_stream, (1,), self._device_constants, heaps, masked, generation)
+        arguments = (self._device_constants, self._heaps, Input("masked"), Input("generation"))
+        return Launch(kernels.mask_rank, 1, self._blocks, (1,), arguments)
 
-    def open(
-        self,
-        stream: Any,
-        state: torch.Tensor,
-        header: Array,
-        refused: int = 0,
-        posts: bool = False,
-        advances: bool = True,
-    ) -> None:
-        launch = self._device_control.launcher(
-            kernels.open_call, 1, ADVANCES=advances, POSTS=posts, **self._shrink
-        )
-        words = header[records.Field.KIND : records.Field.FORMAT + 1].tolist()
-        launch(stream, (1,), self._common(state), *words, refused)
+    def open_call(self, posts: bool = False, advances: bool = True) -> Launch:
+        """Take the next call number, and wait until its slots are free."""
+        constants = {"ADVANCES": advances, "POSTS": posts, **self._shrink}
+        words = (*(Input(name) for name in SIGNATURE), Input("refused"))
+        return Launch(kernels.open_call, 1, constants, (1,), (self._call, *words))
 
-    def receive_records(
-        self, stream: Any, state: torch.Tensor, num_experts: int, wait_stats: torch.Tensor | None
-    ) -> None:
-        launch = self._device_control.launcher(
-            kernels.receive_records,
-            1,
-            HAS_STATS=wait_stats is not None,
-            TILE_EXPERTS=min(RECORD_TILE, max(2, block_of(num_experts))),
+    def receive_records(self, num_experts: int, has_stats: bool) -> Launch:
+        """Wait for the completion records of all ranks."""
+        constants = {
+            "HAS_STATS": has_stats,
+            "TILE_EXPERTS": min(RECORD_TILE, max(2, block_of(num_experts))),
             **self._shrink,
-        )
-        launch(stream, (1,), self._common(state), state if wait_stats is None else wait_stats, num_experts)
+        }
+        stats = Input("wait_stats", torch.int64) if has_stats else STATE
+        return Launch(kernels.receive_records, 1, constants, (1,), (self._call, stats, num_experts))
 
-    def finish_call(self, stream: Any, state: torch.Tensor) -> None:
-        launch = self._device_control.launcher(kernels.finish_call, 1, **self._shrink)
-        launch(stream, (1,), self._common(state))
+    def finish_call(self) -> Launch:
+        """Close a call whose rows nobody takes."""
+        return Launch(kernels.finish_call, 1, self._shrink, (1,), (self._call,))
 
-    def send_tokens(self, stream: Any, state: torch.Tensor, at: SlotTables, tokens: LowLatencyTokens) -> None:
+    # Dispatch
+
+    def send_tokens_of(
+        self, at: SlotTables, tokens: LowLatencyTokens, values: dict[str, Any]
+    ) -> tuple[Any, ...]:
         num_tokens, num_topk = tokens.topk_idx.shape
-        sizes = tokens.sizes
-        slot_block = block_of(num_topk)
-        num_shares = self._shares(num_tokens, -(-sizes.hidden // (CAST_BLOCKS * CHANNELS)))
-        send = self._device_control.launcher(
-            kernels.send_tokens,
-            4,
-            TRAVEL=int(tokens.travel),
-            NUM_TOPK=num_topk,
-            SLOT_BLOCK=slot_block,
-            NUM_SHARES=num_shares,
-            TILE_BLOCKS=CAST_BLOCKS,
-            TILE_TOKENS=max(16, LIST_CHOICES // slot_block),
-            **self._blocks,
-        )
-        send(
-            stream,
-            (sizes.num_experts + num_tokens * num_shares,),
-            self._common(state),
-            at.for_peers,
-            Seen(tokens.x, torch.uint16),
-            tokens.topk_idx,
-            num_tokens,
-            sizes.hidden,
-        )
+        num_shares = self._shares(num_tokens, -(-tokens.sizes.hidden // (CAST_BLOCKS * CHANNELS)))
+        values["x"], values["topk_idx"], values["num_tokens"] = tokens.x, tokens.topk_idx, num_tokens
+        values["send_programs"] = tokens.sizes.num_experts + num_tokens * num_shares
+        return self.send_tokens, at, tokens.travel, num_topk, num_shares
 
-    def pack_tokens(
-        self,
-        stream: Any,
-        state: torch.Tensor,
-        at: SlotTables,
-        tokens: LowLatencyTokens,
-        results: LowLatencyResults,
-    ) -> None:
+    def send_tokens(self, at: SlotTables, travel: Format, num_topk: int, num_shares: int) -> Launch:
+        """Put tokens into messages, list them by expert, and post completion records."""
+        slot_block = block_of(num_topk)
+        constants = {
+            "TRAVEL": int(travel),
+            "NUM_TOPK": num_topk,
+            "SLOT_BLOCK": slot_block,
+            "NUM_SHARES": num_shares,
+            "TILE_BLOCKS": CAST_BLOCKS,
+            "TILE_TOKENS": max(16, LIST_CHOICES // slot_block),
+            **self._blocks,
+        }
+        x = Input("x", torch.uint16)
+        arguments = (self._call, at.for_peers, x, TOPK_IDX, NUM_TOKENS, at.slots.sizes.hidden)
+        return Launch(kernels.send_tokens, 4, constants, (Input("send_programs"),), arguments)
+
+    def pack_tokens_of(
+        self, at: SlotTables, tokens: LowLatencyTokens, results: LowLatencyResults, values: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        values["packed_x"], values["packed_scales"] = results.x, results.scales
+        values["src_info"], values["layout_range"] = results.src_info, results.layout_range
+        values["counts"], values["expert_stats"] = results.counts, tokens.expert_stats
+        return self.pack_tokens, at, tokens.travel, tokens.num_scale_words, tokens.expert_stats is not None
+
+    def pack_tokens(self, at: SlotTables, travel: Format, num_scale_words: int, has_stats: bool) -> Launch:
+        """Take the rows of each local expert from their senders, and close the call."""
         num_experts = at.slots.num_local_experts
         tile_rows, tile_words, tile_scales = PACK_TILE
-        has_scales, has_stats = results.scales is not None, tokens.expert_stats is not None
-        most_shares = -(-tokens.sizes.num_max_tokens // tile_rows)
+        has_scales = travel is not Format.BF16
+        most_shares = -(-at.slots.sizes.num_max_tokens // tile_rows)
         # Twice as many, because the work is uneven.
         num_shares = min(2 * self._shares(num_experts * self._num_ranks, most_shares), most_shares)
-        pack = self._device_control.launcher(
-            kernels.pack_tokens,
-            4,
-            HAS_SCALES=has_scales,
-            HAS_STATS=has_stats,
-            TILE_ROWS=tile_rows,
-            TILE_WORDS=tile_words,
-            TILE_SCALES=tile_scales,
+        constants = {
+            "HAS_SCALES": has_scales,
+            "HAS_STATS": has_stats,
+            "TILE_ROWS": tile_rows,
+            "TILE_WORDS": tile_words,
+            "TILE_SCALES": tile_scales,
             **self._shrink,
+        }
+        packed = Packed(
+            Input("packed_x", torch.int32),
+            Input("packed_scales", torch.int32) if has_scales else STATE,
+            SRC_INFO,
+            LAYOUT_RANGE,
+            Input("counts", torch.int32),
+            Input("expert_stats", torch.int32) if has_stats else STATE,
         )
-        pack(
-            stream,
-            (num_experts, self._num_ranks, num_shares),
-            self._common(state),
-            at.of_peers,
-            Packed(
-                Seen(results.x, torch.int32),
-                Seen(results.scales, torch.int32) if results.scales is not None else state,
-                results.src_info,
-                results.layout_range,
-                results.counts,
-                tokens.expert_stats if has_stats else state,
-            ),
-            tokens.sizes.hidden * results.x.element_size() // 4,
-            tokens.num_scale_words,
+        row_words = at.slots.sizes.hidden // (4 if has_scales else 2)
+        arguments = (self._call, at.of_peers, packed, row_words, num_scale_words)
+        return Launch(
+            kernels.pack_tokens, 4, constants, (num_experts, self._num_ranks, num_shares), arguments
         )
 
-    def return_rows(
-        self, stream: Any, state: torch.Tensor, at: SlotTables, combined: LowLatencyInput
-    ) -> None:
+    # Combine
+
+    def return_rows_of(
+        self, at: SlotTables, combined: LowLatencyInput, values: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        if not combined.zero_copy:
+            values["x"] = combined.x
+        values["topk_idx"], values["num_ids"] = combined.topk_idx, combined.topk_idx.numel()
+        values["src_info"], values["layout_range"] = combined.src_info, combined.layout_range
+        return self.return_rows, at, combined.use_logfmt, combined.topk_idx.shape[1], combined.zero_copy
+
+    def return_rows(self, at: SlotTables, use_logfmt: bool, num_topk: int, zero_copy: bool) -> Launch:
+        """Put the rows of local experts into messages, list them, and post completion records."""
         num_experts = at.slots.num_local_experts
-        num_shares = self._shares(num_experts, combined.sizes.num_max_tokens)
-        give_back = self._device_control.launcher(
-            kernels.return_rows,
-            4,
-            USE_LOGFMT=combined.use_logfmt,
-            NUM_TOPK=combined.topk_idx.shape[1],
-            NUM_SHARES=num_shares,
-            TILE_BLOCKS=CAST_BLOCKS,
-            TILE_ROWS=LIST_TILE,
+        num_shares = self._shares(num_experts, at.slots.sizes.num_max_tokens)
+        constants = {
+            "USE_LOGFMT": use_logfmt,
+            "NUM_TOPK": num_topk,
+            "NUM_SHARES": num_shares,
+            "TILE_BLOCKS": CAST_BLOCKS,
+            "TILE_ROWS": LIST_TILE,
             **self._blocks,
+        }
+        arguments = (
+            *(self._call, at.for_peers, STATE if zero_copy else Input("x", torch.uint16)),
+            *(TOPK_IDX, SRC_INFO, LAYOUT_RANGE, Input("num_ids"), at.slots.sizes.hidden),
         )
-        give_back(
-            stream,
-            (num_experts * (self._num_ranks + (0 if combined.zero_copy else num_shares)),),
-            self._common(state),
-            at.for_peers,
-            Seen(combined.x, torch.uint16) if not combined.zero_copy else state,
-            combined.topk_idx,
-            combined.src_info,
-            combined.layout_range,
-            combined.topk_idx.numel(),
-            combined.sizes.hidden,
-        )
+        num_programs = num_experts * (self._num_ranks + (0 if zero_copy else num_shares))
+        return Launch(kernels.return_rows, 4, constants, (num_programs,), arguments)
 
-    def sum_tokens(
-        self, stream: Any, state: torch.Tensor, at: SlotTables, combined: LowLatencyInput, out: torch.Tensor
-    ) -> None:
+    def sum_tokens_of(
+        self, at: SlotTables, combined: LowLatencyInput, out: torch.Tensor, values: dict[str, Any]
+    ) -> tuple[Any, ...]:
         num_tokens, num_topk = combined.topk_idx.shape
-        hidden = combined.sizes.hidden
         tile_blocks = CAST_BLOCKS if combined.use_logfmt else SUM_BLOCKS
-        num_shares = self._shares(num_tokens, -(-hidden // (tile_blocks * CHANNELS)))
-        add_up = self._device_control.launcher(
-            kernels.sum_tokens,
-            4,
-            USE_LOGFMT=combined.use_logfmt,
-            NUM_TOPK=num_topk,
-            SLOT_BLOCK=block_of(num_topk),
-            TILE_LIST=SEARCH_TILE,
-            TILE_BLOCKS=tile_blocks,
-            IN_HARDWARE=self._gpu.rounds_in_hardware,
+        num_shares = self._shares(num_tokens, -(-combined.sizes.hidden // (tile_blocks * CHANNELS)))
+        values["topk_weights"], values["out"], values["num_tokens"] = combined.topk_weights, out, num_tokens
+        # A call without tokens has to be closed by a program, too.
+        values["summed_tokens"], values["sum_shares"] = max(1, num_tokens), num_shares
+        return self.sum_tokens, at, combined.use_logfmt, num_topk
+
+    def sum_tokens(self, at: SlotTables, use_logfmt: bool, num_topk: int) -> Launch:
+        """Sum each token's rows where they lie, and close the call."""
+        constants = {
+            "USE_LOGFMT": use_logfmt,
+            "NUM_TOPK": num_topk,
+            "SLOT_BLOCK": block_of(num_topk),
+            "TILE_LIST": SEARCH_TILE,
+            "TILE_BLOCKS": CAST_BLOCKS if use_logfmt else SUM_BLOCKS,
+            "IN_HARDWARE": self._gpu.rounds_in_hardware,
             **self._shrink,
+        }
+        arguments = (
+            *(self._call, at.of_peers, TOPK_IDX, Input("topk_weights", torch.float32)),
+            *(Input("out", torch.uint16), NUM_TOKENS, at.slots.sizes.hidden),
         )
-        add_up(
-            stream,
-            # A call without tokens has to be closed by a program, too.
-            (max(1, num_tokens), num_shares),
-            self._common(state),
-            at.of_peers,
-            combined.topk_idx,
-            combined.topk_weights,
-            Seen(out, torch.uint16),
-            num_tokens,
-            hidden,
-        )
+        grid = (Input("summed_tokens"), Input("sum_shares"))
+        return Launch(kernels.sum_tokens, 4, constants, grid, arguments)
 
     def _shares(self, num_pieces: int, most: int) -> int:
         """Programs per piece of work, such that the programs of all ranks fill the GPU."""
         return max(1, min(self._programs // max(1, num_pieces), most, MOST_SHARES))
-
-    def _common(self, state: torch.Tensor) -> LowLatencyCall:
-        """The first argument of every kernel."""
-        return LowLatencyCall(self._device_constants, self._device_control.heaps, self._generations, state)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 
+from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
+from anyep.backends.cuda import driver
+from anyep.backends.cuda.moment import Moment
 from anyep.events import EventHandle, EventOverlap
-
-RELAXED: Final = 2
-"""The mode of a thread whose other work cannot harm the graph that is captured."""
 
 
 class Stream:
@@ -27,6 +26,12 @@ class Stream:
         self._device = torch.cuda.current_device()
         self._begin = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        for event in (self._begin, self._end):
+            # Torch makes an event when it is first recorded.
+            event.record(self.stream)
+        self._raw_begin, self._raw_end = self.raw_event(self._begin), self.raw_event(self._end)
+        self.raw = int(self.stream.cuda_stream)
+        """The stream as the driver knows it."""
         self._known: dict[int, Any] = {}
 
     def current(self) -> Any:
@@ -53,6 +58,37 @@ class Stream:
         self.current().wait_event(self._end)
         return None
 
+    def moment(self, begins: bool, ends: bool, previous: EventOverlap | None = None) -> Moment:
+        """When a batch runs on the communication stream: it `begins` a call as `begin` says; and if it `ends`
+        one, the caller's stream waits for it."""
+        caller: int = torch._C._cuda_getCurrentRawStream(self._device)
+        waits_for = 0
+        if begins and previous is not None and previous.event is not None:
+            waits_for = previous.event.raw
+        return Moment(
+            self.raw,
+            self._raw_begin if begins and not waits_for else 0,
+            caller,
+            waits_for,
+            self._raw_end if ends else 0,
+            caller if ends else NO_STREAM,
+        )
+
+    def on(self, stream: Any) -> Moment:
+        """A batch runs on another stream of torch, after its earlier work."""
+        return Moment(stream.cuda_stream)
+
+    @staticmethod
+    def raw_event(event: Any) -> int:
+        """An event of torch that was recorded, as the driver knows it."""
+        return int(event.cuda_event)
+
+    def beside_caller(self) -> Moment:
+        """A batch runs on the caller's stream. Calls of this Buffer wait for it, even those that wait for an
+        earlier event of the caller and not for its stream."""
+        caller: int = torch._C._cuda_getCurrentRawStream(self._device)
+        return Moment(caller, event_after=self._raw_begin, stream_after=self.raw)
+
     def is_capturing(self) -> bool:
         """Whether calls are recorded into a CUDA graph instead of being run."""
         capturing: bool = torch._C._cuda_isCurrentStreamCapturing()
@@ -69,23 +105,6 @@ class Stream:
         return 0
 
     @staticmethod
-    @contextlib.contextmanager
-    def relaxed() -> Iterator[None]:
-        """A context in which this thread may allocate memory of the host while it captures a graph."""
-        mode = ctypes.c_int(RELAXED)
-        exchange: Any = None
-        with contextlib.suppress(OSError, AttributeError):
-            exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-            exchange(ctypes.byref(mode))
-        try:
-            yield
-        finally:
-            if exchange is not None:
-                exchange(ctypes.byref(mode))
-
-    @staticmethod
     def relax_this_thread() -> None:
         """Allow this thread to wait for events without harm to graphs that other threads capture."""
-        relaxed = ctypes.c_int(RELAXED)
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+        driver.relax_this_thread()

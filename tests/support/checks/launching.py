@@ -1,18 +1,13 @@
-"""Launches GPU kernels as a Buffer does it: on a GPU, or in Triton's interpreter ("cpu")."""
+"""Launches single GPU kernels: on a GPU, or in Triton's interpreter ("cpu")."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 
-from anyep.backends.cuda.launch import Launcher
-
-
-@cache
-def launcher(kernel: Any, num_warps: int, constants: tuple[tuple[str, Any], ...]) -> Launcher:
-    return Launcher(kernel, num_warps, dict(constants))
+from anyep.backends.cuda.batch import Batch, Launch
+from anyep.backends.cuda.moment import Moment
 
 
 def launch(
@@ -24,7 +19,6 @@ def launch(
     **constants: Any,
 ) -> None:
     """On the current stream."""
-    stream = torch.cuda.current_stream() if device != "cpu" else None
-    launcher(kernel, num_warps, tuple(constants.items()))(
-        stream, grid if isinstance(grid, tuple) else (grid,), *arguments
-    )
+    stream = torch.cuda.current_stream().cuda_stream if device != "cpu" else 0
+    blocks = grid if isinstance(grid, tuple) else (grid,)
+    Batch([Launch(kernel, num_warps, constants, blocks, arguments)]).run(Moment(stream), {})

@@ -31,6 +31,7 @@ from anyep.backends.cuda.kernels.groups import (
     Payload,
     Prefixes,
     RingArea,
+    RingResults,
     Scales,
     Sums,
     Tables,
@@ -365,7 +366,6 @@ class Dispatch:
                 self.weights[rank],
                 self.routing.send_head[rank],
                 places,
-                torch.tensor([address(part) for part in results[rank]]),
                 self.routing.rank_prefix,
                 self.routing.recv_channel_prefix(rank),
             )
@@ -373,12 +373,12 @@ class Dispatch:
             of_rank.append((parts, ranks.tables(rank, parts[5], self.timeout_ns)))
 
         def launch_on(rank: int) -> None:
-            (x, scales, ids, weights, send_head, _, addresses, *prefixes), tables = of_rank[rank]
+            (x, scales, ids, weights, send_head, _, *prefixes), tables = of_rank[rank]
             launch(
                 *(rings.dispatch_through_rings, ranks.device, sizes.num_programs(rank)),
                 Payload(x, ids, weights),
                 Scales(scales, token.num_scales, *scales.stride()),
-                *(send_head, tables, addresses.data_ptr()),
+                *(send_head, tables, RingResults(*map(address, results[rank]))),
                 Prefixes(prefixes[0], tables.state, prefixes[1], tables.state),
                 *(ranks.area, ranks.beside, len(self.x[rank]), token.hidden_bytes // 4, EXPERTS_PER_RANK),
                 num_warps=8,

@@ -36,6 +36,8 @@ class Group(StrEnum):
     NODES = "nodes"
     """Normal mode between nodes needs these in addition to those of normal mode."""
     LOW_LATENCY = "low_latency"
+    GPU = "gpu"
+    """Buffers on GPUs need these in addition to those that every Buffer uses."""
     CASTS = "casts"
     """Only tests call these directly: they show what other kernels do with a row."""
 
@@ -50,6 +52,7 @@ _GROUP_OF_MODULE: Final = {
     "relay_combine": Group.NODES,
     "signals": Group.NODES,
     "slots": Group.LOW_LATENCY,
+    "driver_calls": Group.GPU,
     "casts": Group.CASTS,
 }
 """A module that is not listed belongs to the group that every Buffer uses."""

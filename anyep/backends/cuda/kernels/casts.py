@@ -3,7 +3,7 @@
 `anyep/core/formats.py` defines the bits; they equal those of the CPU's kernels. Helpers work on tiles of
 blocks, [blocks, 128], and handle bf16 as its bits (uint16). Conversions are integer arithmetic, because
 Triton's interpreter rounds Triton's own conversions differently. Kernels are compiled without fused products
-and sums (`anyep/backends/cuda/launch.py`). Divisions are `tl.div_rn`, because `/` is only an approximation on
+and sums (`anyep/backends/cuda/batch.py`). Divisions are `tl.div_rn`, because `/` is only an approximation on
 a GPU. The mask bits of the LogFMT blocks of a tile lie in one word of the message's mask.
 """
 

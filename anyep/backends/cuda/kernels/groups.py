@@ -91,6 +91,16 @@ class Beside(NamedTuple):
     num_topk: Any
 
 
+class RingResults(NamedTuple):
+    """The addresses of what a rank receives through rings; 0 for parts that it does not need."""
+
+    x: Any
+    sources: Any
+    topk_idx: Any
+    topk_weights: Any
+    scales: Any
+
+
 class Outputs(NamedTuple):
     """What a combine sums: the experts' rows, and top-k weights."""
 

@@ -44,6 +44,7 @@ from anyep.backends.cuda.kernels.groups import (
     Payload,
     Prefixes,
     RingArea,
+    RingResults,
     Scales,
     Sums,
     Tables,
@@ -329,7 +330,7 @@ def dispatch_through_rings(
     scales: Scales,
     send_head,
     tables: Tables,
-    results: tl.int64,
+    results: RingResults,
     prefixes: Prefixes,
     area: RingArea,
     beside: Beside,
@@ -347,8 +348,8 @@ def dispatch_through_rings(
     """Send this rank's tokens to all receivers without a window; receive rows if it has no window itself.
 
     `targets[r]` begins with 0 where rank r has no window, and ends with the number of rows that it has room
-    for. The address `results` holds the addresses of this rank's x, source indices, ids, weights and scales,
-    0 for those that are absent. Ids and weights are those that `send_to_windows` writes. The kernel does
+    for. `results` are the addresses of this rank's x, source indices, ids, weights and scales, 0 for those
+    that are absent. Ids and weights are those that `send_to_windows` writes. The kernel does
     nothing if the outcome so far, the first word of the call's state, is not 0, or if no rows go through
     rings.
 
@@ -399,7 +400,7 @@ def dispatch_through_rings(
                 rings = rings_of(tables, area, channel, False, NUM_RANKS, RANK_BLOCK)
                 begin, end = lanes(prefixes, rank, channel, num_channels, rings, NUM_RANKS)
                 take_rows(
-                    results.to(tl.pointer_type(tl.int64)),
+                    results,
                     tl.load(own_target + TARGET_ROWS),
                     begin,
                     end,
@@ -524,11 +525,6 @@ def take_rows(
     numbers = tl.arange(0, TILE_TOKENS)
     slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
-    x_to = tl.load(results)
-    sources_to = tl.load(results + 1)
-    ids_to = tl.load(results + 2)
-    weights_to = tl.load(results + 3)
-    scales_to = tl.load(results + 4)
     taken = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
     deadline = nanoseconds() + waiting.timeout_ns
     is_over = tl.full((), False, tl.int1)
@@ -555,16 +551,19 @@ def take_rows(
                         is_scale = is_row[:, None] & (columns < beside.num_scales)[None, :]
                         scales_at = int32_at(place + beside.scales_at)[:, None] + columns[None, :]
                         factors = tl.load(scales_at, mask=is_scale)
-                    copy_rows(place, x_to + rows * (4 * row_words), is_row, row_words, TILE_WORDS, STAGES)
-                    tl.store(int32_at(sources_to) + rows, sources, mask=is_row & (sources_to != 0))
+                    x_at = results.x + rows * (4 * row_words)
+                    copy_rows(place, x_at, is_row, row_words, TILE_WORDS, STAGES)
+                    tl.store(int32_at(results.sources) + rows, sources, mask=is_row & (results.sources != 0))
                     if TOPK_BLOCK:
                         to = rows[:, None] * beside.num_topk + slots[None, :]
-                        ids_to_rows = ids_to.to(tl.pointer_type(tl.int64)) + to
-                        tl.store(ids_to_rows, ids.to(tl.int64), mask=is_slot & (ids_to != 0))
-                        tl.store(float32_at(weights_to) + to, weights, mask=is_slot & (weights_to != 0))
+                        ids_to_rows = results.topk_idx.to(tl.pointer_type(tl.int64)) + to
+                        tl.store(ids_to_rows, ids.to(tl.int64), mask=is_slot & (results.topk_idx != 0))
+                        is_slot &= results.topk_weights != 0
+                        tl.store(float32_at(results.topk_weights) + to, weights, mask=is_slot)
                     if SCALE_BLOCK:
                         to = rows[:, None] * beside.num_scales + columns[None, :]
-                        tl.store(int32_at(scales_to) + to, factors, mask=is_scale & (scales_to != 0))
+                        is_scale &= results.scales != 0
+                        tl.store(int32_at(results.scales) + to, factors, mask=is_scale)
             begin += counts
             taken += counts
             release_max(rings.ours, taken, counts > 0)

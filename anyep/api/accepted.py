@@ -1,0 +1,61 @@
+"""Remembers which arguments were accepted, so that tensors like these are not checked again.
+
+    accepted = Accepted(device)
+    if not accepted.covers(x, topk_idx):
+        ...                              # check them
+        accepted.remember(x, topk_idx)
+
+A model calls with tensors of the same types and shapes many times. Only what the checks look at is compared:
+whatever they also look at must be part of what is compared, or be checked in every call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+
+
+class Accepted:
+    """The types, shapes and strides of the tensors of the last call of one kind."""
+
+    __slots__ = ("_device", "_kinds")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kinds: tuple[Kind | None, ...] | None = None
+
+    def remember(self, *tensors: Any) -> None:
+        """These were accepted as they are; None stands for an argument that was left out."""
+        self._kinds = None
+        if all(tensor is None or self._is_plain(tensor) for tensor in tensors):
+            self._kinds = tuple(None if tensor is None else _kind_of(tensor) for tensor in tensors)
+
+    def covers(self, *tensors: Any) -> bool:
+        """Whether checks would accept these as they are."""
+        kinds = self._kinds
+        if kinds is None or len(kinds) != len(tensors):
+            return False
+        for tensor, kind in zip(tensors, kinds, strict=True):
+            if tensor is None or kind is None:
+                if tensor is not kind:
+                    return False
+            elif not self._is_plain(tensor) or _kind_of(tensor) != kind:
+                return False
+        return True
+
+    def _is_plain(self, tensor: Any) -> bool:
+        """A tensor of this device that calls take without making another one of it."""
+        return (
+            tensor.__class__ is torch.Tensor
+            and not tensor.requires_grad
+            and tensor.device == self._device
+            and tensor.layout is torch.strided
+            and not tensor.is_neg()
+        )
+
+
+def _kind_of(tensor: torch.Tensor) -> Kind:
+    return tensor.dtype, tensor.shape, tensor.stride()

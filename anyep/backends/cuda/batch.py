@@ -1,0 +1,310 @@
+"""Batches: kernels that are launched together, in a few microseconds of the host.
+
+    send = Launch(send_to_windows, 32, {"TILE_TOKENS": 8}, (24,), (Input("x", torch.int32), table, 512))
+    batch = Batch([send, wait])
+    batch.run(Moment(stream.cuda_stream), {"x": x})
+
+The arguments of a launch stay the same from call to call, except for its inputs: tensors and numbers that
+are given by name. A batch is made once. A run stores the inputs where they belong, orders the stream after
+earlier work, and launches the kernels one after the other, all in one call of compiled code.
+
+Kernels are compiled for the types of their arguments (`compiled.py`). Arguments are tensors, integers,
+inputs, and groups of them: NamedTuples.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from triton import JITFunction
+
+from anyep.backends.cpu.kernels import driver_calls as words
+from anyep.backends.cuda import driver
+from anyep.backends.cuda.compiled import ALIGNMENT, TYPES, Leaf, compiled, number, pointer
+from anyep.backends.cuda.moment import Moment
+
+Recipes = tuple[tuple[Any, ...], ...]
+"""What a batch is made of: functions that return a Launch, each with its arguments."""
+OPTIONS: Final = {"enable_fp_fusion": False}
+"""Every product and every sum is rounded, as on the CPU."""
+MAX_BATCHES: Final = 1024
+FUNCTIONS: Final = ("cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent")
+"""The functions of the driver that a batch calls, in the order of its first words."""
+
+
+class Input(NamedTuple):
+    """An argument that each call gives: a tensor that the kernel reads as `dtype`, or (None) a number."""
+
+    name: str
+    dtype: torch.dtype | None = None
+
+
+class Seen:
+    """A tensor that a kernel reads as values of another type."""
+
+    __slots__ = ("dtype", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        self.tensor = tensor
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr()
+
+
+class Launch(NamedTuple):
+    """One kernel of a batch."""
+
+    kernel: Any
+    num_warps: int
+    constants: Mapping[str, Any]
+    """Compile-time values, which follow the arguments."""
+    grid: tuple[int | Input, ...]
+    arguments: tuple[Any, ...]
+
+
+class Batch:
+    """Launches that are run together, in their order.
+
+    `are_aligned` says of inputs that are tensors, by name, whether their addresses are multiples of 16; by
+    default they are.
+    """
+
+    def __init__(self, launches: Sequence[Launch], are_aligned: Mapping[str, bool] | None = None) -> None:
+        self._launches = tuple(launches)
+        self.names: tuple[str, ...] = tuple(dict.fromkeys(each.name for each in _inputs_of(self._launches)))
+        """The inputs."""
+        self._is_interpreted = not all(isinstance(launch.kernel, JITFunction) for launch in launches)
+        if not self._is_interpreted:
+            with driver.relaxed():
+                self._loaded = _Loaded(self._launches, self.names, are_aligned or {})
+
+    def run(self, moment: Moment, values: Mapping[str, Any]) -> bool:
+        """Launch the kernels with these values of the inputs; returns False, and launches nothing, if the
+        batch was made for aligned addresses and one is not."""
+        if self._is_interpreted:
+            for launch in self._launches:
+                interpret(launch, values)
+            return True
+        return self._loaded.run(moment, values)
+
+
+class _Loaded:
+    """The machine code of a batch, and the words that describe it."""
+
+    def __init__(
+        self, launches: Sequence[Launch], names: Sequence[str], are_aligned: Mapping[str, bool]
+    ) -> None:
+        self._names = names
+        self._name = "+".join(launch.kernel.fn.__name__ for launch in launches)
+        self._kernels = [_Kernel(launch, are_aligned) for launch in launches]
+        num_patches = sum(map(_Kernel.num_patches, self._kernels))
+        self._words = np.zeros(
+            words.LAUNCHES + words.LAUNCH_WORDS * len(launches) + words.PATCH_WORDS * num_patches, np.int64
+        )
+        self._address = int(self._words.ctypes.data)
+        head = [*map(driver.address_of, FUNCTIONS), len(names), num_patches, len(launches)]
+        self._words[: words.LAUNCHES] = head
+        patches: list[int] = []
+        for index, kernel in enumerate(self._kernels):
+            at = words.LAUNCHES + words.LAUNCH_WORDS * index
+            self._words[at : at + words.LAUNCH_WORDS] = kernel.words
+            for name, address, how in kernel.patches(self._address + 8 * (at + words.GRID)):
+                patches += (names.index(name), address, how)
+        self._words[words.LAUNCHES + words.LAUNCH_WORDS * len(launches) :] = patches
+        layout = struct.Struct(f"@{words.FIRST_INPUT + len(names)}q")
+        self._pack = layout.pack_into
+        self._inputs = ctypes.create_string_buffer(layout.size)
+        self._inputs_address = ctypes.addressof(self._inputs)
+        self._lock = threading.Lock()
+        # Bound here: it is compiled when a Buffer is made.
+        from anyep.backends.cpu import run_batch
+
+        self._run: Callable[[int, int], int] = run_batch
+
+    def run(self, moment: Moment, values: Mapping[str, Any]) -> bool:
+        found = [
+            value if value.__class__ is int else value.data_ptr()
+            for value in map(values.__getitem__, self._names)
+        ]
+        # Other threads run during the call: the packed inputs are this thread's until it returns.
+        with self._lock:
+            self._pack(self._inputs, 0, *moment, *found)
+            status = self._run(self._address, self._inputs_address)
+            if status == driver.INVALID_CONTEXT:
+                # This thread has not used CUDA before.
+                driver.use_context(self._kernels[0].context)
+                status = self._run(self._address, self._inputs_address)
+        if status == words.MISALIGNED:
+            return False
+        if status:
+            driver.check(status, self._name)
+        return True
+
+
+class _Kernel:
+    """One launch of a batch, loaded: the words that describe it, and its packed arguments."""
+
+    def __init__(self, launch: Launch, are_aligned: Mapping[str, bool]) -> None:
+        leaves = leaves_of(launch, are_aligned)
+        major, minor = torch.cuda.get_device_capability()
+        options = {"num_warps": launch.num_warps, **OPTIONS}
+        machine = compiled(launch.kernel, leaves, launch.constants, options, 10 * major + minor)
+        function, self.context = _loaded(
+            machine.cubin, machine.name, torch.cuda.current_device(), machine.shared_bytes
+        )
+        self._packed = ctypes.create_string_buffer(max(1, machine.parameters.size))
+        self._size = ctypes.c_size_t(machine.parameters.size)
+        self._extra = driver.packed_arguments(self._packed, self._size)
+        self._grid = launch.grid
+        grid = [1 if isinstance(extent, Input) else extent for extent in (*launch.grid, 1, 1)[:3]]
+        threads = launch.num_warps * driver.THREADS_PER_WARP
+        self.words = [function, *grid, threads, machine.shared_bytes, ctypes.addressof(self._extra)]
+        """As `run_batch` reads them."""
+        self._in_arguments = list(self._pack(launch, leaves, machine.parameters.format))
+
+    def num_patches(self) -> int:
+        return len(self._in_arguments) + sum(isinstance(extent, Input) for extent in self._grid)
+
+    def patches(self, grid_address: int) -> Iterator[tuple[str, int, int]]:
+        """Of each input: its name, the address where it belongs, and how it is stored."""
+        for place, extent in enumerate(self._grid):
+            if isinstance(extent, Input):
+                yield extent.name, grid_address + 8 * place, words.AS_64_BITS
+        yield from self._in_arguments
+
+    def _pack(self, launch: Launch, leaves: Sequence[Any], parameters: str) -> Iterator[tuple[str, int, int]]:
+        """Store the arguments that stay the same; yields the patches of the others."""
+        packed_at, offset, codes = ctypes.addressof(self._packed), 0, iter(parameters[1:])
+        for argument, (leaf, is_compiled_in) in zip(
+            _members_of(launch.arguments), _flat_leaves(launch.kernel, leaves), strict=True
+        ):
+            if is_compiled_in:
+                continue
+            code = next(codes)
+            size = struct.calcsize(code)
+            offset = -(-offset // size) * size
+            if not isinstance(argument, Input):
+                value = argument if isinstance(argument, int) else argument.data_ptr()
+                struct.pack_into(code, self._packed, offset, value)
+            elif code == "i":
+                yield argument.name, packed_at + offset, words.AS_32_BITS
+            else:
+                is_checked = argument.dtype is not None and leaf.is_aligned
+                how = words.AS_ALIGNED_ADDRESS if is_checked else words.AS_64_BITS
+                yield argument.name, packed_at + offset, how
+            offset += size
+
+
+@cache
+def _loaded(cubin: bytes, name: str, device: int, shared_bytes: int) -> tuple[int, int]:
+    """The function and the context of a kernel; the same code is loaded once."""
+    return driver.load(cubin, name, device, shared_bytes)
+
+
+class Batches:
+    """The batches of a Buffer. A batch is known by its recipes: functions that return a Launch, each with its
+    arguments.
+
+    batches.run(((send, sizes), (barrier, ARRIVED)), moment, {"x": x})
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Batch] = {}
+
+    def run(self, recipes: Recipes, moment: Moment, values: Mapping[str, Any]) -> None:
+        batch = self._known.get(recipes)
+        if batch is None:
+            batch = self._add(recipes, recipes, {})
+        if batch.run(moment, values):
+            return
+        are_aligned = {
+            name: isinstance(values[name], int) or values[name].data_ptr() % ALIGNMENT == 0
+            for name in batch.names
+        }
+        key = (recipes, tuple(are_aligned.items()))
+        (self._known.get(key) or self._add(key, recipes, are_aligned)).run(moment, values)
+
+    def prepare(self, recipes: Recipes) -> None:
+        """Make a batch before it is needed."""
+        if recipes not in self._known:
+            self._add(recipes, recipes, {})
+
+    def _add(self, key: Any, recipes: Recipes, are_aligned: Mapping[str, bool]) -> Batch:
+        if len(self._known) >= MAX_BATCHES:
+            self._known.clear()
+        batch = Batch([recipe(*arguments) for recipe, *arguments in recipes], are_aligned)
+        self._known[key] = batch
+        return batch
+
+
+def leaves_of(launch: Launch, are_aligned: Mapping[str, bool]) -> list[Leaf | tuple[Leaf, ...]]:
+    """What the compiler needs to know about the arguments of a launch."""
+    made: list[Leaf | tuple[Leaf, ...]] = []
+    for argument, parameter in zip(launch.arguments, launch.kernel.params, strict=False):
+        is_free = bool(parameter.do_not_specialize)
+        if isinstance(argument, tuple) and not isinstance(argument, Input):
+            kind: Any = type(argument)
+            made.append(kind(*(_leaf(member, is_free, True, are_aligned) for member in argument)))
+        else:
+            made.append(_leaf(argument, is_free, False, are_aligned))
+    return made
+
+
+def _leaf(member: Any, is_free: bool, is_in_group: bool, are_aligned: Mapping[str, bool]) -> Leaf:
+    if isinstance(member, int):
+        return number(member, is_free, is_in_group)
+    if not isinstance(member, Input):
+        return pointer(member.dtype, member.data_ptr())
+    if member.dtype is not None:
+        return Leaf(TYPES[member.dtype], are_aligned.get(member.name, True))
+    if not is_free:
+        raise TypeError(f"{member.name} differs from call to call, but the kernel is compiled for its value")
+    return number(0, True, is_in_group)
+
+
+def _flat_leaves(kernel: Any, leaves: Sequence[Any]) -> Iterator[tuple[Leaf, bool]]:
+    """All leaves in order, each with whether its value is part of the machine code."""
+    for index, argument in enumerate(leaves):
+        is_annotated = bool(kernel.params[index].annotation_type)
+        for leaf in (argument,) if isinstance(argument, Leaf) else argument:
+            yield leaf, leaf.kind == "constexpr" and not is_annotated
+
+
+def _members_of(arguments: Sequence[Any]) -> Iterator[Any]:
+    """The arguments, with the members of groups in their places."""
+    for argument in arguments:
+        if isinstance(argument, tuple) and not isinstance(argument, Input):
+            yield from argument
+        else:
+            yield argument
+
+
+def _inputs_of(launches: Sequence[Launch]) -> Iterator[Input]:
+    for launch in launches:
+        for argument in (*launch.grid, *_members_of(launch.arguments)):
+            if isinstance(argument, Input):
+                yield argument
+
+
+def interpret(launch: Launch, values: Mapping[str, Any]) -> None:
+    """Run a kernel in Triton's interpreter."""
+    grid = tuple(values[extent.name] if isinstance(extent, Input) else extent for extent in launch.grid)
+    launch.kernel[grid](*(_for_triton(argument, values) for argument in launch.arguments), **launch.constants)
+
+
+def _for_triton(argument: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(argument, Input):
+        value = values[argument.name]
+        return value if argument.dtype is None else value.view(argument.dtype)
+    if isinstance(argument, tuple):
+        kind: Any = type(argument)
+        return kind(*(_for_triton(member, values) for member in argument))
+    return argument.tensor.view(argument.dtype) if isinstance(argument, Seen) else argument

@@ -1,0 +1,187 @@
+"""How long the host takes to launch each call on a GPU, measured without one: Python's share.
+
+    python tools/host_time.py [--tokens 128] [--profile cached] [--json]
+
+One rank calls a Buffer on the tests' simulated GPU. Kernels are compiled for an H100, but the driver is one
+that returns at once, so nothing runs and no peer is waited for. On a real GPU, what the driver and CUDA's
+allocator take comes on top of it: there, `anyep bench --device cuda` has a column for the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numba
+import torch
+import torch.distributed as dist
+from numba import types
+
+NUM_EXPERTS, TOPK, HIDDEN = 256, 8, 7168
+CALLS, REPEATS = 200, 15
+
+
+def driver_that_returns() -> Any:
+    """The functions of the driver that launch kernels; those that load them succeed, too."""
+
+    def function(num_arguments: int) -> Any:
+        compiled: Any = numba.cfunc(types.int32(*(types.int64,) * num_arguments))
+        made = compiled(_returns[num_arguments])
+        return made.ctypes
+
+    def ok(*_: Any) -> int:
+        return 0
+
+    def get_function(found: Any, *_: Any) -> int:
+        found._obj.value = 1
+        return 0
+
+    return SimpleNamespace(
+        cuLaunchKernel=function(11),
+        cuEventRecord=function(2),
+        cuStreamWaitEvent=function(3),
+        cuCtxGetCurrent=get_function,
+        cuModuleLoadData=ok,
+        cuModuleGetFunction=get_function,
+        cuFuncSetAttribute=ok,
+    )
+
+
+_returns = {
+    2: lambda a, b: 0,
+    3: lambda a, b, c: 0,
+    11: lambda a, b, c, d, e, f, g, h, i, j, k: 0,
+}
+
+
+def use_driver_that_returns() -> None:
+    """Buffers of this process with device "cuda" launch kernels that never run."""
+    from anyep.api import options
+    from anyep.backends.cuda import device_control, driver, gpu
+    from tests.support import simulated_gpu
+
+    class Gpu(simulated_gpu.SimulatedGpu):
+        def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+    library = driver_that_returns()
+    driver._library = lambda: library  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.current_device = lambda: 0
+    gpu.Gpu = Gpu  # type: ignore[assignment,misc]
+    options.checked_device = lambda device: simulated_gpu.SimulatedDevice()  # type: ignore[assignment,return-value]
+    # No kernel writes the totals, and no row goes through rings.
+    device_control.DeviceControl.wait_for_totals = lambda self, ticket: self.totals  # type: ignore[method-assign]
+
+
+def calls(tokens: int) -> dict[str, Callable[[], Any]]:
+    """What is measured, by name."""
+    from anyep import Buffer
+
+    topk_idx = torch.stack([torch.randperm(NUM_EXPERTS)[:TOPK] for _ in range(tokens)])
+    weights = torch.rand(tokens, TOPK)
+    x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16)
+    group = dist.group.WORLD
+    normal = Buffer(group, 1 << 28, device="cuda")
+    slots = Buffer.get_low_latency_rdma_size_hint(tokens, HIDDEN, 1, NUM_EXPERTS)
+    fast = Buffer(group, 0, slots, low_latency_mode=True, device="cuda")
+    per_rank, _, per_expert, in_rank, _ = normal.get_dispatch_layout(topk_idx, NUM_EXPERTS)
+    in_rank.fill_(True)
+
+    def dispatch(**more: Any) -> Any:
+        return normal.dispatch(
+            x,
+            topk_idx=topk_idx,
+            topk_weights=weights,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            **more,
+        )
+
+    *_, handle, _ = dispatch(num_worst_tokens=tokens)
+    rows: Any = normal.dispatch(x, handle=handle)[0]
+    sent: Any = fast.low_latency_dispatch(x, topk_idx, tokens, NUM_EXPERTS, use_fp8=False)
+    expert_rows, _, fast_handle, *_ = sent
+
+    def fast_dispatch(hooked: bool) -> Any:
+        return fast.low_latency_dispatch(x, topk_idx, tokens, NUM_EXPERTS, return_recv_hook=hooked)
+
+    def dispatch_and_receive() -> None:
+        hook = fast_dispatch(True)[-1]
+        hook()
+
+    def fast_combine() -> Any:
+        return fast.low_latency_combine(expert_rows, topk_idx, weights, fast_handle)
+
+    return {
+        "layout": lambda: normal.get_dispatch_layout(topk_idx, NUM_EXPERTS),
+        "cached dispatch": lambda: normal.dispatch(x, handle=handle),
+        "combine": lambda: normal.combine(rows, handle),
+        "full dispatch": dispatch,
+        "worst-case dispatch": lambda: dispatch(num_worst_tokens=tokens),
+        "low-latency dispatch": lambda: fast_dispatch(False),
+        "low-latency combine": fast_combine,
+        "low-latency dispatch and hook": dispatch_and_receive,
+    }
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """The median over several runs, in time of the processor: other processes do not count."""
+    found = []
+    for _ in range(REPEATS):
+        began = time.thread_time()
+        for _ in range(CALLS):
+            call()
+        found.append((time.thread_time() - began) / CALLS * 1e6)
+    return statistics.median(found)
+
+
+def show_profile(call: Callable[[], Any]) -> None:
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(2000):
+        call()
+    profile.disable()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(90)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--profile", metavar="NAME", help="profile the calls of this name")
+    parser.add_argument("--json", action="store_true", help="print a record instead of a table")
+    options = parser.parse_args()
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=torch._C._distributed_c10d.HashStore())
+    torch.set_num_threads(1)
+    use_driver_that_returns()
+    found = {}
+    for name, call in calls(options.tokens).items():
+        if options.profile is not None:
+            if options.profile in name:
+                show_profile(call)
+            continue
+        call()
+        found[name] = round(microseconds(call), 1)
+        if not options.json:
+            print(f"{name:32} {found[name]:7.1f} us", flush=True)
+    if options.json:
+        print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
