@@ -36,8 +36,8 @@ CALLS, REPEATS = 200, 15
 def driver_that_returns() -> Any:
     """The functions of the driver that launch kernels; those that load them succeed, too."""
 
-    def function(num_arguments: int) -> Any:
-        compiled: Any = numba.cfunc(types.int32(*(types.int64,) * num_arguments))
+    def function(num_arguments: int, kind: Any = types.int64) -> Any:
+        compiled: Any = numba.cfunc(types.int32(*(kind,) * num_arguments))
         made = compiled(_returns[num_arguments])
         return made.ctypes
 
@@ -52,7 +52,9 @@ def driver_that_returns() -> Any:
         cuLaunchKernel=function(11),
         cuEventRecord=function(2),
         cuStreamWaitEvent=function(3),
-        cuCtxGetCurrent=get_function,
+        cuCtxPushCurrent_v2=function(1, types.voidptr),
+        cuCtxPopCurrent_v2=function(1, types.voidptr),
+        cuDevicePrimaryCtxRetain=get_function,
         cuModuleLoadData=ok,
         cuModuleGetFunction=get_function,
         cuFuncSetAttribute=ok,
@@ -60,6 +62,7 @@ def driver_that_returns() -> Any:
 
 
 _returns = {
+    1: lambda a: 0,
     2: lambda a, b: 0,
     3: lambda a, b, c: 0,
     11: lambda a, b, c, d, e, f, g, h, i, j, k: 0,

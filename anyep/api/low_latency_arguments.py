@@ -85,11 +85,9 @@ class LowLatencyArguments:
         self._unfilled = unfilled
         self._before = before
         self._sent = Accepted(device)
-        """The tensors that the last dispatch accepted..."""
-        self._sent_with: tuple[Any, ...] = ()
-        """... with these numbers and wishes of the user..."""
-        self._sent_as: tuple[LowLatencySizes, Format] | None = None
-        """... for these sizes, in this format."""
+        """The tensors that the last dispatch accepted."""
+        self._sent_as: tuple[tuple[Any, ...], LowLatencySizes, Format] | None = None
+        """The numbers and wishes of its user, its sizes and its format."""
 
     def dispatch(
         self,
@@ -106,10 +104,12 @@ class LowLatencyArguments:
         """What a dispatch sends. `fp8` is the caller's (use_fp8, round_scale, use_ue8m0)."""
         self._begin(async_finish, return_recv_hook)
         given, numbers = (x, topk_idx, expert_stats, wait_stats), (num_max_tokens, num_experts, *fp8)
-        if self._sent_as is not None and numbers == self._sent_with and self._sent.covers(*given):
-            self._mode.check_sizes(self._sent_as[0])
-            self._mode.check_ids(topk_idx, self._sent_as[0].num_experts)
-            return LowLatencyTokens(x, topk_idx, *self._sent_as, expert_stats, wait_stats)
+        known, are_plain = self._sent_as, type(num_max_tokens) is int and type(num_experts) is int
+        if known is not None and are_plain and known[0] == numbers and self._sent.covers(*given):
+            _, sizes, travel = known
+            self._mode.check_sizes(sizes)
+            self._mode.check_ids(topk_idx, sizes.num_experts)
+            return LowLatencyTokens(x, topk_idx, sizes, travel, expert_stats, wait_stats)
         check_devices(
             self._device,
             x=x,
@@ -140,7 +140,7 @@ class LowLatencyArguments:
         )
         if rows is x and ids is topk_idx:
             self._sent.remember(*given)
-            self._sent_with, self._sent_as = numbers, (sizes, travel)
+            self._sent_as = (numbers, sizes, travel)
         return tokens
 
     def combine(

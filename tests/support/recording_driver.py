@@ -19,6 +19,7 @@ import torch
 
 POINTER, NUMBER = ctypes.c_void_p, ctypes.c_uint
 FIRST_FUNCTION = 1000
+CONTEXT = 77
 
 
 class Launched(NamedTuple):
@@ -53,12 +54,14 @@ class RecordingDriver:
         self.calls: list[Launched | Recorded | Waits] = []
         self.statuses: dict[int, int] = {}
         """What the call of an index returns instead of 0."""
-        self.contexts: list[int] = []
-        """The contexts that threads were given."""
+        self.context = 0
+        """The current one."""
         self._names: list[str] = []
         launch_types = (POINTER, *[NUMBER] * 7, POINTER, POINTER, POINTER)
         self.cuLaunchKernel = ctypes.CFUNCTYPE(ctypes.c_int, *launch_types)(self._launch)
         self.cuEventRecord = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, POINTER)(self._record)
+        self.cuCtxPushCurrent_v2 = ctypes.CFUNCTYPE(ctypes.c_int, POINTER)(self._push)
+        self.cuCtxPopCurrent_v2 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(POINTER))(self._pop)
         self.cuStreamWaitEvent = ctypes.CFUNCTYPE(ctypes.c_int, POINTER, POINTER, NUMBER)(self._wait)
 
     @property
@@ -67,6 +70,7 @@ class RecordingDriver:
         return [call.kernel for call in self.calls if isinstance(call, Launched)]
 
     def _answer(self, call: Launched | Recorded | Waits) -> int:
+        assert self.context == CONTEXT
         self.calls.append(call)
         return self.statuses.pop(len(self.calls) - 1, 0)
 
@@ -88,15 +92,21 @@ class RecordingDriver:
 
     # What loads kernels
 
-    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802
-        context._obj.value = 1
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:  # noqa: N802
+        context._obj.value = CONTEXT
         return 0
 
-    def cuCtxSetCurrent(self, context: Any) -> int:  # noqa: N802
-        self.contexts.append(context.value)
+    def _push(self, context: int) -> int:
+        assert self.context == 0
+        self.context = context
+        return 0
+
+    def _pop(self, popped: Any) -> int:
+        popped[0], self.context = self.context, 0
         return 0
 
     def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:  # noqa: N802
+        assert self.context == CONTEXT
         assert cubin.startswith(b"\x7fELF")
         return 0
 
@@ -119,11 +129,13 @@ def recording_driver() -> Iterator[RecordingDriver]:
     from anyep.backends.cuda import batch, driver
 
     recorder = RecordingDriver()
-    batch._loaded.cache_clear()
+    for known in (batch._loaded, driver.context_of):
+        known.cache_clear()
     with (
         mock.patch.object(driver, "_library", return_value=recorder),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
     ):
         yield recorder
-    batch._loaded.cache_clear()
+    for known in (batch._loaded, driver.context_of):
+        known.cache_clear()

@@ -130,6 +130,7 @@ class SimulatedGpu:
     rounds_in_hardware = False
     num_sms = 132
     identity = "simulated"
+    index = 0
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -12,7 +12,6 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install anyep
 
 import torch
 
-from anyep.backends.cuda import driver
 from anyep.backends.cuda.batch import Batch, Batches, Input, Launch, leaves_of
 from anyep.backends.cuda.compiled import Leaf
 from anyep.backends.cuda.kernels import groups, notify, sums
@@ -49,7 +48,7 @@ def arguments_of(call: Any) -> tuple[int, ...]:
 
 def test_the_example_of_run_batch(recorder: RecordingDriver) -> None:
     values = rows()
-    assert Batch([copying()]).run(Moment(7, 5, 3, 0, 6, 3), values)
+    assert Batch([copying()], 0).run(Moment(7, 5, 3, 0, 6, 3), values)
     before_1, before_2, launched, after_1, after_2 = recorder.calls
     assert [before_1, before_2] == [Recorded(5, 3), Waits(7, 5)]
     assert isinstance(launched, Launched)
@@ -60,7 +59,7 @@ def test_the_example_of_run_batch(recorder: RecordingDriver) -> None:
 
 
 def test_a_batch_may_wait_for_nothing_and_be_waited_for_by_nobody(recorder: RecordingDriver) -> None:
-    batch = Batch([copying()])
+    batch = Batch([copying()], 0)
     batch.run(Moment(7), rows())
     batch.run(Moment(0, also_wait_for=9, event_after=8), rows())
     first, wait, second, record = recorder.calls
@@ -72,7 +71,7 @@ def test_a_batch_may_wait_for_nothing_and_be_waited_for_by_nobody(recorder: Reco
 
 def test_each_run_has_its_own_inputs(recorder: RecordingDriver) -> None:
     """All launches of a batch get the same inputs, and no run leaves anything to the next one."""
-    batch = Batch([copying(), copying(programs=Input("programs"))])
+    batch = Batch([copying(), copying(programs=Input("programs"))], 0)
     given = [rows(5), rows(9)]
     for number, values in enumerate(given):
         batch.run(Moment(7), {**values, "programs": 100 + number})
@@ -92,16 +91,16 @@ def test_each_run_has_its_own_inputs(recorder: RecordingDriver) -> None:
 
 
 def test_a_kernel_without_programs_is_left_out(recorder: RecordingDriver) -> None:
-    batch = Batch([copying(programs=Input("programs")), copying()])
+    batch = Batch([copying(programs=Input("programs")), copying()], 0)
     batch.run(Moment(7), {**rows(), "programs": 0})
     assert [call.grid for call in recorder.calls if isinstance(call, Launched)] == [(24, 1, 1)]
 
 
 def test_misaligned_rows_get_a_kernel_of_their_own(recorder: RecordingDriver) -> None:
     """A kernel that expects multiples of 16 is never launched with another address."""
-    assert not Batch([copying()]).run(Moment(7, 5, 3), rows(first=1))
+    assert not Batch([copying()], 0).run(Moment(7, 5, 3), rows(first=1))
     assert recorder.calls == []
-    batches, addresses = Batches(), []
+    batches, addresses = Batches(0), []
     for first in (0, 1, 4, 2):
         values = rows(first=first)
         batches.run(((copying,),), Moment(7), values)
@@ -113,7 +112,7 @@ def test_misaligned_rows_get_a_kernel_of_their_own(recorder: RecordingDriver) ->
 @pytest.mark.parametrize(("failing", "kept"), [(0, 1), (1, 2), (2, 3), (3, 4), (5, 6)])
 def test_nothing_follows_a_call_that_failed(recorder: RecordingDriver, failing: int, kept: int) -> None:
     """Events, waits, kernels: whichever fails is the last thing that was asked for, and is named."""
-    batch = Batch([copying(), copying()])
+    batch = Batch([copying(), copying()], 0)
     recorder.statuses = {failing: 700}
     with pytest.raises(
         RuntimeError, match=r"CUDA error 700 in copy_for_peers\+copy_for_peers: what went wrong"
@@ -125,19 +124,43 @@ def test_nothing_follows_a_call_that_failed(recorder: RecordingDriver, failing: 
     assert len(recorder.calls) == 6
 
 
-def test_a_thread_that_has_not_used_cuda_gets_a_context(recorder: RecordingDriver) -> None:
-    batch = Batch([copying()])
-    recorder.statuses = {0: driver.INVALID_CONTEXT}
-    batch.run(Moment(7), rows())
-    assert recorder.contexts == [1]
-    assert recorder.kernels == ["copy_for_peers", "copy_for_peers"]
+def test_whatever_thread_runs_a_batch_it_runs_on_its_gpu(recorder: RecordingDriver) -> None:
+    """Its context is current while the driver is called (the recorder checks that), and not afterwards."""
+    batch = Batch([copying()], 0)
+    batch.run(Moment(7, 5, 3, 0, 6, 3), rows())
+    assert len(recorder.calls) == 5
+    recorder.statuses = {5: 700}
+    with pytest.raises(RuntimeError, match="700"):
+        batch.run(Moment(7, 5, 3), rows())
+    assert recorder.context == 0
+
+
+def test_numbers_that_do_not_fit_are_refused(recorder: RecordingDriver) -> None:
+    batch = Batch([copying()], 0)
+    for number in (2**31, -(2**31) - 1):
+        with pytest.raises(OverflowError, match=r"copy_for_peers: one of .*num_rows.* more than 32 bits"):
+            batch.run(Moment(7), {**rows(), "num_rows": number})
+    assert recorder.calls == []
+    for number in (2**31 - 1, -(2**31)):
+        batch.run(Moment(7), {**rows(), "num_rows": number})
+    assert [arguments_of(call)[4] for call in recorder.calls] == [2**31 - 1, -(2**31)]
+
+
+def test_only_the_oldest_batch_is_forgotten(
+    recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anyep.backends.cuda.batch.MAX_BATCHES", 3)
+    batches = Batches(0)
+    for number in (1, 2, 3, 4, 2):
+        batches.run(((copying, *copying().arguments[:1], number),), Moment(7), rows())
+    assert [recipes[0][2] for recipes in batches._known] == [2, 3, 4]
 
 
 def test_a_number_that_a_kernel_is_compiled_for_is_no_input(recorder: RecordingDriver) -> None:
     launch = copying()
     changed = launch._replace(arguments=(*launch.arguments[:5], Input("row_words")))
     with pytest.raises(TypeError, match="row_words differs from call to call"):
-        Batch([changed])
+        Batch([changed], 0)
 
 
 def test_leaves_of_arguments() -> None:

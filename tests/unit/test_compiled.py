@@ -84,7 +84,7 @@ def test_a_kernel_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None
         driver._library()
     except OSError:
         with pytest.raises(OSError, match="libcuda"):
-            driver.load(b"", "nothing", 0, 0)
+            driver.context_of(0)
     else:
         with pytest.raises(RuntimeError, match=r"CUDA error [0-9]+ in nothing: "):
-            driver.load(b"no machine code", "nothing", 0, 0)
+            driver.load(b"no machine code", "nothing", driver.context_of(0), 0)

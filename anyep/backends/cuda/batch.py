@@ -1,7 +1,7 @@
 """Batches: kernels that are launched together, in a few microseconds of the host.
 
     send = Launch(send_to_windows, 32, {"TILE_TOKENS": 8}, (24,), (Input("x", torch.int32), table, 512))
-    batch = Batch([send, wait])
+    batch = Batch([send, wait], device=0)
     batch.run(Moment(stream.cuda_stream), {"x": x})
 
 The arguments of a launch stay the same from call to call, except for its inputs: tensors and numbers that
@@ -27,7 +27,7 @@ from triton import JITFunction
 
 from anyep.backends.cpu.kernels import driver_calls as words
 from anyep.backends.cuda import driver
-from anyep.backends.cuda.compiled import ALIGNMENT, TYPES, Leaf, compiled, number, pointer
+from anyep.backends.cuda.compiled import ALIGNMENT, TYPES, Leaf, Machine, compiled, number, pointer
 from anyep.backends.cuda.moment import Moment
 
 Recipes = tuple[tuple[Any, ...], ...]
@@ -35,7 +35,13 @@ Recipes = tuple[tuple[Any, ...], ...]
 OPTIONS: Final = {"enable_fp_fusion": False}
 """Every product and every sum is rounded, as on the CPU."""
 MAX_BATCHES: Final = 1024
-FUNCTIONS: Final = ("cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent")
+FUNCTIONS: Final = (
+    "cuLaunchKernel",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+)
 """The functions of the driver that a batch calls, in the order of its first words."""
 
 
@@ -44,19 +50,6 @@ class Input(NamedTuple):
 
     name: str
     dtype: torch.dtype | None = None
-
-
-class Seen:
-    """A tensor that a kernel reads as values of another type."""
-
-    __slots__ = ("dtype", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        self.tensor = tensor
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        return self.tensor.data_ptr()
 
 
 class Launch(NamedTuple):
@@ -71,20 +64,22 @@ class Launch(NamedTuple):
 
 
 class Batch:
-    """Launches that are run together, in their order.
+    """Launches that are run together, in their order, on the GPU with this index.
 
     `are_aligned` says of inputs that are tensors, by name, whether their addresses are multiples of 16; by
     default they are.
     """
 
-    def __init__(self, launches: Sequence[Launch], are_aligned: Mapping[str, bool] | None = None) -> None:
+    def __init__(
+        self, launches: Sequence[Launch], device: int, are_aligned: Mapping[str, bool] | None = None
+    ) -> None:
         self._launches = tuple(launches)
         self.names: tuple[str, ...] = tuple(dict.fromkeys(each.name for each in _inputs_of(self._launches)))
         """The inputs."""
         self._is_interpreted = not all(isinstance(launch.kernel, JITFunction) for launch in launches)
         if not self._is_interpreted:
             with driver.relaxed():
-                self._loaded = _Loaded(self._launches, self.names, are_aligned or {})
+                self._loaded = _Loaded(self._launches, device, self.names, are_aligned or {})
 
     def run(self, moment: Moment, values: Mapping[str, Any]) -> bool:
         """Launch the kernels with these values of the inputs; returns False, and launches nothing, if the
@@ -100,17 +95,22 @@ class _Loaded:
     """The machine code of a batch, and the words that describe it."""
 
     def __init__(
-        self, launches: Sequence[Launch], names: Sequence[str], are_aligned: Mapping[str, bool]
+        self,
+        launches: Sequence[Launch],
+        device: int,
+        names: Sequence[str],
+        are_aligned: Mapping[str, bool],
     ) -> None:
         self._names = names
         self._name = "+".join(launch.kernel.fn.__name__ for launch in launches)
-        self._kernels = [_Kernel(launch, are_aligned) for launch in launches]
+        self._kernels = [_Kernel(launch, device, are_aligned) for launch in launches]
         num_patches = sum(map(_Kernel.num_patches, self._kernels))
         self._words = np.zeros(
             words.LAUNCHES + words.LAUNCH_WORDS * len(launches) + words.PATCH_WORDS * num_patches, np.int64
         )
         self._address = int(self._words.ctypes.data)
-        head = [*map(driver.address_of, FUNCTIONS), len(names), num_patches, len(launches)]
+        functions = map(driver.address_of, FUNCTIONS)
+        head = [*functions, driver.context_of(device), 0, len(names), num_patches, len(launches)]
         self._words[: words.LAUNCHES] = head
         patches: list[int] = []
         for index, kernel in enumerate(self._kernels):
@@ -138,12 +138,11 @@ class _Loaded:
         with self._lock:
             self._pack(self._inputs, 0, *moment, *found)
             status = self._run(self._address, self._inputs_address)
-            if status == driver.INVALID_CONTEXT:
-                # This thread has not used CUDA before.
-                driver.use_context(self._kernels[0].context)
-                status = self._run(self._address, self._inputs_address)
         if status == words.MISALIGNED:
             return False
+        if status == words.TOO_LARGE:
+            numbers = {name: value for name, value in values.items() if isinstance(value, int)}
+            raise OverflowError(f"{self._name}: one of {numbers} is a number of more than 32 bits")
         if status:
             driver.check(status, self._name)
         return True
@@ -152,14 +151,11 @@ class _Loaded:
 class _Kernel:
     """One launch of a batch, loaded: the words that describe it, and its packed arguments."""
 
-    def __init__(self, launch: Launch, are_aligned: Mapping[str, bool]) -> None:
+    def __init__(self, launch: Launch, device: int, are_aligned: Mapping[str, bool]) -> None:
         leaves = leaves_of(launch, are_aligned)
-        major, minor = torch.cuda.get_device_capability()
-        options = {"num_warps": launch.num_warps, **OPTIONS}
-        machine = compiled(launch.kernel, leaves, launch.constants, options, 10 * major + minor)
-        function, self.context = _loaded(
-            machine.cubin, machine.name, torch.cuda.current_device(), machine.shared_bytes
-        )
+        major, minor = torch.cuda.get_device_capability(device)
+        machine = _machine(launch, leaves, 10 * major + minor)
+        function = _loaded(machine.cubin, machine.name, driver.context_of(device), machine.shared_bytes)
         self._packed = ctypes.create_string_buffer(max(1, machine.parameters.size))
         self._size = ctypes.c_size_t(machine.parameters.size)
         self._extra = driver.packed_arguments(self._packed, self._size)
@@ -203,10 +199,27 @@ class _Kernel:
             offset += size
 
 
+_machines: dict[Any, Machine] = {}
+"""The machine code of this process."""
+
+
+def _machine(launch: Launch, leaves: Sequence[Any], capability: int) -> Machine:
+    """The machine code of a kernel; it is read or compiled once."""
+    options = {"num_warps": launch.num_warps, **OPTIONS}
+    # A group of arguments has a type of its own, which equality of tuples does not compare. Kernels are known
+    # by their identity: Triton hashes them by their sources.
+    kinds = tuple((type(leaf), *leaf) for leaf in leaves)
+    key = (id(launch.kernel), kinds, tuple(launch.constants.items()), launch.num_warps, capability)
+    machine = _machines.get(key)
+    if machine is None:
+        machine = _machines[key] = compiled(launch.kernel, leaves, launch.constants, options, capability)
+    return machine
+
+
 @cache
-def _loaded(cubin: bytes, name: str, device: int, shared_bytes: int) -> tuple[int, int]:
-    """The function and the context of a kernel; the same code is loaded once."""
-    return driver.load(cubin, name, device, shared_bytes)
+def _loaded(cubin: bytes, name: str, context: int, shared_bytes: int) -> int:
+    """The function of a kernel; the same code is loaded once."""
+    return driver.load(cubin, name, context, shared_bytes)
 
 
 class Batches:
@@ -216,7 +229,8 @@ class Batches:
     batches.run(((send, sizes), (barrier, ARRIVED)), moment, {"x": x})
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
+        self._device = device
         self._known: dict[Any, Batch] = {}
 
     def run(self, recipes: Recipes, moment: Moment, values: Mapping[str, Any]) -> None:
@@ -226,21 +240,19 @@ class Batches:
         if batch.run(moment, values):
             return
         are_aligned = {
-            name: isinstance(values[name], int) or values[name].data_ptr() % ALIGNMENT == 0
+            name: values[name] if isinstance(values[name], int) else values[name].data_ptr()
             for name in batch.names
         }
+        are_aligned = {name: value % ALIGNMENT == 0 for name, value in are_aligned.items()}
         key = (recipes, tuple(are_aligned.items()))
-        (self._known.get(key) or self._add(key, recipes, are_aligned)).run(moment, values)
-
-    def prepare(self, recipes: Recipes) -> None:
-        """Make a batch before it is needed."""
-        if recipes not in self._known:
-            self._add(recipes, recipes, {})
+        if not (self._known.get(key) or self._add(key, recipes, are_aligned)).run(moment, values):
+            raise AssertionError(f"no batch takes the addresses of {list(batch.names)}")
 
     def _add(self, key: Any, recipes: Recipes, are_aligned: Mapping[str, bool]) -> Batch:
         if len(self._known) >= MAX_BATCHES:
-            self._known.clear()
-        batch = Batch([recipe(*arguments) for recipe, *arguments in recipes], are_aligned)
+            # The oldest one.
+            del self._known[next(iter(self._known))]
+        batch = Batch([recipe(*arguments) for recipe, *arguments in recipes], self._device, are_aligned)
         self._known[key] = batch
         return batch
 
@@ -307,4 +319,4 @@ def _for_triton(argument: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(argument, tuple):
         kind: Any = type(argument)
         return kind(*(_for_triton(member, values) for member in argument))
-    return argument.tensor.view(argument.dtype) if isinstance(argument, Seen) else argument
+    return argument

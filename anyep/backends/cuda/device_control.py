@@ -33,7 +33,6 @@ from anyep.sizes import NUM_MAX_LOCAL_EXPERTS
 SPIN_S: Final = 200e-6
 NAP_S: Final = 50e-6
 LOOK_S: Final = 0.2
-NUM_ADDRESSES: Final = 5
 HOST_ABORT: Final = 8
 """Offset in bytes from the abort flag: in the host's region, of the host's own abort flag for kernels; in the
 heap, of the address of that flag."""
@@ -60,13 +59,12 @@ class DeviceControl:
         self.rows_of = gpu.words(self.num_ranks)
         """How many rows each rank receives in the last dispatch with counts."""
         self.headers = Headers(NUM_WORDS, gpu.words, gpu.now)
-        self._addresses = Headers(NUM_ADDRESSES, gpu.words, gpu.now)
         self.abort = heap.address + region.blocks.abort.start
         self._own_given_up = heap.tensor(region.blocks.given_up.offset(self.rank), (1,), torch.int64)
         self._one = gpu.table([1])
         self.timeout_ns = int(control.timeout_s * 1e9)
         self._ticket = 0
-        self.batches = Batches()
+        self.batches = Batches(gpu.index)
         """The kernels of all calls. Nothing that makes a recipe may refer to it: neither would be freed."""
         self._at_host = 0
         try:
@@ -127,10 +125,6 @@ class DeviceControl:
         for block, by_rank in enumerate(addresses):
             table[:, block] = by_rank
         self.bases.copy_(torch.from_numpy(table.reshape(-1)))
-
-    def keep_addresses(self, addresses: Sequence[int]) -> int:
-        """Store addresses that are too many to be arguments; return where a kernel finds them."""
-        return self._addresses.keep(addresses, self.gpu.stream.is_capturing())
 
     # Notify messages
 

@@ -1,6 +1,7 @@
 """The CUDA driver, called through ctypes: loads compiled kernels.
 
-    function, context = load(cubin, "send_to_windows", device=0, shared_bytes=0)
+    context = context_of(device=0)
+    function = load(cubin, "send_to_windows", context, shared_bytes=0)
 
 Neither a C compiler nor an interface of Triton is needed for this. Kernels are launched from compiled code
 (`anyep/backends/cpu/kernels/driver_calls.py`).
@@ -22,7 +23,6 @@ PARAMETERS_AT: Final = 1
 SIZE_AT: Final = 2
 END: Final = 0
 """The words of a launch's `extra` array (CU_LAUNCH_PARAM_...)."""
-INVALID_CONTEXT: Final = 201
 RELAXED: Final = 2
 """The mode of a thread whose other work cannot harm the graph that is captured."""
 
@@ -33,35 +33,37 @@ def packed_arguments(packed: Any, size: ctypes.c_size_t) -> Any:
     return (ctypes.c_void_p * 5)(PARAMETERS_AT, *addresses, END)
 
 
-def load(cubin: bytes, name: str, device: int, shared_bytes: int) -> tuple[int, int]:
-    """Load a kernel on a GPU, which is the current one, and keep it for the rest of the process. Returns its
-    function and its context."""
+@cache
+def context_of(device: int) -> int:
+    """The context of a GPU, which torch uses, too."""
+    context = ctypes.c_void_p()
+    check(_library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    return int(context.value or 0)
+
+
+def load(cubin: bytes, name: str, context: int, shared_bytes: int) -> int:
+    """Load a kernel on the GPU of a context, for the rest of the process. Returns its function."""
     library = _library()
-    context, module, function = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    check(library.cuCtxGetCurrent(ctypes.byref(context)), name)
-    if not context.value:
-        # This thread has not used CUDA before; torch uses the primary context.
-        check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), name)
-        check(library.cuCtxSetCurrent(context), name)
-    check(library.cuModuleLoadData(ctypes.byref(module), cubin), name)
-    check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
-    if shared_bytes > SHARED_BYTES_WITHOUT_OPT_IN:
-        check(library.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
-    # CUDA loads a function when it is first needed, and would wait for running kernels then.
-    load_now = getattr(library, "cuFuncLoad", None)
-    if load_now is not None:
-        check(load_now(function), name)
-    return int(function.value or 0), int(context.value or 0)
+    module, function, popped = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    # Another GPU may be this thread's current one, or none.
+    check(library.cuCtxPushCurrent_v2(ctypes.c_void_p(context)), name)
+    try:
+        check(library.cuModuleLoadData(ctypes.byref(module), cubin), name)
+        check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
+        if shared_bytes > SHARED_BYTES_WITHOUT_OPT_IN:
+            check(library.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
+        # CUDA loads a function when it is first needed, and would wait for running kernels then.
+        load_now = getattr(library, "cuFuncLoad", None)
+        if load_now is not None:
+            check(load_now(function), name)
+    finally:
+        library.cuCtxPopCurrent_v2(ctypes.byref(popped))
+    return int(function.value or 0)
 
 
 def address_of(name: str) -> int:
     """The address of a function of the driver."""
     return int(ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0)
-
-
-def use_context(context: int) -> None:
-    """Let this thread use CUDA."""
-    check(_library().cuCtxSetCurrent(ctypes.c_void_p(context)), "cuCtxSetCurrent")
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ class Gpu:
     """Whether floats are rounded by the hardware's instructions; Triton's interpreter has none."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.index = torch.cuda.current_device()
+        self.device = torch.device("cuda", self.index)
         self._thread = threading.get_ident()
         self.stream = Stream()
         self.side_stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]

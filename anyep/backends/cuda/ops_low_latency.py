@@ -30,8 +30,9 @@ from anyep.backends.base import (
     LowLatencyWork,
 )
 from anyep.backends.cuda import constants
-from anyep.backends.cuda.batch import Recipes
+from anyep.backends.cuda.batch import Batch, Recipes
 from anyep.backends.cuda.device_control import DeviceControl
+from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.kernels import slots as kernels
 from anyep.backends.cuda.masks import GpuMasks
 from anyep.backends.cuda.order import Order
@@ -102,7 +103,9 @@ class GpuLowLatencyOps(ending.Part):
         self._kernels = SlotKernels(
             device_control, self._device_constants, self._generations, ranks_on_gpu, can_shrink
         )
-        tell_kernels = partial(_mask_rank, device_control, self._kernels)
+        # A batch of its own, which no other one replaces.
+        mask_rank = Batch([self._kernels.mask_rank()], self._gpu.index)
+        tell_kernels = partial(_run_beside_kernels, self._gpu, mask_rank)
         # When this kernel is needed it may be too late to load it.
         tell_kernels(-1, 0)
         self.kernel_masks = GpuMasks(self._region, self._heap, self._gpu, self._num_ranks, tell_kernels)
@@ -449,7 +452,6 @@ class GpuLowLatencyOps(ending.Part):
         return self._order.done
 
 
-def _mask_rank(control: DeviceControl, kernels: SlotKernels, masked: int, generation: int) -> None:
+def _run_beside_kernels(gpu: Gpu, mask_rank: Batch, masked: int, generation: int) -> None:
     """Tell the kernels of all ranks the generation of a rank, beside kernels that wait; -1 is no rank."""
-    moment = control.gpu.stream.on(control.gpu.side_stream)
-    control.batches.run(((kernels.mask_rank,),), moment, {"masked": masked, "generation": generation})
+    mask_rank.run(gpu.stream.on(gpu.side_stream), {"masked": masked, "generation": generation})

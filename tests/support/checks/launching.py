@@ -21,4 +21,4 @@ def launch(
     """On the current stream."""
     stream = torch.cuda.current_stream().cuda_stream if device != "cpu" else 0
     blocks = grid if isinstance(grid, tuple) else (grid,)
-    Batch([Launch(kernel, num_warps, constants, blocks, arguments)]).run(Moment(stream), {})
+    Batch([Launch(kernel, num_warps, constants, blocks, arguments)], device=0).run(Moment(stream), {})

@@ -18,13 +18,19 @@ from anyep.backends.cpu.kernels.memory import int64_at, uint32_at
 
 # The words of a batch.
 LAUNCH_KERNEL: Final = 0
-"""The address of cuLaunchKernel; the next two words are those of the other functions."""
+"""The address of cuLaunchKernel; the next four words are those of the other functions."""
 RECORD_EVENT: Final = 1
 WAIT_FOR_EVENT: Final = 2
-NUM_INPUTS: Final = 3
-NUM_PATCHES: Final = 4
-NUM_LAUNCHES: Final = 5
-LAUNCHES: Final = 6
+PUSH_CONTEXT: Final = 3
+POP_CONTEXT: Final = 4
+CONTEXT: Final = 5
+"""The context of the batch's GPU: another one may be current."""
+POPPED: Final = 6
+"""Where the driver writes the context that it takes off the stack."""
+NUM_INPUTS: Final = 7
+NUM_PATCHES: Final = 8
+NUM_LAUNCHES: Final = 9
+LAUNCHES: Final = 10
 """The launches, LAUNCH_WORDS each; the patches follow, PATCH_WORDS each."""
 
 # The words of a launch.
@@ -59,8 +65,12 @@ STREAM_AFTER: Final = 5
 FIRST_INPUT: Final = 6
 NO_STREAM: Final = -1
 
+# What `run_batch` returns instead of an error of the driver, if it has launched nothing.
 MISALIGNED: Final = -1
-"""An address is not a multiple of 16; nothing was launched."""
+"""An address is not a multiple of 16."""
+TOO_LARGE: Final = -2
+"""A number does not fit the 32 bits that a kernel has for it."""
+MAX_INT32: Final = 2**31 - 1
 
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -109,16 +119,18 @@ def _launch(
 
 @inlined
 def _take_inputs(patches, inputs):
-    """Store the inputs where they belong; returns whether all addresses are aligned."""
+    """Store the inputs where they belong; returns 0, MISALIGNED or TOO_LARGE."""
     for at in range(0, len(patches), PATCH_WORDS):
         value, how = inputs[FIRST_INPUT + patches[at]], patches[at + 2]
         if how == AS_32_BITS:
+            if value > MAX_INT32 or value < -MAX_INT32 - 1:
+                return TOO_LARGE
             uint32_at(patches[at + 1], 1)[0] = value
         else:
             if how == AS_ALIGNED_ADDRESS and value % ALIGNMENT:
-                return False
+                return MISALIGNED
             int64_at(patches[at + 1], 1)[0] = value
-    return True
+    return 0
 
 
 @inlined
@@ -168,9 +180,20 @@ def _let_others_wait(batch, inputs):
     return status
 
 
+@inlined
+def _run(batch, launches, inputs):
+    """Wait for others, launch, let others wait; returns an error of the driver, or 0."""
+    status = _wait_for_others(batch, inputs)
+    if status == 0:
+        status = _launch_all(batch[LAUNCH_KERNEL], launches, inputs[STREAM])
+    if status == 0:
+        status = _let_others_wait(batch, inputs)
+    return status
+
+
 @kernel("int64(int64, int64)")
 def run_batch(batch_address, inputs_address):
-    """Launch a batch with these inputs; returns 0, an error of the driver, or MISALIGNED.
+    """Launch a batch with these inputs; returns 0, an error of the driver, MISALIGNED or TOO_LARGE.
 
     Example:
         With the inputs [stream 7, event 5, stream 3, 0, event 6, stream 3, 40] and one kernel whose first
@@ -182,11 +205,11 @@ def run_batch(batch_address, inputs_address):
     launches_at = batch_address + 8 * LAUNCHES
     launches = int64_at(launches_at, LAUNCH_WORDS * batch[NUM_LAUNCHES])
     patches = int64_at(launches_at + 8 * len(launches), PATCH_WORDS * batch[NUM_PATCHES])
-    if not _take_inputs(patches, inputs):
-        return MISALIGNED
-    status = _wait_for_others(batch, inputs)
+    status = _take_inputs(patches, inputs)
     if status == 0:
-        status = _launch_all(batch[LAUNCH_KERNEL], launches, inputs[STREAM])
-    if status == 0:
-        status = _let_others_wait(batch, inputs)
+        # A stream of 0 is the default one of the current context.
+        status = _call(batch[PUSH_CONTEXT], batch[CONTEXT], 0, 0)
+        if status == 0:
+            status = _run(batch, launches, inputs)
+            _call(batch[POP_CONTEXT], batch_address + 8 * POPPED, 0, 0)
     return status
