@@ -18,10 +18,13 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
-from typing import Any
+from typing import Any, Final
 
 from anyep.errors import AnyEPError
 from anyep.launch.processes import die_with_parent, ending_in_words, signal_group
+
+KILL_TIMEOUT_S: Final = 5.0
+"""A killed process of a GPU whose kernel still waits for peers ends only with that kernel."""
 
 
 def start_server(preloaded: Sequence[str]) -> None:
@@ -107,8 +110,11 @@ class ForkedRank:
             self._process.kill()
 
     def close(self) -> None:
-        self._process.join()
-        self._process.close()
+        """Wait for the end of a killed process, but not for one that its GPU holds: it is gone when the
+        service by which it shares the GPU ends, which may be the next thing to do."""
+        self._process.join(KILL_TIMEOUT_S)
+        if self._process.exitcode is not None:
+            self._process.close()
         self.pipe.close()
 
 

@@ -215,9 +215,6 @@ def check_case(context: RankContext, case: Case, buffer: Buffer, device: str | N
     check_storages(per_rank, per_node, per_expert, in_rank)
     rows = given.x if given.scales is None else (given.x, given.scales)
     num_worst = sum(case.tokens) + 1 if case.worst and case.send_topk else 0
-    overlap: dict[str, Any] = {"async_finish": case.run_async}
-    if case.run_async:
-        overlap |= {"previous_event": buffer.capture(), "allocate_on_comm_stream": True}
     recv, recv_ids, recv_weights, counts, handle, event = buffer.dispatch(
         rows,
         num_tokens_per_rank=per_rank,
@@ -229,7 +226,7 @@ def check_case(context: RankContext, case: Case, buffer: Buffer, device: str | N
         expert_alignment=case.alignment,
         num_worst_tokens=num_worst,
         config=case.config,
-        **overlap,
+        **overlap_of(buffer, case.run_async),
     )
     assert handle is not None
     event.current_stream_wait()
@@ -257,6 +254,7 @@ def check_case(context: RankContext, case: Case, buffer: Buffer, device: str | N
     else:
         check_node_handle(case, inputs, rank, handle, expected)
 
+    overlap = overlap_of(buffer, case.run_async)
     again, *nothing, event = buffer.dispatch(rows, handle=handle, config=case.config, **overlap)
     event.current_stream_wait()
     assert nothing == [None] * 4
@@ -266,7 +264,14 @@ def check_case(context: RankContext, case: Case, buffer: Buffer, device: str | N
         assert again_scales is not None
         assert oracle.same_bits(again_scales[:num_rows], expected.scales)
 
-    check_combine(case, inputs, rank, buffer, handle, recv_x, overlap, device)
+    check_combine(case, inputs, rank, buffer, handle, recv_x, device)
+
+
+def overlap_of(buffer: Buffer, is_async: bool) -> dict[str, Any]:
+    """What makes one call asynchronous, after the work so far: each call needs an event of its own."""
+    if not is_async:
+        return {}
+    return {"previous_event": buffer.capture(), "async_finish": True, "allocate_on_comm_stream": True}
 
 
 def check_storages(*tensors: torch.Tensor | None) -> None:
@@ -283,7 +288,6 @@ def check_combine(
     buffer: Buffer,
     handle: Any,
     recv_x: torch.Tensor,
-    overlap: dict[str, Any],
     device: str = "cpu",
 ) -> None:
     """The experts are a function of (expert rank, row), so that every rank knows all their outputs."""
@@ -317,7 +321,7 @@ def check_combine(
         topk_weights=own_weights,
         bias=None if not biases else biases_there[0] if len(biases) == 1 else biases_there,  # type: ignore
         config=case.config,
-        **overlap,
+        **overlap_of(buffer, case.run_async),
     )
     event.current_stream_wait()
     nodes = case.ranks_per_node

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from anyep import Config
 from anyep.api.buffer import Buffer
-from tests.support.cases import NVL_BYTES
+from tests.support.cases import NVL_BYTES, overlap_of
 from tests.support.gpu_oracle import Shape, Tally, Truth, experts
 from tests.support.gpu_scenarios import POISON, device_of
 from tests.support.world import RankContext
@@ -29,12 +29,6 @@ def layout_of(buffer: Buffer, topk_idx: torch.Tensor, num_experts: int) -> dict[
         "num_tokens_per_expert": per_expert,
         "config": CONFIG,
     }
-
-
-def overlap_of(buffer: Buffer, is_async: bool) -> dict[str, Any]:
-    if not is_async:
-        return {}
-    return {"previous_event": buffer.capture(), "async_finish": True, "allocate_on_comm_stream": True}
 
 
 def check_pair(

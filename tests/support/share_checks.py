@@ -10,7 +10,7 @@ import torch
 from anyep import Config
 from anyep.api.buffer import Buffer
 from tests.support import oracle
-from tests.support.cases import Case, check_case
+from tests.support.cases import Case, check_case, overlap_of
 from tests.support.gpu_scenarios import attempt, device_of, good_arguments, warnings_heard
 from tests.support.world import RankContext
 
@@ -117,12 +117,9 @@ def check_like_an_intranode_test(
             for with_topk in (False, True):
                 if is_short and not is_async == (given is not x) == with_topk:
                     continue
-                overlap: dict[str, Any] = {}
-                if is_async:
-                    overlap = {"async_finish": True, "previous_event": buffer.capture()}
                 choices = {"topk_idx": topk_idx, "topk_weights": weights} if with_topk else {}
                 recv, ids, recv_weights, _, handle, event = buffer.dispatch(
-                    given, **layout, **choices, **overlap
+                    given, **layout, **choices, **overlap_of(buffer, is_async)
                 )
                 event.current_stream_wait()
                 rows = _from_fp8(recv)
@@ -133,13 +130,19 @@ def check_like_an_intranode_test(
                     assert ids.max() < num_experts // num_ranks
                     assert torch.equal(recv_weights[ids < 0], torch.zeros_like(recv_weights[ids < 0]))
                     worst, worst_ids, *_, event = buffer.dispatch(
-                        given, **layout, **choices, num_worst_tokens=num_ranks * num_tokens, **overlap
+                        given,
+                        **layout,
+                        **choices,
+                        num_worst_tokens=num_ranks * num_tokens,
+                        **overlap_of(buffer, is_async),
                     )
                     event.current_stream_wait()
                     assert worst_ids is not None
                     check_rows(_from_fp8(worst)[: len(rows)], handle)
                     assert bool((worst_ids[len(rows) :] == -1).all())
-                again, *_, event = buffer.dispatch(given, handle=handle, config=config, **overlap)
+                again, *_, event = buffer.dispatch(
+                    given, handle=handle, config=config, **overlap_of(buffer, is_async)
+                )
                 event.current_stream_wait()
                 check_rows(_from_fp8(again), handle)
                 combined, combined_weights, event = buffer.combine(
@@ -147,7 +150,7 @@ def check_like_an_intranode_test(
                     handle,
                     topk_weights=recv_weights if with_topk else None,
                     config=config,
-                    **overlap,
+                    **overlap_of(buffer, is_async),
                 )
                 event.current_stream_wait()
                 assert torch.equal(combined.float(), rank * num_wanted[:, None].float().expand(-1, hidden))

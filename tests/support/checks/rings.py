@@ -814,7 +814,7 @@ def check_parts(device: str) -> None:
     assert found[4:8] == [[0, 2], [1, 2], [1, 2], [2, 3]]
     assert found[8:] == [[1, 2], [4, 0], [1184, 1200], [1168, 1184]]
     channels = there([0] * 4, torch.int64)
-    ask_next_channels[(6,)](there([0, outcomes.DIFFERENT], torch.int64), channels)
+    launch(ask_next_channels, device, 6, there([0, outcomes.DIFFERENT], torch.int64), channels)
     assert channels.tolist()[:2] == [4, 7]
     assert min(channels.tolist()[2:]) >= 8
 
