@@ -27,7 +27,7 @@ from anyep import ending, sizes
 from anyep.api import arguments, options
 from anyep.api.low_latency_arguments import Handle as LowLatencyHandle
 from anyep.api.low_latency_arguments import LowLatencyArguments
-from anyep.api.normal_arguments import Handle, Layout, NormalArguments, Streams
+from anyep.api.normal_arguments import AT_ONCE, Handle, Layout, NormalArguments, Streams
 from anyep.api.unfilled import Unfilled
 from anyep.connection import Options
 from anyep.control.status import RankStatus
@@ -342,6 +342,10 @@ class Buffer:
         streams = Streams(previous_event, async_finish, allocate_on_comm_stream)
         mode = session.normal
         if handle is not None:
+            if streams == AT_ONCE and topk_idx is None and topk_weights is None:
+                again = checks.dispatch_again(x, handle, config, self.get_dispatch_config)
+                if again is not None:
+                    return again, None, None, None, None, EventOverlap()
             call = session.control.begin(Kind.CACHED_DISPATCH)
             try:
                 cached, previous = checks.cached_dispatch(
@@ -416,16 +420,15 @@ class Buffer:
         """
         session, checks = self._check_usable()
         mode = session.normal
+        streams = Streams(previous_event, async_finish, allocate_on_comm_stream)
+        if streams == AT_ONCE and topk_weights is None and bias is None:
+            again = checks.combine_again(x, handle, config, self.get_combine_config)
+            if again is not None:
+                return again, None, EventOverlap()
         call = session.control.begin(Kind.COMBINE)
         try:
             request, previous = checks.combine(
-                x,
-                handle,
-                topk_weights,
-                bias,
-                config,
-                self.get_combine_config,
-                Streams(previous_event, async_finish, allocate_on_comm_stream),
+                x, handle, topk_weights, bias, config, self.get_combine_config, streams
             )
         except BaseException as error:
             self._refuse(session, call, error, mode.ops.refuse)

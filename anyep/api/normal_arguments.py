@@ -50,6 +50,10 @@ class Streams(NamedTuple):
         return check_events(self.previous_event, self.async_finish, self.allocate_on_comm_stream)
 
 
+AT_ONCE: Final = Streams(None, False, False)
+"""After the caller's work so far, which continues after the call."""
+
+
 class Layout(NamedTuple):
     """What `get_dispatch_layout` returned, as the user passed it on."""
 
@@ -78,8 +82,9 @@ class NormalArguments:
         self._last_handle: tuple[Handle, Any] | None = None
         self._dispatched, self._resent, self._combined = (Accepted(device) for _ in range(3))
         """What dispatches, dispatches with a handle, and combines have accepted."""
-        self._last_config: tuple[Config | None, Config, int | None, Config] | None = None
-        """A user's config, the tuned one, the channels of a handle, and the config that was chosen."""
+        self._last_configs: dict[Tuned, tuple[Config | None, Config, int | None, Config]] = {}
+        """For dispatches and for combines, by what tunes them: a user's config, the tuned one, the channels
+        of a handle, and the config that was chosen."""
 
     def remember(self, handle: Handle, routing: Any) -> None:
         """Keep the routing of the handle that a dispatch returns: the next call often passes it back."""
@@ -205,6 +210,16 @@ class NormalArguments:
         self._mode.check_rings(chosen, token)
         return CombineInput(rows, routing, weights, biases, chosen), previous
 
+    def dispatch_again(self, x: Any, handle: Any, config: Config | None, default: Tuned) -> Any:
+        """The rows of a dispatch with a handle, made at once if it is like an earlier one; or None."""
+        chosen = self._last_config(config, default)
+        return self._mode.ops.dispatch_again(x, handle, chosen) if chosen is not None else None
+
+    def combine_again(self, x: Any, handle: Any, config: Config | None, default: Tuned) -> Any:
+        """The same for a combine: its sums."""
+        chosen = self._last_config(config, default)
+        return self._mode.ops.combine_again(x, handle, chosen) if chosen is not None else None
+
     def outputs(self, handle: Any, hidden: Any, dtype: Any) -> tuple[int, int]:
         """The shape of the rows that a combine takes with this handle; `dtype` is theirs."""
         self._mode.ops.before(True)
@@ -215,13 +230,18 @@ class NormalArguments:
         sizes.check_row_bytes(columns * dtype.itemsize)
         return self._routing(handle).num_recv_rows, columns
 
+    def _last_config(self, config: Config | None, default: Tuned) -> Config | None:
+        """The config that was chosen last time, if the user passes the same one (or none) again."""
+        last = self._last_configs.get(default)
+        is_same = last is not None and last[0] is config and last[1] is default(self._num_ranks)
+        return last[3] if last is not None and is_same else None
+
     def _config(self, config: Config | None, default: Tuned, num_channels: int | None) -> Config:
-        tuned = self._mode.ops.default_config(default(self._num_ranks))
-        last = self._last_config
+        tuned, last = default(self._num_ranks), self._last_configs.get(default)
         if last is not None and last[0] is config and last[1] is tuned and last[2] == num_channels:
             return last[3]
-        chosen = check_config(config, tuned, num_channels)
-        self._last_config = config, tuned, num_channels, chosen
+        chosen = check_config(config, self._mode.ops.default_config(tuned), num_channels)
+        self._last_configs[default] = config, tuned, num_channels, chosen
         return chosen
 
     def _routing(self, handle: Any) -> Any:

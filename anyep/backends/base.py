@@ -55,17 +55,25 @@ class Payload:
 
     def window(self, num_rows: int) -> Window:
         """The window of a receiver that gets `num_rows` rows."""
-        token = self.token
-        return window_of(num_rows, token.hidden_bytes, token.num_topk, token.num_scales, self.source_bytes)
+        return _window_of(num_rows, self.token, self.source_bytes)
 
     def window_bytes(self, num_rows: int) -> int:
         """The bytes to allocate for that window."""
-        return max(self.window(num_rows).num_bytes, MIN_WINDOW_BYTES)
+        return window_bytes(num_rows, self.token, self.source_bytes)
 
     @property
     def bytes_per_row(self) -> Array:
         """The bytes per row of each part of a window; read-only."""
         return _bytes_per_row(self.token, self.source_bytes)
+
+
+def window_bytes(num_rows: int, token: TokenLayout, source_bytes: int) -> int:
+    """The bytes to allocate for a window of rows of this layout."""
+    return max(_window_of(num_rows, token, source_bytes).num_bytes, MIN_WINDOW_BYTES)
+
+
+def _window_of(num_rows: int, token: TokenLayout, source_bytes: int) -> Window:
+    return window_of(num_rows, token.hidden_bytes, token.num_topk, token.num_scales, source_bytes)
 
 
 @lru_cache(maxsize=64)
@@ -165,8 +173,12 @@ class Control(Protocol):
     def peer_counters(self, block: ControlBlock, slot_set: int = 0) -> Array: ...
     def own_counters(self, block: ControlBlock, slot_set: int = 0) -> Array: ...
     def counters_at(self, ranks: Sequence[int], block: ControlBlock, writer: int) -> Array: ...
+    @property
+    def is_quiet(self) -> bool: ...
+    def begin(self, kind: int) -> Call: ...
     def enter(self, call: Call, phase: Phase) -> None: ...
     def end(self, call: Call) -> None: ...
+    def fail(self, call: Call, error: BaseException) -> None: ...
     def guarded(self, call: Call, work: Callable[[], T]) -> T: ...
     def refuse(self, call: Call, error: AnyEPError) -> None: ...
     def exchange(
@@ -320,6 +332,13 @@ class NormalOps(Protocol):
 
     def check_config(self, config: Config) -> None:
         """Warn if the device cannot do what a config requests."""
+
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+        """The rows of a dispatch with a handle and no other argument, if one like it was made before, so that
+        it can be made with less work. None if not: then nothing has happened."""
+
+    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+        """The same for a combine: its sums."""
 
     def aligned_payload(self, payload: Payload) -> Payload:
         """The payload with rows aligned as the device requires."""

@@ -144,6 +144,11 @@ class ControlPlane(ending.Part):
             raise diagnosis.broken(self._broken) from self._broken
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether calls work, and nobody follows their phases."""
+        return self._broken is None and self.between_steps is None
+
+    @property
     def first_error(self) -> AnyEPError | None:
         """The error that broke the Buffer, or None."""
         return self._broken

@@ -88,6 +88,11 @@ class Reports:
             # Its traceback holds this frame, and thereby the frames of all callers.
             del error
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a kernel has reported something that was not read yet."""
+        return bool(self._report[constants.NUM_REPORTS] != self._report[constants.NUM_READ])
+
     def reported(self) -> AnyEPError | None:
         """The error that a kernel has reported since the last check; a failure is raised instead."""
         return self.read(self._report, self._error_of)

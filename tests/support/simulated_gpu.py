@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from anyep.backends import cpu
 from anyep.backends.cuda import postponed
+from anyep.backends.cuda.gpu import Use
 from anyep.backends.cuda.moment import Moment
 from anyep.events import EventHandle, EventOverlap
 from tests.support.depth import IS_DEEP
@@ -88,6 +89,9 @@ class SimulatedStream:
 
     def beside_caller(self) -> Moment:
         return Moment(self.raw)
+
+    def caller(self) -> int:
+        return self.raw
 
     def on(self, stream: None) -> Moment:
         return Moment(self.raw)
@@ -170,7 +174,13 @@ class SimulatedGpu:
     def last_use(self) -> SimulatedEvent:
         return SimulatedEvent()
 
-    def wait_before_next_call(self, event: Any) -> None:
+    def end_of_use(self) -> Use:
+        return Use(None, 1, self.stream.raw)
+
+    def wait_for_use(self, use: Use) -> None:
+        pass
+
+    def forget_use(self, use: Use) -> None:
         pass
 
     def may_record_events(self) -> bool:

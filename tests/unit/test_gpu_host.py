@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from anyep import Config
 from anyep.backends.cuda import pinned
 from anyep.backends.cuda.constants import WINDOW_BLOCK_BITS
+from anyep.backends.cuda.gpu import Use
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.control.liveness import Watch
 from anyep.core import outcomes
@@ -244,15 +245,21 @@ class Gpu(SimulatedGpu):
         self.stream = Capturing()  # type: ignore[assignment]
         self.moments: list[int] = []
         self.waited_for: list[int] = []
+        self.forgotten: list[int] = []
+        self.current = 5
+        """The stream on which tensors are used now."""
 
-    def last_use(self) -> Any:
+    def end_of_use(self) -> Any:
         if self.stream.is_capturing():
             return None
         self.moments.append(len(self.moments))
-        return self.moments[-1]
+        return Use(self.moments[-1], 0, self.current)
 
-    def wait_before_next_call(self, event: Any) -> None:
-        self.waited_for.append(event)
+    def wait_for_use(self, use: Use) -> None:
+        self.waited_for.append(use.event)
+
+    def forget_use(self, use: Use) -> None:
+        self.forgotten.append(use.event)
 
 
 class Windows:
@@ -358,6 +365,17 @@ def test_windows_may_die_in_any_order_and_thread() -> None:
     assert windows.used_bytes == 0
     assert windows.offers(8) == [(SECOND, 8192), (0, 8192)]
     assert sorted(made.gpu.waited_for) == list(range(16))
+
+
+def test_a_call_need_not_wait_for_the_stream_that_it_follows() -> None:
+    made = Windows(8192)
+    lent = [made.lend(1024)[1] for _ in range(2)]
+    lent[0] = torch.empty(0)
+    made.gpu.current = 6
+    lent[1] = torch.empty(0)
+    made.windows.followed = 5
+    assert made.windows.used_bytes == 0
+    assert (made.gpu.waited_for, made.gpu.forgotten) == ([1], [0, 1])
 
 
 def test_what_only_calls_have_used_is_free_at_once() -> None:

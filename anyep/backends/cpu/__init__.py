@@ -17,6 +17,7 @@ from anyep.backends.cpu.kernels.counting import (
     place_tokens,
 )
 from anyep.backends.cpu.kernels.driver_calls import run_batch
+from anyep.backends.cpu.kernels.event_calls import record_and_wait
 from anyep.backends.cpu.kernels.masks import adopt_masks, post_requests, read_requests
 from anyep.backends.cpu.kernels.node_handles import (
     first_difference,
@@ -103,6 +104,7 @@ __all__ = [
     "read_node_handle",
     "read_records",
     "read_requests",
+    "record_and_wait",
     "run_batch",
     "send_to_windows",
     "send_tokens",

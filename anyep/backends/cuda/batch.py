@@ -248,6 +248,10 @@ class Batches:
         if not (self._known.get(key) or self._add(key, recipes, are_aligned)).run(moment, values):
             raise AssertionError(f"no batch takes the addresses of {list(batch.names)}")
 
+    def known(self, recipes: Recipes) -> Batch | None:
+        """The batch of these recipes, if it was run before."""
+        return self._known.get(recipes)
+
     def _add(self, key: Any, recipes: Recipes, are_aligned: Mapping[str, bool]) -> Batch:
         if len(self._known) >= MAX_BATCHES:
             # The oldest one.

@@ -6,10 +6,12 @@ import contextlib
 import mmap
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
+from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
 from anyep.backends.cuda import driver, postponed
 from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.backends.cuda.pinned import Array, pinned_words
@@ -18,6 +20,14 @@ from anyep.sizes import align
 
 REGISTER_MAPPED: Final = 1 | 2
 """Memory that the kernels of all GPUs of the process access at its host address."""
+
+
+class Use(NamedTuple):
+    """The end of a tensor's use: an event of torch and of the driver, and the stream it was recorded on."""
+
+    event: Any
+    raw_event: int
+    stream: int
 
 
 class Gpu:
@@ -34,8 +44,16 @@ class Gpu:
         self.side_stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         """For work that need not wait for AnyEP's kernels. If ranks share a GPU, it waits nevertheless, for
         as long as the caller's stream waits for them."""
-        self._events: list[Any] = []
-        """Events that can be reused."""
+        self._events: list[tuple[Any, int]] = []
+        """Events that can be reused, of torch and of the driver."""
+        names = "cuEventRecord", "cuStreamWaitEvent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
+        words = [*map(driver.address_of, names), driver.context_of(self.index), 0]
+        self._driver_words = np.array(words, np.int64)
+        self._driver_address = int(self._driver_words.ctypes.data)
+        # Bound here: it is compiled when a Buffer is made.
+        from anyep.backends.cpu import record_and_wait
+
+        self._record_and_wait: Callable[[int, int, int, int], int] = record_and_wait
         properties = torch.cuda.get_device_properties(self.device)
         self.num_sms = int(properties.multi_processor_count)
         self.identity = str(properties.uuid)
@@ -89,17 +107,32 @@ class Gpu:
         tensor.record_stream(self.stream.current())
 
     def last_use(self) -> Any:
-        """An event after the current stream's work so far; None while a graph is captured."""
-        if self.stream.is_capturing():
-            return None
-        event = self._events.pop() if self._events else torch.cuda.Event()  # type: ignore[no-untyped-call]
+        """An event after the current stream's work so far."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream.current())
         return event
 
-    def wait_before_next_call(self, event: Any) -> None:
-        """Make later work of the communication stream wait for an event."""
-        self.stream.stream.wait_event(event)
-        self._events.append(event)
+    def end_of_use(self) -> Use | None:
+        """The same, for `wait_for_use`; None while a graph is captured."""
+        if self.stream.is_capturing():
+            return None
+        if self._events:
+            event, raw = self._events.pop()
+        else:
+            event = self.last_use()
+            raw = self.stream.raw_event(event)
+        current = self.stream.caller()
+        driver.check(self._record_and_wait(self._driver_address, raw, current, NO_STREAM), "cuEventRecord")
+        return Use(event, raw, current)
+
+    def wait_for_use(self, use: Use) -> None:
+        """Make later work of the communication stream wait for the end of a use."""
+        status = self._record_and_wait(self._driver_address, use.raw_event, NO_STREAM, self.stream.raw)
+        driver.check(status, "cuStreamWaitEvent")
+
+    def forget_use(self, use: Use) -> None:
+        """Nothing else will wait for this end: its event can be recorded again."""
+        self._events.append(use[:2])
 
     def may_record_events(self) -> bool:
         """Whether this thread may record events on streams: it must know that they are not captured."""

@@ -8,12 +8,15 @@ and a barrier waits until every rank has done its part. Rows without a window go
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from anyep.backends.base import CombineInput, Payload, Results, Totals
 from anyep.backends.cuda import constants
+from anyep.backends.cuda.batch import Recipes
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting
 from anyep.backends.cuda.row_kernels import Strides
 from anyep.backends.cuda.tiles import HEAD_TOKENS, UNPACK_BLOCK, block_of
@@ -38,7 +41,9 @@ class GpuCall:
     __slots__ = (
         "_begins",
         "_call",
+        "_header",
         "_is_sent",
+        "_keep",
         "_ops",
         "_previous",
         "_recipes",
@@ -66,6 +71,10 @@ class GpuCall:
         """The windows that hold staged copies, with their bytes."""
         self._source: torch.Tensor | None = None
         """The source indices of a new routing."""
+        self._header: Array | None = None
+        """The header of a call that may be repeated."""
+        self._keep: Callable[[Recipes], None] | None = None
+        """Keeps the call, so that one like it can be made with less work."""
         self._is_sent = False
         """Whether all rows were sent before the host knew the totals."""
 
@@ -88,7 +97,10 @@ class GpuCall:
     def _launch(self, ends: bool = False) -> None:
         """Run the kernels so far as one batch."""
         moment = self._ops.gpu.stream.moment(self._begins, ends and not self._run_async, self._previous)
-        self._ops.device_control.batches.run(tuple(self._recipes), moment, self._values)
+        recipes = tuple(self._recipes)
+        self._ops.device_control.batches.run(recipes, moment, self._values)
+        if self._keep is not None:
+            self._keep(recipes)
         self._recipes.clear()
         self._begins = False
 
@@ -204,6 +216,8 @@ class GpuCall:
             values["source"], values["num_rows"] = routing.recv_src_idx, routing.num_recv_rows
             values["num_channels"] = routing.num_channels
             self._recipes.append((ops.kernels.digest_handle, block_of(routing.num_channels)))
+        elif self._previous is None and not self._run_async:
+            self._header = header
         values["digests"] = found
         self._recipes.append((ops.device_control.kernels.exchange_by_handle, payload is None))
         self._used += routing
@@ -270,6 +284,10 @@ class GpuCall:
         values["to_x"], values["to_sources"] = results.x.data_ptr(), results.source.data_ptr()
         values["to_ids"], values["to_weights"] = _address(results.topk_idx), _address(results.topk_weights)
         values["to_scales"] = _address(results.scales)
+        header = self._header
+        if header is not None and header[NUM_OFFERS] and results.x.shape[0] and payload.scales is None:
+            of_call = payload, config, routing.num_channels, header
+            self._keep = partial(self._ops.repeats.keep_dispatch, *of_call)
         rows = self._ops.rows
         self._recipes.append(
             (rows.send_through_rings, rows.sizes(payload.token, config), _strides(payload), experts_per_rank)
@@ -354,6 +372,10 @@ class GpuCall:
         of_call = (rows.sizes(combined.token, combined.config), out.dtype, len(combined.biases))
         if self._ops.windows.num_bytes:
             self._recipes.append((rows.pull_and_sum, *of_call))
+            header, is_plain = self._header, combined.topk_weights is None and not combined.biases
+            if header is not None and is_plain and combined.x.shape[0] and header[X_OFFSET] >= 0:
+                is_staged = bool(self._staged)
+                self._keep = partial(self._ops.repeats.keep_combine, combined, header, is_staged=is_staged)
         self._recipes.append((rows.combine_through_rings, *of_call))
 
     # The end

@@ -15,10 +15,12 @@ from typing import Any, Protocol
 import torch
 
 from anyep.backends.base import CombineInput, DispatchLayout, Payload
+from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.normal_call import GpuCall
-from anyep.backends.cuda.routing import GpuCounts, GpuRouting, checked_handle, known_digests
+from anyep.backends.cuda.repeats import Repeats
+from anyep.backends.cuda.routing import GpuCounts, GpuRouting, checked_handle, known_routing
 from anyep.backends.cuda.routing_kernels import RoutingKernels
 from anyep.backends.cuda.row_kernels import RowKernels
 from anyep.backends.cuda.tiles import tiles_for
@@ -36,6 +38,8 @@ log = logging.getLogger("anyep")
 class Reporter(Protocol):
     """Reads the reports of kernels."""
 
+    @property
+    def has_news(self) -> bool: ...
     def reported(self) -> AnyEPError | None: ...
     def raise_reported(self) -> None: ...
     def refuse(self, call: Call, error: AnyEPError) -> None: ...
@@ -79,6 +83,7 @@ class GpuNormalOps:
             device_control.kernels, all_rings, tiles, sms.share_of_sms, self.gpu.rounds_in_hardware
         )
         self.kernels = RoutingKernels(device_control.kernels)
+        self.repeats = Repeats(device_control, gpu_windows)
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
         self._unheard: AnyEPError | None = None
         """The error of an earlier call that has not been raised yet."""
@@ -155,6 +160,25 @@ class GpuNormalOps:
             self._smaller_configs[id(config)] = known
         return known[1]
 
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+        routing = self._quiet_routing(handle)
+        return self.repeats.dispatch(x, routing, config) if routing is not None else None
+
+    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+        routing = self._quiet_routing(handle)
+        return self.repeats.combine(x, routing, config) if routing is not None else None
+
+    def _quiet_routing(self, handle: Any) -> GpuRouting | None:
+        """The routing of a handle that needs no check, if there is no error to be raised either."""
+        routing = known_routing(handle)
+        if routing is None or routing.num_ranks != self.num_ranks or not routing.is_on(self.gpu.device):
+            return None
+        words = self._layout_report
+        has_layout_error = words[constants.NUM_REPORTS] != words[constants.NUM_READ]
+        if self._unheard is not None or has_layout_error or self._reports.has_news:
+            return None
+        return routing
+
     def aligned_payload(self, payload: Payload) -> Payload:
         x = _aligned(payload.x)
         return payload if x is payload.x else dataclasses.replace(payload, x=x)
@@ -164,13 +188,17 @@ class GpuNormalOps:
         return combined._replace(x=_aligned(combined.x), biases=biases)
 
     def routing_of(self, handle: Any, last: tuple[Any, GpuRouting] | None) -> GpuRouting:
-        """The routing of a user's handle; the last handle need not be checked again."""
+        """The routing of a user's handle. One that a dispatch of as many ranks filled need not be checked."""
+        known = known_routing(handle)
+        if known is not None and known.num_ranks == self.num_ranks and known.is_on(self.gpu.device):
+            return known
         if last is not None and handle is last[0]:
-            return last[1]._replace(digests=known_digests(handle))
+            return last[1]._replace(digests=None)
         return checked_handle(handle, self.num_ranks, self.gpu.device)
 
     def outputs(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
+        self.windows.followed = self.gpu.stream.caller()
         window = self.windows.allocate(num_bytes) if num_bytes else None
         if window is None:
             return self.gpu.empty(shape, dtype)
@@ -195,6 +223,8 @@ class GpuNormalOps:
         return GpuCounts(in_rank, per_rank, per_expert)
 
     def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> GpuCall:
+        follows_event = previous is not None and previous.event is not None
+        self.windows.followed = NO_STREAM if follows_event else self.gpu.stream.caller()
         return GpuCall(self, call, previous, run_async)
 
     # Layout

@@ -36,6 +36,13 @@ class GpuRouting(NamedTuple):
         return parts
 
     @property
+    def num_ranks(self) -> int:
+        return self.rank_prefix_matrix.shape[0]
+
+    def is_on(self, device: torch.device) -> bool:
+        return self.rank_prefix_matrix.device == device
+
+    @property
     def num_tokens(self) -> int:
         return self.send_head.shape[0]
 
@@ -76,14 +83,19 @@ def known_digests(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     torch does not track changes of tensors that were made in inference mode: their digests are not known.
     """
     known = getattr(parts[0], "_anyep_digests", None)
-    if not isinstance(known, _Known):
+    if not isinstance(known, _Known) or not all(map(operator.is_, parts[1:], known.others)):
         return None
-    for part, other in zip(parts[1:], known.others, strict=True):
-        if part is not other:
-            return None
     if known.versions != tuple(map(VERSION_OF, parts)):
         return None
     return known.digests
+
+
+def known_routing(handle: Any) -> GpuRouting | None:
+    """The routing of a handle whose digests are known: a dispatch filled it, so it needs no other check."""
+    if handle.__class__ is not tuple or len(handle) != NUM_TENSORS:
+        return None
+    digests = known_digests(handle)
+    return GpuRouting(*handle, digests) if digests is not None else None
 
 
 class GpuCounts(NamedTuple):

@@ -42,6 +42,11 @@ class Stream:
             stream = self._known[raw] = torch.cuda.current_stream()
         return stream
 
+    def caller(self) -> int:
+        """The caller's stream as the driver knows it."""
+        raw: int = torch._C._cuda_getCurrentRawStream(self._device)
+        return raw
+
     def begin(self, previous: EventOverlap | None) -> None:
         """Make later work on the communication stream wait for the caller's stream, or for its event."""
         event = previous.event.moment if previous is not None and previous.event is not None else None

@@ -11,15 +11,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 
+from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
 from anyep.backends.cuda.constants import WINDOW_BLOCK_BITS
-from anyep.backends.cuda.gpu import Gpu
+from anyep.backends.cuda.gpu import Gpu, Use
 from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.core.freelist import FreeList
 
+Uses = Sequence[Use | None]
+"""How the uses of the tensors over a window ended; None for one that died while a graph was captured."""
 Part = tuple[int, tuple[int, ...], torch.dtype]
 """Where in a window a tensor begins, in bytes, and its shape and type."""
 
@@ -32,8 +35,11 @@ class GpuWindows:
         self._gpu = gpu
         self._blocks: list[SymmetricBlock] = []
         self._free_lists: list[FreeList] = []
-        self._returned: deque[tuple[int, list[Any]]] = deque()
-        """Windows whose tensors are gone, and events after the last use of each tensor."""
+        self._returned: deque[tuple[int, Uses]] = deque()
+        """Windows whose tensors are gone, with the end of each tensor's use."""
+        self.followed = NO_STREAM
+        """The stream that the call under way follows, if it waits for its caller's stream: tensors whose use
+        ended there need no other wait."""
         self._of_graphs: dict[int, tuple[int, int]] = {}
         """By window that no tensor uses any more: the graph that it belongs to, and its bytes."""
         self._lock = threading.Lock()
@@ -104,13 +110,23 @@ class GpuWindows:
         """Tensors in a window, each with its own storage, because a torch custom operator may not return
         views of one storage. The window is returned when the tensors and their views are gone."""
         block = self._blocks[window >> WINDOW_BLOCK_BITS]
+        start = _within(window)
         if self._gpu.stream.is_capturing():
             keep = (self._gpu.stream.graph(), num_bytes)
             loan = _Loan(len(parts), lambda: None, lambda _: self._of_graphs.__setitem__(window, keep))
+            on_death: Callable[[], None] = loan.one_died
+        elif len(parts) == 1:
+            on_death = partial(self._came_back, window)
         else:
-            loan = _Loan(len(parts), self._gpu.last_use, lambda uses: self._returned.append((window, uses)))
-        start = _within(window)
-        return [block.lend(start + offset, shape, dtype, loan.one_died) for offset, shape, dtype in parts]
+            came_back = self._returned.append
+            on_death = _Loan(
+                len(parts), self._gpu.end_of_use, lambda uses: came_back((window, uses))
+            ).one_died
+        return [block.lend(start + offset, shape, dtype, on_death) for offset, shape, dtype in parts]
+
+    def _came_back(self, window: int) -> None:
+        """The only tensor over a window is gone."""
+        self._returned.append((window, (self._gpu.end_of_use(),)))
 
     def tensor(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over a window that is not lent."""
@@ -149,12 +165,15 @@ class GpuWindows:
         if self._gpu.stream.is_capturing():
             return
         while self._returned:
-            window, last_uses = self._returned.popleft()
-            if None in last_uses:
+            window, uses = self._returned.popleft()
+            ended = [use for use in uses if use is not None]
+            if len(ended) < len(uses):
                 # At least one of its tensors died while a graph was captured.
                 continue
-            for last_use in last_uses:
-                self._gpu.wait_before_next_call(last_use)
+            for use in ended:
+                if use.stream != self.followed:
+                    self._gpu.wait_for_use(use)
+                self._gpu.forget_use(use)
             self._free_list(window).free(_within(window))
 
 
@@ -162,19 +181,19 @@ class _Loan:
     """The tensors over one window. They die one by one, at any time and in any thread."""
 
     def __init__(
-        self, num_tensors: int, last_use: Callable[[], Any], on_end: Callable[[list[Any]], None]
+        self, num_tensors: int, end_of_use: Callable[[], Use | None], on_end: Callable[[Uses], None]
     ) -> None:
         self._left = list(range(num_tensors))
-        self._last_use = last_use
-        self._last_uses: list[Any] = []
+        self._end_of_use = end_of_use
+        self._uses: list[Use | None] = []
         self._on_end = on_end
 
     def one_died(self) -> None:
-        """Record the last use of a tensor; the loan ends with the last one."""
-        self._last_uses.append(self._last_use())
+        """Record the end of a tensor's use; the loan ends with the last one."""
+        self._uses.append(self._end_of_use())
         # Two threads may run this at once, but only one of them pops the 0.
         if self._left.pop() == 0:
-            self._on_end(self._last_uses)
+            self._on_end(self._uses)
 
 
 def _within(offset: int) -> int:

@@ -53,6 +53,7 @@ _GROUP_OF_MODULE: Final = {
     "signals": Group.NODES,
     "slots": Group.LOW_LATENCY,
     "driver_calls": Group.GPU,
+    "event_calls": Group.GPU,
     "casts": Group.CASTS,
 }
 """A module that is not listed belongs to the group that every Buffer uses."""
