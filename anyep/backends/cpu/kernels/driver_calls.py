@@ -77,7 +77,7 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 @intrinsic
-def _call(typing_context: Any, address: Any, first: Any, second: Any, third: Any) -> Any:
+def call_driver(typing_context: Any, address: Any, first: Any, second: Any, third: Any) -> Any:
     """A function of the driver with up to three arguments; it ignores those that it does not have."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -138,11 +138,11 @@ def _wait_for_others(batch, inputs):
     """Make the stream wait for the work before the batch; returns an error of the driver, or 0."""
     status = 0
     if inputs[EVENT_BEFORE]:
-        status = _call(batch[RECORD_EVENT], inputs[EVENT_BEFORE], inputs[STREAM_BEFORE], 0)
+        status = call_driver(batch[RECORD_EVENT], inputs[EVENT_BEFORE], inputs[STREAM_BEFORE], 0)
         if status == 0:
-            status = _call(batch[WAIT_FOR_EVENT], inputs[STREAM], inputs[EVENT_BEFORE], 0)
+            status = call_driver(batch[WAIT_FOR_EVENT], inputs[STREAM], inputs[EVENT_BEFORE], 0)
     if status == 0 and inputs[ALSO_WAIT_FOR]:
-        status = _call(batch[WAIT_FOR_EVENT], inputs[STREAM], inputs[ALSO_WAIT_FOR], 0)
+        status = call_driver(batch[WAIT_FOR_EVENT], inputs[STREAM], inputs[ALSO_WAIT_FOR], 0)
     return status
 
 
@@ -174,9 +174,9 @@ def _let_others_wait(batch, inputs):
     """Record the event after the batch, make a stream wait for it; returns an error of the driver, or 0."""
     if inputs[EVENT_AFTER] == 0:
         return 0
-    status = _call(batch[RECORD_EVENT], inputs[EVENT_AFTER], inputs[STREAM], 0)
+    status = call_driver(batch[RECORD_EVENT], inputs[EVENT_AFTER], inputs[STREAM], 0)
     if status == 0 and inputs[STREAM_AFTER] != NO_STREAM:
-        status = _call(batch[WAIT_FOR_EVENT], inputs[STREAM_AFTER], inputs[EVENT_AFTER], 0)
+        status = call_driver(batch[WAIT_FOR_EVENT], inputs[STREAM_AFTER], inputs[EVENT_AFTER], 0)
     return status
 
 
@@ -208,8 +208,8 @@ def run_batch(batch_address, inputs_address):
     status = _take_inputs(patches, inputs)
     if status == 0:
         # A stream of 0 is the default one of the current context.
-        status = _call(batch[PUSH_CONTEXT], batch[CONTEXT], 0, 0)
+        status = call_driver(batch[PUSH_CONTEXT], batch[CONTEXT], 0, 0)
         if status == 0:
             status = _run(batch, launches, inputs)
-            _call(batch[POP_CONTEXT], batch_address + 8 * POPPED, 0, 0)
+            call_driver(batch[POP_CONTEXT], batch_address + 8 * POPPED, 0, 0)
     return status

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from anyep.backends.cpu.kernels.compiler import kernel
-from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
-from anyep.backends.cpu.kernels.driver_calls import _call as call_driver
+from anyep.backends.cpu.kernels.driver_calls import NO_STREAM, call_driver
 from anyep.backends.cpu.kernels.memory import int64_at
 
 # The words that describe the driver: addresses of functions, a context, and where a context is written that

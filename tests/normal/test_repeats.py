@@ -1,0 +1,253 @@
+"""Calls along a handle that are repeated with less work give the same bits as step by step.
+
+Calls that are not like an earlier one are made step by step, whatever is different."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from anyep import Config, EventOverlap
+from anyep.api.buffer import Buffer
+from tests.support.gpu_scenarios import FEW_SMS, attempt, device_of, good_arguments, new_buffer
+from tests.support.places import Place
+from tests.support.world import RankContext
+
+PLACES = [
+    place.param(marks=pytest.mark.xdist_group(f"oracle of {place}"))
+    for place in (Place("simulated", 2), Place("cuda", 2), Place("cuda", 8))
+]
+HIDDEN = 32
+
+
+class Watched:
+    """A Buffer, and how many of its calls were repeated."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.num_repeats = 0
+        ops = buffer.runtime.normal.ops
+        for name in ("dispatch_again", "combine_again"):
+            setattr(ops, name, self._counting(getattr(ops, name)))
+
+    def _counting(self, repeat: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
+            rows = repeat(*arguments)
+            self.num_repeats += rows is not None
+            return rows
+
+        return counted
+
+    def step_by_step(self, call: Callable[[], Any]) -> Any:
+        """The call, made while something follows its phases, so that it is not repeated."""
+        control = self.buffer.runtime.control
+        control.between_steps = lambda call, phase: None
+        try:
+            return call()
+        finally:
+            control.between_steps = None
+
+
+def arguments_for(buffer: Buffer, tokens: int, seed: int, hidden: int = HIDDEN) -> dict[str, Any]:
+    """Those of a dispatch: ranks have different numbers of tokens, and each token some ranks."""
+    generator = torch.Generator().manual_seed(31 * seed + buffer.rank)
+    device, num_experts = device_of(buffer), 2 * buffer.group_size
+    count = tokens + buffer.rank
+    topk_idx = torch.rand(count, num_experts, generator=generator).topk(2, dim=1).indices.to(device)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    return {
+        "x": torch.randn(count, hidden, generator=generator).bfloat16().to(device),
+        "num_tokens_per_rank": per_rank,
+        "is_token_in_rank": in_rank,
+        "num_tokens_per_expert": per_expert,
+        "config": FEW_SMS,
+    }
+
+
+def follow_handles(context: RankContext) -> None:
+    """Handles of many sizes, in turns: rows in windows and elsewhere, results that are held or dropped."""
+    with new_buffer(context) as buffer:
+        watched = Watched(buffer)
+        made = [arguments_for(buffer, tokens, tokens) for tokens in (5, 1, 17, 9)]
+        handles = [buffer.dispatch(**arguments)[4] for arguments in made]
+        held = []
+        for turn in range(12):
+            arguments, handle = made[turn % len(made)], handles[turn % len(made)]
+            x = (arguments["x"].float() * (turn + 1)).bfloat16()
+
+            def send(x: torch.Tensor = x, handle: Any = handle) -> torch.Tensor:
+                return buffer.dispatch(x, handle=handle, config=FEW_SMS)[0]  # type: ignore[return-value]
+
+            expected = watched.step_by_step(send)
+            before = watched.num_repeats
+            rows = send()
+            assert watched.num_repeats == before + (len(rows) > 0)
+            assert torch.equal(rows, expected)
+            outputs = (rows.float() + context.rank).bfloat16()
+            for given in (outputs, rows):
+
+                def give_back(given: torch.Tensor = given, handle: Any = handle) -> torch.Tensor:
+                    return buffer.combine(given, handle, config=FEW_SMS)[0]
+
+                right = watched.step_by_step(give_back)
+                assert torch.equal(give_back(), right)
+                if turn > 0:
+                    before = watched.num_repeats
+                    assert torch.equal(give_back(), right)
+                    assert watched.num_repeats == before + (len(rows) > 0)
+            if turn % 3 == 0:
+                held.append((rows, expected.clone()))
+        for rows, expected in held:
+            assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_same_bits(place: Place) -> None:
+    place.world().run(follow_handles, timeout=200)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is different from the repeatable call; a repeat would be wrong, or is not supported."""
+
+    name: str
+    of_x: Callable[[torch.Tensor], Any] = lambda x: x
+    of_handle: Callable[[Any], Any] = lambda handle: handle
+    more: Callable[[Buffer], dict[str, Any]] = lambda buffer: {}
+    is_repeated: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x, x], dim=2)[:, :, 0]
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Rows that begin in the middle of 16 bytes."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    memory[1:] = x.flatten()
+    return memory[1:].view(x.shape)
+
+
+def touched(handle: Any) -> Any:
+    handle[3].add_(0)
+    return handle
+
+
+CHANGES = [
+    Change("nothing", is_repeated=True),
+    Change("other rows", lambda x: x * 2, is_repeated=True),
+    Change("another type", lambda x: x.half()),
+    Change("wider rows", lambda x: torch.cat([x, x], dim=1)),
+    Change("an address", shifted),
+    Change("a gradient", lambda x: x.clone().requires_grad_()),
+    Change("a copied handle", of_handle=lambda handle: tuple(part.clone() for part in handle)),
+    Change("a list", of_handle=list),
+    Change("a handle that was written to", of_handle=touched),
+    Change("another config", more=lambda buffer: {"config": Config(FEW_SMS.num_sms, 4, 8)}),
+    Change("an equal config", more=lambda buffer: {"config": Config(**vars(FEW_SMS))}),
+    Change("asynchronous", more=lambda buffer: {"async_finish": True}),
+    Change("an event", more=lambda buffer: {"previous_event": buffer.capture()}),
+    Change("an empty event", more=lambda buffer: {"previous_event": EventOverlap()}),
+]
+
+
+def try_changes(context: RankContext) -> None:
+    with new_buffer(context) as buffer:
+        watched = Watched(buffer)
+        arguments = arguments_for(buffer, 7, 3)
+        for change in CHANGES:
+            handle = buffer.dispatch(**arguments)[4]
+            for _ in range(2):
+                rows = buffer.dispatch(arguments["x"], handle=handle, config=FEW_SMS)[0]
+                assert isinstance(rows, torch.Tensor)
+                buffer.combine(rows, handle, config=FEW_SMS)
+            x, changed = change.of_x(arguments["x"]), change.of_handle(handle)
+            more = {"config": FEW_SMS, **change.more(buffer)}
+            before = watched.num_repeats
+            found, *_, event = buffer.dispatch(x, handle=changed, **more)
+            event.current_stream_wait()
+            assert watched.num_repeats == before + change.is_repeated, change
+            right, *_, event = watched.step_by_step(
+                lambda x=x, handle=handle, more=more: buffer.dispatch(x, handle=handle, **more)
+            )
+            event.current_stream_wait()
+            assert torch.equal(found.contiguous(), right.contiguous()), change
+            outputs = change.of_x(rows.clone())
+            more = {"config": FEW_SMS, **change.more(buffer)}
+            total, _, event = buffer.combine(outputs, changed, **more)
+            event.current_stream_wait()
+            right, _, event = watched.step_by_step(
+                lambda x=outputs, handle=handle, more=more: buffer.combine(x, handle, **more)
+            )
+            event.current_stream_wait()
+            assert torch.equal(total, right), change
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_is_different(place: Place) -> None:
+    place.world().run(try_changes, timeout=200)
+
+
+def mix_up(context: RankContext) -> list[str]:
+    """Rank 0 repeats a call with a handle of another dispatch; wrong arguments after calls that were good."""
+    with new_buffer(context) as buffer:
+        watched = Watched(buffer)
+        first, second = (arguments_for(buffer, 6, seed) for seed in (1, 2))
+        handles = [buffer.dispatch(**arguments)[4] for arguments in (first, second)]
+        x = first["x"]
+        for _ in range(2):
+            buffer.dispatch(x, handle=handles[0], config=FEW_SMS)
+        said = []
+        before = watched.num_repeats
+        chosen = handles[1] if context.rank == 0 else handles[0]
+        said.append(attempt(lambda: buffer.dispatch(x, handle=chosen, config=FEW_SMS)))
+        assert watched.num_repeats == before + 1
+        # It is heard of here, and this call is made all the same.
+        said.append(attempt(lambda: buffer.dispatch(x, handle=handles[0], config=FEW_SMS)))
+        assert watched.num_repeats == before + 1
+        said.append(attempt(lambda: buffer.dispatch(x, handle=handles[0], config=FEW_SMS)))
+        assert watched.num_repeats == before + 2
+        said.append(attempt(lambda: buffer.dispatch(x[:-1], handle=handles[0], config=FEW_SMS)))
+        said.append(attempt(lambda: buffer.dispatch(x.double(), handle=handles[0], config=FEW_SMS)))
+        said.append(attempt(lambda: buffer.dispatch(strided(x), handle=handles[0], config=FEW_SMS)))
+        rows = buffer.dispatch(x, handle=handles[0], config=FEW_SMS)[0]
+        assert isinstance(rows, torch.Tensor)
+        buffer.combine(rows, handles[0], config=FEW_SMS)
+        said.append(attempt(lambda: buffer.combine(rows[:-1], handles[0], config=FEW_SMS)))
+        said.append(attempt(lambda: buffer.combine(rows, handles[0], config=FEW_SMS)))
+        return said
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_wrong_calls(place: Place) -> None:
+    for said in place.world().run(mix_up, timeout=200):
+        mixed, heard, fine, short, wide, apart, few, last = said
+        assert (mixed, fine, last) == ("fine", "fine", "fine")
+        assert "handle" in heard
+        assert "rows, but the handle was made for" in short
+        assert "float64" in wide
+        assert "x is not contiguous" in apart
+        assert "rows, but the handle's dispatch gave" in few
+
+
+def end_with_it(context: RankContext) -> str:
+    buffer = new_buffer(context)
+    arguments = good_arguments(buffer)
+    handle = buffer.dispatch(**arguments)[4]
+    for _ in range(3):
+        buffer.dispatch(arguments["x"], handle=handle, config=FEW_SMS)
+    buffer.destroy()
+    return attempt(lambda: buffer.dispatch(arguments["x"], handle=handle, config=FEW_SMS))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_destroyed_buffer_repeats_nothing(place: Place) -> None:
+    for said in place.world().run(end_with_it, timeout=200):
+        assert said == "BufferBroken: this Buffer was destroyed: make a new one"
