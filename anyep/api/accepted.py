@@ -11,11 +11,12 @@ whatever they also look at must be part of what is compared, or be checked in ev
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+Kind = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
+STRIDED: Final = torch.strided
 
 
 class Accepted:
@@ -29,9 +30,12 @@ class Accepted:
 
     def remember(self, *tensors: Any) -> None:
         """These were accepted as they are; None stands for an argument that was left out."""
-        self._kinds = None
-        if all(tensor is None or self._is_plain(tensor) for tensor in tensors):
-            self._kinds = tuple(None if tensor is None else _kind_of(tensor) for tensor in tensors)
+        kinds = tuple(map(_kind_of, tensors))
+        are_plain = all(
+            tensor is None if kind is None else kind[1] == self._device
+            for tensor, kind in zip(tensors, kinds, strict=True)
+        )
+        self._kinds = kinds if are_plain else None
 
     def covers(self, *tensors: Any) -> bool:
         """Whether checks would accept these as they are."""
@@ -42,20 +46,18 @@ class Accepted:
             if tensor is None or kind is None:
                 if tensor is not kind:
                     return False
-            elif not self._is_plain(tensor) or _kind_of(tensor) != kind:
+            elif _kind_of(tensor) != kind:
                 return False
         return True
 
-    def _is_plain(self, tensor: Any) -> bool:
-        """A tensor of this device that calls take without making another one of it."""
-        return (
-            tensor.__class__ is torch.Tensor
-            and not tensor.requires_grad
-            and tensor.device == self._device
-            and tensor.layout is torch.strided
-            and not tensor.is_neg()
-        )
 
-
-def _kind_of(tensor: torch.Tensor) -> Kind:
-    return tensor.dtype, tensor.shape, tensor.stride()
+def _kind_of(tensor: Any) -> Kind | None:
+    """What checks look at, of a tensor that calls take without making another one of it; else None."""
+    if (
+        tensor.__class__ is torch.Tensor
+        and not tensor.requires_grad
+        and tensor.layout is STRIDED
+        and not tensor.is_neg()
+    ):
+        return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    return None

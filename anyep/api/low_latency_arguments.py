@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +20,7 @@ from anyep.errors import InvalidCall, whole_number
 from anyep.modes.low_latency import LowLatencyMode
 from anyep.sizes import LowLatencySizes, check_fp8_hidden, low_latency_sizes
 
+NUM_PARTS: Final = 5
 LAYOUT_RANGE: Final = 1
 """The part of a handle that stands for all."""
 WRONG_RANGES = (
@@ -88,6 +90,10 @@ class LowLatencyArguments:
         """The tensors that the last dispatch accepted."""
         self._sent_as: tuple[tuple[Any, ...], LowLatencySizes, Format] | None = None
         """The numbers and wishes of its user, its sizes and its format."""
+        self._returned = Accepted(device)
+        """The tensors that the last combine accepted, with those of its handle."""
+        self._returned_as: tuple[tuple[Any, ...], LowLatencySizes, bool, bool] | None = None
+        """The numbers of its handle and the wishes of its user, its sizes, and what was wished."""
 
     def dispatch(
         self,
@@ -158,6 +164,36 @@ class LowLatencyArguments:
     ) -> LowLatencyInput:
         """What a combine adds up. `formats_wanted` is the caller's (use_logfmt, zero_copy)."""
         self._begin(async_finish, return_recv_hook)
+        given: tuple[Any, ...] = ()
+        numbers: tuple[Any, ...] = ()
+        if handle.__class__ is tuple and len(handle) == NUM_PARTS:
+            src_info, layout_range, num_max_tokens, hidden, num_experts = handle
+            numbers = num_max_tokens, hidden, num_experts, *formats_wanted
+            given = x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats
+            known = self._returned_as
+            are_plain = type(num_max_tokens) is type(hidden) is type(num_experts) is int
+            if known is not None and are_plain and known[0] == numbers and self._returned.covers(*given):
+                _, sizes, use_logfmt, zero_copy = known
+                self._unfilled.wait_for(layout_range)
+                self._mode.check_sizes(sizes)
+                self._mode.check_is_filled(layout_range)
+                num_rows = self._count_rows(src_info, layout_range, sizes)
+                self._mode.check_ids(topk_idx, num_experts)
+                if zero_copy:
+                    self._mode.check_was_lent(call, sizes)
+                return LowLatencyInput(
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    src_info,
+                    layout_range,
+                    num_rows,
+                    sizes,
+                    use_logfmt,
+                    zero_copy,
+                    out,
+                    wait_stats,
+                )
         check_devices(
             self._device,
             x=x,
@@ -190,7 +226,7 @@ class LowLatencyArguments:
         checked_stats = check_stats("combine_wait_recv_cost_stats", wait_stats, torch.int64, self._num_ranks)
         if zero_copy:
             self._mode.check_was_lent(call, sizes)
-        return LowLatencyInput(
+        combined = LowLatencyInput(
             rows,
             ids,
             weights.contiguous(),
@@ -203,6 +239,11 @@ class LowLatencyArguments:
             out,
             checked_stats,
         )
+        accepted = (*combined[:NUM_PARTS], out, checked_stats)
+        if given and all(map(operator.is_, given, accepted)):
+            self._returned.remember(*given)
+            self._returned_as = numbers, sizes, combined.use_logfmt, combined.zero_copy
+        return combined
 
     def clean(self, num_max_tokens: Any, hidden: Any, num_experts: Any) -> LowLatencySizes:
         """The sizes that the slots shall have."""
@@ -215,7 +256,7 @@ class LowLatencyArguments:
     def handle(self, handle: Any) -> HandleParts:
         """The contents of a handle, if they are valid; a copy is as good as the original."""
         self._unfilled.wait_for_handle(handle, LAYOUT_RANGE)
-        if not isinstance(handle, tuple | list) or len(handle) != 5:
+        if not isinstance(handle, tuple | list) or len(handle) != NUM_PARTS:
             raise InvalidCall(
                 "handle is not that of a low-latency dispatch: it must be (src_info, layout_range,"
                 " num_max_dispatch_tokens_per_rank, hidden, num_experts)"
@@ -231,10 +272,14 @@ class LowLatencyArguments:
         ranges = check_tensor("handle[1]", layout_range, (torch.int64,), (local_experts, num_ranks))
         self._mode.check_is_filled(ranges)
         source, ranges = source.contiguous(), ranges.contiguous()
-        num_rows = self._mode.count_rows(ranges, source, sizes.num_max_tokens)
+        return HandleParts(source, ranges, self._count_rows(source, ranges, sizes), sizes)
+
+    def _count_rows(self, src_info: torch.Tensor, layout_range: torch.Tensor, sizes: LowLatencySizes) -> int:
+        """The rows of a handle, as far as the host knows them, if its contents fit together."""
+        num_rows = self._mode.count_rows(layout_range, src_info, sizes.num_max_tokens)
         if num_rows < 0:
             raise InvalidCall(f"the handle's contents do not fit together: {WRONG_RANGES[-num_rows]}")
-        return HandleParts(source, ranges, num_rows, sizes)
+        return num_rows
 
     def _begin(self, async_finish: bool, return_recv_hook: bool) -> None:
         self._before(async_finish)

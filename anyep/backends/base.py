@@ -24,7 +24,7 @@ from anyep.layout import SOURCE_INDEX_BYTES, ControlBlock, LowLatencySlots, Wind
 from anyep.sizes import Config, LowLatencySizes, TokenLayout, token_layout
 
 T = TypeVar("T")
-Half = TypeVar("Half")
+Halves = TypeVar("Halves")
 MIN_WINDOW_BYTES: Final = 128
 
 
@@ -380,8 +380,7 @@ class NormalOps(Protocol):
 # Low-latency mode
 
 
-@dataclass(frozen=True)
-class LowLatencyTokens:
+class LowLatencyTokens(NamedTuple):
     """What a low-latency dispatch sends, and the statistics that it updates."""
 
     x: torch.Tensor
@@ -410,8 +409,7 @@ class LowLatencyResults(NamedTuple):
     layout_range: torch.Tensor
 
 
-@dataclass(frozen=True)
-class LowLatencyInput:
+class LowLatencyInput(NamedTuple):
     """What a low-latency combine sums, where it writes the sums, and the statistics that it updates."""
 
     x: torch.Tensor
@@ -427,18 +425,13 @@ class LowLatencyInput:
     wait_stats: torch.Tensor | None
 
 
-@dataclass(slots=True, eq=False)
-class LowLatencyWork(Generic[Half]):
-    """The two halves of a call, as its backend runs them, and the tensors that they use."""
+class LowLatencyWork(NamedTuple, Generic[Halves]):
+    """What a call does, as its backend does it."""
 
-    send: Half
-    receive: Half
+    halves: Halves
+    """Sending and receiving, and the tensors that they use."""
     release: Callable[[], None]
     """Lets the senders go on whose rows will not be received; it holds no tensor of the user's."""
-    tensors: tuple[torch.Tensor | None, ...] = ()
-    stream: Any = None
-    is_captured: bool = False
-    """Whether it belongs to a CUDA graph, which may be replayed at any time."""
 
 
 @dataclass

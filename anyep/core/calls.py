@@ -73,6 +73,8 @@ class Call(NamedTuple):
 
     number: int
     kind: int
+    is_captured: bool = False
+    """Whether it is recorded into a CUDA graph, which may be replayed at any time."""
 
     def __str__(self) -> str:
         return f"{FUNCTIONS[self.kind]} ({name_of_call(self.number)})"

@@ -76,11 +76,12 @@ class LowLatencyMode:
         """Take the next call number, if a set of slots is free for it."""
         self._control.check_works()
         self.ops.before_call()
-        if not self.ops.is_capturing:
+        is_captured = self.ops.is_capturing
+        if not is_captured:
             self._forget_dropped_hooks()
             self._check_set_is_free(self._last_call + 1)
         self._last_call += 1
-        return Call(self._last_call, kind)
+        return Call(self._last_call, kind, is_captured)
 
     def listen(self) -> None:
         """Look for errors of earlier calls."""
@@ -114,6 +115,8 @@ class LowLatencyMode:
 
     def check_sizes(self, sizes: LowLatencySizes) -> None:
         """Refuse sizes that are not those of the slots."""
+        if self._slots is not None and sizes is self._slots.sizes:
+            return
         self.check_room(sizes)
         may_change = not self.ops.agreement.holds and self._num_open == 0
         if self._slots is not None and sizes != self._slots.sizes and not may_change:
@@ -240,7 +243,7 @@ class LowLatencyMode:
             self._num_open += 1
             return Sent(self.ops.run(call, work, run_async, self._call_is_over), None)
         self.ops.send(call, work)
-        if not work.is_captured:
+        if not call.is_captured:
             self._num_open += 1
             self._in_flight[call.number % NUM_SLOT_SETS] = call
         return Sent(None, _Hook(self, call, work))
@@ -250,7 +253,7 @@ class LowLatencyMode:
 
     def receive(self, call: Call, work: LowLatencyWork[Any]) -> None:
         """What a hook does."""
-        if work.is_captured:
+        if call.is_captured:
             self.ops.receive(call, work, _nothing)
             return
         slot_set = call.number % NUM_SLOT_SETS
@@ -266,7 +269,7 @@ class LowLatencyMode:
 
     def hook_was_dropped(self, call: Call, work: LowLatencyWork[Any]) -> None:
         """Called by the garbage collector, at any time and in any thread: appending is all that is safe."""
-        if not work.is_captured:
+        if not call.is_captured:
             self._dropped.append((call, work.release))
 
     def _forget_dropped_hooks(self) -> None:

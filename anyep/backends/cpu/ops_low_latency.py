@@ -39,7 +39,8 @@ from anyep.events import EventHandle
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
-Work: TypeAlias = LowLatencyWork[Callable[[], None]]
+Work: TypeAlias = LowLatencyWork[tuple[Callable[[], None], Callable[[], None]]]
+"""Halves that send and receive."""
 NO_STATS: Final = np.zeros(0, np.int32)
 NOT_TIMED: Final = np.zeros(0, np.int64)
 Pieces = dict[int, list[tuple[int, int, int]]]
@@ -155,7 +156,7 @@ class CpuLowLatencyOps:
             self._pack(call, at, tokens, ranges, num_rows, results)
             self._finish(call)
 
-        return LowLatencyWork(send, receive, partial(self._tell_packed, call))
+        return LowLatencyWork((send, receive), partial(self._tell_packed, call))
 
     def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> Work:
         at = self._addresses
@@ -178,13 +179,13 @@ class CpuLowLatencyOps:
                     f" has no row of it: pass the topk_idx of the dispatch that the handles come from"
                 )
 
-        return LowLatencyWork(send, receive, partial(self._tell_packed, call))
+        return LowLatencyWork((send, receive), partial(self._tell_packed, call))
 
     def run(self, call: Call, work: Work, run_async: bool, on_end: Callable[[], None]) -> EventHandle | None:
         def whole_call() -> None:
             try:
-                self._control.guarded(call, work.send)
-                self._control.guarded(call, work.receive)
+                for half in work.halves:
+                    self._control.guarded(call, half)
             finally:
                 on_end()
 
@@ -194,13 +195,13 @@ class CpuLowLatencyOps:
         return None
 
     def send(self, call: Call, work: Work) -> None:
-        self._stream.run(lambda: self._control.guarded(call, work.send))
+        self._stream.run(lambda: self._control.guarded(call, work.halves[0]))
         self._control.end(call)
 
     def receive(self, call: Call, work: Work, on_end: Callable[[], None]) -> None:
         def receive() -> None:
             try:
-                self._control.guarded(call, work.receive)
+                self._control.guarded(call, work.halves[1])
             finally:
                 on_end()
 

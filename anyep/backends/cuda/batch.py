@@ -234,11 +234,14 @@ class Batches:
         self._known: dict[Any, Batch] = {}
 
     def run(self, recipes: Recipes, moment: Moment, values: Mapping[str, Any]) -> None:
-        batch = self._known.get(recipes)
-        if batch is None:
-            batch = self._add(recipes, recipes, {})
-        if batch.run(moment, values):
-            return
+        batch = self.made(recipes)
+        if not batch.run(moment, values):
+            self.run_unaligned(batch, recipes, moment, values)
+
+    def run_unaligned(
+        self, batch: Batch, recipes: Recipes, moment: Moment, values: Mapping[str, Any]
+    ) -> None:
+        """Run kernels that do not expect of these addresses what this batch of the recipes expects."""
         are_aligned = {
             name: values[name] if isinstance(values[name], int) else values[name].data_ptr()
             for name in batch.names
@@ -252,6 +255,10 @@ class Batches:
         """The batch of these recipes, if it was run before."""
         return self._known.get(recipes)
 
+    def made(self, recipes: Recipes) -> Batch:
+        """The batch of these recipes, for aligned addresses."""
+        return self._known.get(recipes) or self._add(recipes, recipes, {})
+
     def _add(self, key: Any, recipes: Recipes, are_aligned: Mapping[str, bool]) -> Batch:
         if len(self._known) >= MAX_BATCHES:
             # The oldest one.
@@ -259,6 +266,28 @@ class Batches:
         batch = Batch([recipe(*arguments) for recipe, *arguments in recipes], self._device, are_aligned)
         self._known[key] = batch
         return batch
+
+
+class Prepared:
+    """Recipes that are run often: their batch is looked up once, when it is first run.
+
+    both = Prepared(batches, recipes)
+    both.run(moment, {"x": x})
+    """
+
+    __slots__ = ("_batch", "_batches", "_recipes")
+
+    def __init__(self, batches: Batches, recipes: Recipes) -> None:
+        self._batches = batches
+        self._recipes = recipes
+        self._batch: Batch | None = None
+
+    def run(self, moment: Moment, values: Mapping[str, Any]) -> None:
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = self._batches.made(self._recipes)
+        if not batch.run(moment, values):
+            self._batches.run_unaligned(batch, self._recipes, moment, values)
 
 
 def leaves_of(launch: Launch, are_aligned: Mapping[str, bool]) -> list[Leaf | tuple[Leaf, ...]]:

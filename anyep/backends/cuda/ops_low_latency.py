@@ -13,9 +13,9 @@ Where ranks may be masked, kernels mask those that do not come; hosts meet only 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -30,13 +30,14 @@ from anyep.backends.base import (
     LowLatencyWork,
 )
 from anyep.backends.cuda import constants
-from anyep.backends.cuda.batch import Batch, Recipes
+from anyep.backends.cuda.batch import Batch, Prepared, Recipes
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.kernels import slots as kernels
 from anyep.backends.cuda.masks import GpuMasks
+from anyep.backends.cuda.moment import Moment
 from anyep.backends.cuda.order import Order
-from anyep.backends.cuda.slot_kernels import SIGNATURE, SlotKernels, SlotTables
+from anyep.backends.cuda.slot_kernels import Movers, Signature, SlotKernels, SlotTables, new_state
 from anyep.core import diagnosis, outcomes, records
 from anyep.core.calls import Array, Call, Phase, Stall, name_of_call
 from anyep.core.outcomes import still_missing
@@ -47,6 +48,7 @@ from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
 ErrorOf = Callable[[Call, int, int], AnyEPError]
+MAX_PLANS: Final = 256
 
 
 class Reporter(Protocol):
@@ -63,14 +65,26 @@ class WorkingControl(LowLatencyControl, Protocol):
     def check_works(self) -> None: ...
 
 
-class Half(NamedTuple):
-    """One half of a call: a batch, and the values of its inputs. Both halves have the same values."""
+class Plan(NamedTuple):
+    """What calls that differ in addresses only have in common: their batches, and the inputs that are
+    numbers."""
 
-    recipes: Recipes
+    both: Prepared
+    """Of both halves."""
+    send: Prepared
+    receive: Prepared
+    numbers: dict[str, int]
+
+
+class Halves(NamedTuple):
+    """What both halves of a call need: its plan, the values of all inputs, and the caller's stream."""
+
+    plan: Plan
     values: dict[str, Any]
+    stream: int
 
 
-Work: TypeAlias = LowLatencyWork[Half]
+Work: TypeAlias = LowLatencyWork[Halves]
 
 
 class GpuLowLatencyOps(ending.Part):
@@ -92,7 +106,11 @@ class GpuLowLatencyOps(ending.Part):
         self._region: ControlRegion = device_control.region
         self._heap = device_control.heap
         self._can_shrink = can_shrink
-        self._order = Order(self._gpu, device_control.batches)
+        self._batches = device_control.batches
+        self._order = Order(self._gpu)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self.empty = self._gpu.empty
+        """Memory for a result: (shape, dtype)."""
         self._unheard: AnyEPError | None = None
         """The error of an earlier call, for the next one to raise."""
         self._report = self._gpu.words(constants.REPORTED_HEADERS + records.NUM_WORDS * self._num_ranks)
@@ -112,7 +130,8 @@ class GpuLowLatencyOps(ending.Part):
         self._known: dict[LowLatencySizes, SlotTables] = {}
         self._at: SlotTables | None = None
         self._calls_with_slots = 0
-        self._work_in_flight: dict[Call, Work] = {}
+        self._work_in_flight: dict[int, Work] = {}
+        """By call number."""
         self.agreement = Agreement()
         ending.register(self)
 
@@ -175,10 +194,6 @@ class GpuLowLatencyOps(ending.Part):
         self._at = known
         self._calls_with_slots = 0
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        made: torch.Tensor = self._gpu.empty(shape, dtype)
-        return made
-
     def refuse(self, call: Call, error: AnyEPError) -> None:
         if self.is_capturing:
             return
@@ -188,64 +203,103 @@ class GpuLowLatencyOps(ending.Part):
             return
         text = REFUSAL_TEXTS + call.number % NUM_SLOT_SETS
         self._control.publish_refusal(text, str(error))
-        values = self._opening(self._new_state(0), records.header_of(call.kind), refused=1 + text)
-        self._in_line(((self._kernels.open_call, True), (self._kernels.finish_call,)), values)
+        opening = self._kernels.open_call, _signature(records.header_of(call.kind)), 1 + text, True
+        self._in_line((opening, (self._kernels.finish_call,)), new_state(self._gpu, 0))
 
     # Work
 
     def dispatch(self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults) -> Work:
-        at = self._at
-        assert at is not None
-        state = self._new_state(tokens.sizes.num_experts)
-        values = self._opening(state, records.header_of(call.kind, tokens.sizes, tokens.travel))
-        send = self._kernels.send_tokens_of(at, tokens, values)
-        take = self._kernels.pack_tokens_of(at, tokens, results, values)
-        tensors = (tokens.x, tokens.topk_idx, tokens.expert_stats, tokens.wait_stats, *results, state)
-        return self._new_work(call, values, (send, take), tokens.wait_stats, tensors)
+        x, topk_idx, sizes, travel, expert_stats, wait_stats = tokens
+        at, (num_tokens, num_topk) = self._at, topk_idx.shape
+        # An integer: the hash of an enumeration takes longer than the rest.
+        has_stats = expert_stats is not None
+        key = at, int(travel), num_tokens, num_topk, has_stats, wait_stats is None
+        plan = self._plans.get(key)
+        if plan is None:
+            assert at is not None
+            words = tokens.num_scale_words
+            movers = self._kernels.of_dispatch(at, travel, num_tokens, num_topk, words, has_stats)
+            signature = _signature(records.header_of(call.kind, sizes, travel))
+            plan = self._new_plan(key, at, signature, movers, wait_stats is not None)
+        values = {
+            **plan.numbers,
+            "state": self._state_of(call),
+            "x": x,
+            "topk_idx": topk_idx,
+            "packed_x": results.x,
+            "packed_scales": results.scales,
+            "src_info": results.src_info,
+            "layout_range": results.layout_range,
+            "counts": results.counts,
+            "expert_stats": expert_stats,
+            "wait_stats": wait_stats,
+        }
+        return self._new_work(call, plan, values)
 
     def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> Work:
+        at, (num_tokens, num_topk) = self._at, combined.topk_idx.shape
+        use_logfmt, zero_copy, wait_stats = combined.use_logfmt, combined.zero_copy, combined.wait_stats
+        key = at, use_logfmt, zero_copy, num_tokens, num_topk, wait_stats is None, "combine"
+        plan = self._plans.get(key)
+        if plan is None:
+            assert at is not None
+            movers = self._kernels.of_combine(at, use_logfmt, zero_copy, num_tokens, num_topk)
+            travel = Format.LOGFMT if use_logfmt else Format.BF16
+            signature = _signature(records.header_of(call.kind, combined.sizes, travel))
+            plan = self._new_plan(key, at, signature, movers, wait_stats is not None)
+        values = {
+            **plan.numbers,
+            "state": self._state_of(call),
+            # With zero copy no kernel reads it.
+            "x": combined.x,
+            "topk_idx": combined.topk_idx,
+            "topk_weights": combined.topk_weights,
+            "src_info": combined.src_info,
+            "layout_range": combined.layout_range,
+            "out": out,
+            "wait_stats": wait_stats,
+        }
+        return self._new_work(call, plan, values)
+
+    def _new_plan(
+        self,
+        key: tuple[Any, ...],
+        at: SlotTables,
+        signature: Signature,
+        movers: Movers,
+        has_wait_stats: bool,
+    ) -> Plan:
+        kernels = self._kernels
+        send = ((kernels.open_call, signature), movers.send)
+        receive = ((kernels.receive_records, at.slots.num_local_experts, has_wait_stats), movers.take)
+        both, first, second = (Prepared(self._batches, each) for each in (send + receive, send, receive))
+        if len(self._plans) >= MAX_PLANS:
+            # The oldest one.
+            del self._plans[next(iter(self._plans))]
+        plan = self._plans[key] = Plan(both, first, second, movers.numbers)
+        return plan
+
+    def _state_of(self, call: Call) -> torch.Tensor:
+        """The state of a call: one that calls of its set share, unless a graph may run it at any time."""
         at = self._at
         assert at is not None
-        state = self._new_state(combined.sizes.num_experts)
-        travel = Format.LOGFMT if combined.use_logfmt else Format.BF16
-        values = self._opening(state, records.header_of(call.kind, combined.sizes, travel))
-        send = self._kernels.return_rows_of(at, combined, values)
-        take = self._kernels.sum_tokens_of(at, combined, out, values)
-        tensors = (
-            *(combined.x, combined.topk_idx, combined.topk_weights, combined.src_info),
-            *(combined.layout_range, combined.wait_stats, out, state),
-        )
-        return self._new_work(call, values, (send, take), combined.wait_stats, tensors)
+        if call.is_captured:
+            return new_state(self._gpu, at.slots.sizes.num_experts)
+        return at.states[call.number % NUM_SLOT_SETS]
 
-    def _new_work(
-        self,
-        call: Call,
-        values: dict[str, Any],
-        movers: tuple[tuple[Any, ...], tuple[Any, ...]],
-        wait_stats: torch.Tensor | None,
-        tensors: tuple[torch.Tensor | None, ...],
-    ) -> Work:
-        """`movers` are the recipes of the kernels that send rows and that take them."""
-        assert self._at is not None
-        values["wait_stats"] = wait_stats
-        send, take = movers
-        receive = (self._kernels.receive_records, self._at.slots.num_local_experts, wait_stats is not None)
-        return LowLatencyWork(
-            Half(((self._kernels.open_call,), send), values),
-            Half((receive, take), values),
-            partial(self._release, call, values["state"]),
-            tensors,
-            self._gpu.stream.current(),
-            self.is_capturing,
-        )
+    def _new_work(self, call: Call, plan: Plan, values: dict[str, Any]) -> Work:
+        halves = Halves(plan, values, self._gpu.stream.caller())
+        return LowLatencyWork(halves, partial(self._release, call, values["state"]))
 
     def run(self, call: Call, work: Work, run_async: bool, on_end: Callable[[], None]) -> EventHandle | None:
         self._begin(call)
-        both = work.send.recipes + work.receive.recipes
-        self._order.run(both, self._gpu.stream.moment(True, not run_async), work.send.values)
-        event: EventHandle | None = self._gpu.stream.end(True) if run_async else None
+        plan, values, _ = work.halves
+        moment = self._gpu.stream.moment(True, not run_async)
+        self._order.run(plan.both, moment, values, call.is_captured)
+        event: EventHandle | None = None
         if run_async:
-            self._keep(work)
+            event = self._gpu.stream.end(True)
+            self._keep(values)
         # The next call runs after this one, whatever the host knows about it.
         on_end()
         self._control.end(call)
@@ -253,45 +307,48 @@ class GpuLowLatencyOps(ending.Part):
 
     def send(self, call: Call, work: Work) -> None:
         self._begin(call)
-        self._order.run(work.send.recipes, self._gpu.stream.on(work.stream), work.send.values)
-        if not work.is_captured:
-            self._work_in_flight[call] = work
+        plan, values, stream = work.halves
+        self._order.run(plan.send, Moment(stream), values, call.is_captured)
+        if not call.is_captured:
+            self._work_in_flight[call.number] = work
         self._control.end(call)
 
     def receive(self, call: Call, work: Work, on_end: Callable[[], None]) -> None:
         self._control.check_works()
         self._control.enter(call, Phase.RECEIVE)
-        stream = self._gpu.stream.current()
+        plan, values, sent_on = work.halves
+        stream = self._gpu.stream.caller()
         try:
-            self._order.run(work.receive.recipes, self._gpu.stream.on(stream), work.receive.values)
+            self._order.run(plan.receive, Moment(stream), values, self.is_capturing)
         finally:
-            self._work_in_flight.pop(call, None)
+            self._work_in_flight.pop(call.number, None)
             on_end()
-        if stream != work.stream:
-            self._keep(work)
+        if stream != sent_on:
+            self._keep(values)
         self._control.end(call)
 
     def _release(self, call: Call, state: torch.Tensor) -> None:
         """Let the senders go on whose rows will not be received."""
-        if self._work_in_flight.pop(call, None) is not None:
-            self._in_line(((self._kernels.finish_call,),), {"state": state})
+        if self._work_in_flight.pop(call.number, None) is not None:
+            self._in_line(((self._kernels.finish_call,),), state)
 
     def _begin(self, call: Call) -> None:
         self._control.enter(call, Phase.SEND)
         self.agreement.holds = True
         self._calls_with_slots += 1
 
-    def _keep(self, work: Work) -> None:
+    def _keep(self, values: Mapping[str, Any]) -> None:
         """Keep the memory of what two streams use until both are done with it."""
-        for tensor in work.tensors:
-            if tensor is not None:
-                self._gpu.used_by_both(tensor)
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                self._gpu.used_by_both(value)
 
     def clean(self, call: Call, sizes: LowLatencySizes) -> None:
         self._control.enter(call, Phase.SEND)
         kernels = self._kernels
-        recipes = (kernels.open_call, True), (kernels.receive_records, 0, False), (kernels.finish_call,)
-        self._in_line(recipes, self._opening(self._new_state(0), records.header_of(call.kind, sizes)))
+        opening = kernels.open_call, _signature(records.header_of(call.kind, sizes)), 0, True
+        recipes = opening, (kernels.receive_records, 0, False), (kernels.finish_call,)
+        self._in_line(recipes, new_state(self._gpu, 0))
         self._settle()
         self._control.end(call)
 
@@ -301,9 +358,9 @@ class GpuLowLatencyOps(ending.Part):
     def next_combine_rows(self, call: Call, slots: LowLatencySlots) -> torch.Tensor:
         """Waits for the earlier calls, since only they know which slots come next."""
         self._control.enter(call, Phase.SEND)
-        state = self._new_state(0)
-        values = self._opening(state, records.header_of(call.kind, slots.sizes))
-        self._in_line(((self._kernels.open_call, False, False),), values)
+        state = new_state(self._gpu, 0)
+        signature = _signature(records.header_of(call.kind, slots.sizes))
+        self._in_line(((self._kernels.open_call, signature, 0, False, False),), state)
         self._settle()
         number = int(state[constants.NUMBER])
         messages: torch.Tensor = self._heap.lend(
@@ -333,21 +390,10 @@ class GpuLowLatencyOps(ending.Part):
             self._heap.tensor(self._words[constants.CALLS_AT], (1,), torch.int64).fill_(number)
             self._gpu.synchronize()
 
-    # Steps of a call
-
-    def _new_state(self, num_experts: int) -> torch.Tensor:
-        """The state of a call, with room for the ranges of its completion records."""
-        state: torch.Tensor = self._gpu.empty((constants.RANGES + num_experts,), torch.int64)
-        return state
-
-    def _opening(self, state: torch.Tensor, header: Array, refused: int = 0) -> dict[str, Any]:
-        """The values of the inputs of `open_call`."""
-        words = header[records.Field.KIND : records.Field.FORMAT + 1].tolist()
-        return {"state": state, "refused": refused, **dict(zip(SIGNATURE, words, strict=True))}
-
-    def _in_line(self, recipes: Recipes, values: dict[str, Any]) -> None:
+    def _in_line(self, recipes: Recipes, state: torch.Tensor) -> None:
         """Run kernels on the communication stream, after earlier and before later work of the caller's."""
-        self._order.run(recipes, self._gpu.stream.moment(True, True), values)
+        moment, batch = self._gpu.stream.moment(True, True), Prepared(self._batches, recipes)
+        self._order.run(batch, moment, {"state": state}, self.is_capturing)
 
     # What went wrong
 
@@ -450,6 +496,11 @@ class GpuLowLatencyOps(ending.Part):
     def last_use(self) -> Any:
         """An event after all that was launched outside of graphs."""
         return self._order.done
+
+
+def _signature(header: Array) -> Signature:
+    """The words of a header that `open_call` takes."""
+    return tuple(header[records.Field.KIND : records.Field.FORMAT + 1].tolist())
 
 
 def _run_beside_kernels(gpu: Gpu, mask_rank: Batch, masked: int, generation: int) -> None:

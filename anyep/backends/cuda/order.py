@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
-from anyep.backends.cuda.batch import Batches, Recipes
+from anyep.backends.cuda.batch import Prepared
 from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.moment import Moment
 
@@ -16,9 +16,8 @@ UNKNOWN_GRAPH: Final = -1
 class Order:
     """Makes batches run in the order in which the host launches them, whatever their streams."""
 
-    def __init__(self, gpu: Gpu, batches: Batches) -> None:
-        self._gpu = gpu
-        self._batches = batches
+    def __init__(self, gpu: Gpu) -> None:
+        self._stream = gpu.stream
         self.done = gpu.now()
         """An event after the last batch outside of graphs."""
         self._done_in_graph = gpu.now()
@@ -28,17 +27,16 @@ class Order:
         """The graph that the last batch was captured in, 0 for none, and its stream."""
         self._lock = threading.Lock()
 
-    def run(self, recipes: Recipes, moment: Moment, values: Mapping[str, Any]) -> None:
+    def run(self, batch: Prepared, moment: Moment, values: Mapping[str, Any], is_captured: bool) -> None:
         """Run a batch after everything that was launched before; an event follows it, for which the stream
-        waits that waits for the end of `moment`."""
+        waits that waits for the end of `moment`. `is_captured`: in the graph that is being captured."""
+        stream, event_before, stream_before, _, _, stream_after = moment
         with self._lock:
-            graph = 0
-            if self._gpu.stream.is_capturing():
-                graph = self._gpu.stream.graph() or UNKNOWN_GRAPH
+            graph = (self._stream.graph() or UNKNOWN_GRAPH) if is_captured else 0
             last_graph, last_stream = self._last
             done = self._raw_done_in_graph if graph else self._raw_done
             # A graph can only wait for its own work; the caller orders its replays.
-            is_elsewhere = graph == last_graph != UNKNOWN_GRAPH and moment.stream != last_stream
+            is_elsewhere = graph == last_graph != UNKNOWN_GRAPH and stream != last_stream
             also = done if is_elsewhere else 0
-            self._batches.run(recipes, moment._replace(also_wait_for=also, event_after=done), values)
-            self._last = (graph, moment.stream)
+            batch.run(Moment(stream, event_before, stream_before, also, done, stream_after), values)
+            self._last = (graph, stream)

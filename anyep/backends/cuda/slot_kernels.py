@@ -1,21 +1,20 @@
 """Recipes of the kernels of low-latency calls.
 
 kernels = SlotKernels(device_control, device_constants, generations, ranks_on_gpu, can_shrink)
-recipes = ((kernels.open_call,), kernels.send_tokens_of(tables, tokens, values))
-batches.run(recipes, moment, values)
+movers = kernels.of_dispatch(tables, Format.BF16, num_tokens, num_topk, has_stats)
+batches.run(((kernels.open_call, signature), movers.send), moment, {**movers.numbers, "x": x, ...})
 
-A recipe returns a `Launch` for calls of certain sizes; `..._of` gives the recipe of a call, and adds the
-values of its inputs to a dictionary.
+A recipe returns a `Launch` for calls of certain sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from anyep.backends.base import LowLatencyInput, LowLatencyResults, LowLatencyTokens
+from anyep.backends.cuda import constants
 from anyep.backends.cuda.batch import Input, Launch
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.gpu import Gpu
@@ -39,12 +38,22 @@ MOST_SHARES: Final = 64
 PROGRAMS_PER_SM: Final = 16
 
 STATE: Final = Input("state", torch.int64)
-SIGNATURE: Final = ("kind", "max_tokens", "hidden", "num_experts", "travel")
-"""The words of a call's signature, as inputs of `open_call`."""
 TOPK_IDX: Final = Input("topk_idx", torch.int64)
 NUM_TOKENS: Final = Input("num_tokens")
 SRC_INFO: Final = Input("src_info", torch.int32)
 LAYOUT_RANGE: Final = Input("layout_range", torch.int64)
+Signature = tuple[int, ...]
+"""The words of a call's signature: its kind, the sizes of the slots, and how values travel."""
+
+
+class Movers(NamedTuple):
+    """The kernels of calls of certain sizes that send rows and take them."""
+
+    send: tuple[Any, ...]
+    take: tuple[Any, ...]
+    """Their recipes."""
+    numbers: dict[str, int]
+    """The inputs that are numbers."""
 
 
 class SlotTables:
@@ -74,6 +83,13 @@ class SlotTables:
         """With the lists for each peer, in this rank's own memory."""
         self.of_peers = Slots(messages, lists_of_peers, *sizes)
         """With the lists that each peer keeps for this rank."""
+        self.states = tuple(new_state(gpu, slots.sizes.num_experts) for _ in sets)
+        """Of calls outside of graphs, by set: no two calls in flight have the same one."""
+
+
+def new_state(gpu: Gpu, num_experts: int) -> torch.Tensor:
+    """The state of a call, with room for the ranges of its completion records; `open_call` fills it."""
+    return gpu.empty((constants.RANGES + num_experts,), torch.int64)
 
 
 class SlotKernels:
@@ -102,11 +118,12 @@ class SlotKernels:
         arguments = (self._device_constants, self._heaps, Input("masked"), Input("generation"))
         return Launch(kernels.mask_rank, 1, self._blocks, (1,), arguments)
 
-    def open_call(self, posts: bool = False, advances: bool = True) -> Launch:
+    def open_call(
+        self, signature: Signature, refused: int = 0, posts: bool = False, advances: bool = True
+    ) -> Launch:
         """Take the next call number, and wait until its slots are free."""
-        constants = {"ADVANCES": advances, "POSTS": posts, **self._shrink}
-        words = (*(Input(name) for name in SIGNATURE), Input("refused"))
-        return Launch(kernels.open_call, 1, constants, (1,), (self._call, *words))
+        aspects = {"ADVANCES": advances, "POSTS": posts, **self._shrink}
+        return Launch(kernels.open_call, 1, aspects, (1,), (self._call, *signature, refused))
 
     def receive_records(self, num_experts: int, has_stats: bool) -> Launch:
         """Wait for the completion records of all ranks."""
@@ -124,14 +141,24 @@ class SlotKernels:
 
     # Dispatch
 
-    def send_tokens_of(
-        self, at: SlotTables, tokens: LowLatencyTokens, values: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        num_tokens, num_topk = tokens.topk_idx.shape
-        num_shares = self._shares(num_tokens, -(-tokens.sizes.hidden // (CAST_BLOCKS * CHANNELS)))
-        values["x"], values["topk_idx"], values["num_tokens"] = tokens.x, tokens.topk_idx, num_tokens
-        values["send_programs"] = tokens.sizes.num_experts + num_tokens * num_shares
-        return self.send_tokens, at, tokens.travel, num_topk, num_shares
+    def of_dispatch(
+        self,
+        at: SlotTables,
+        travel: Format,
+        num_tokens: int,
+        num_topk: int,
+        num_scale_words: int,
+        has_stats: bool,
+    ) -> Movers:
+        """The kernels of a dispatch; `has_stats`: it counts the rows of each expert."""
+        sizes = at.slots.sizes
+        num_shares = self._shares(num_tokens, -(-sizes.hidden // (CAST_BLOCKS * CHANNELS)))
+        num_programs = sizes.num_experts + num_tokens * num_shares
+        return Movers(
+            (self.send_tokens, at, travel, num_topk, num_shares),
+            (self.pack_tokens, at, travel, num_scale_words, has_stats),
+            {"num_tokens": num_tokens, "send_programs": num_programs},
+        )
 
     def send_tokens(self, at: SlotTables, travel: Format, num_topk: int, num_shares: int) -> Launch:
         """Put tokens into messages, list them by expert, and post completion records."""
@@ -148,14 +175,6 @@ class SlotKernels:
         x = Input("x", torch.uint16)
         arguments = (self._call, at.for_peers, x, TOPK_IDX, NUM_TOKENS, at.slots.sizes.hidden)
         return Launch(kernels.send_tokens, 4, constants, (Input("send_programs"),), arguments)
-
-    def pack_tokens_of(
-        self, at: SlotTables, tokens: LowLatencyTokens, results: LowLatencyResults, values: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        values["packed_x"], values["packed_scales"] = results.x, results.scales
-        values["src_info"], values["layout_range"] = results.src_info, results.layout_range
-        values["counts"], values["expert_stats"] = results.counts, tokens.expert_stats
-        return self.pack_tokens, at, tokens.travel, tokens.num_scale_words, tokens.expert_stats is not None
 
     def pack_tokens(self, at: SlotTables, travel: Format, num_scale_words: int, has_stats: bool) -> Launch:
         """Take the rows of each local expert from their senders, and close the call."""
@@ -189,14 +208,23 @@ class SlotKernels:
 
     # Combine
 
-    def return_rows_of(
-        self, at: SlotTables, combined: LowLatencyInput, values: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        if not combined.zero_copy:
-            values["x"] = combined.x
-        values["topk_idx"], values["num_ids"] = combined.topk_idx, combined.topk_idx.numel()
-        values["src_info"], values["layout_range"] = combined.src_info, combined.layout_range
-        return self.return_rows, at, combined.use_logfmt, combined.topk_idx.shape[1], combined.zero_copy
+    def of_combine(
+        self, at: SlotTables, use_logfmt: bool, zero_copy: bool, num_tokens: int, num_topk: int
+    ) -> Movers:
+        """The kernels of a combine."""
+        tile_blocks = CAST_BLOCKS if use_logfmt else SUM_BLOCKS
+        num_shares = self._shares(num_tokens, -(-at.slots.sizes.hidden // (tile_blocks * CHANNELS)))
+        return Movers(
+            (self.return_rows, at, use_logfmt, num_topk, zero_copy),
+            (self.sum_tokens, at, use_logfmt, num_topk),
+            {
+                "num_ids": num_tokens * num_topk,
+                "num_tokens": num_tokens,
+                # A call without tokens has to be closed by a program, too.
+                "summed_tokens": max(1, num_tokens),
+                "sum_shares": num_shares,
+            },
+        )
 
     def return_rows(self, at: SlotTables, use_logfmt: bool, num_topk: int, zero_copy: bool) -> Launch:
         """Put the rows of local experts into messages, list them, and post completion records."""
@@ -216,17 +244,6 @@ class SlotKernels:
         )
         num_programs = num_experts * (self._num_ranks + (0 if zero_copy else num_shares))
         return Launch(kernels.return_rows, 4, constants, (num_programs,), arguments)
-
-    def sum_tokens_of(
-        self, at: SlotTables, combined: LowLatencyInput, out: torch.Tensor, values: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        num_tokens, num_topk = combined.topk_idx.shape
-        tile_blocks = CAST_BLOCKS if combined.use_logfmt else SUM_BLOCKS
-        num_shares = self._shares(num_tokens, -(-combined.sizes.hidden // (tile_blocks * CHANNELS)))
-        values["topk_weights"], values["out"], values["num_tokens"] = combined.topk_weights, out, num_tokens
-        # A call without tokens has to be closed by a program, too.
-        values["summed_tokens"], values["sum_shares"] = max(1, num_tokens), num_shares
-        return self.sum_tokens, at, combined.use_logfmt, num_topk
 
     def sum_tokens(self, at: SlotTables, use_logfmt: bool, num_topk: int) -> Launch:
         """Sum each token's rows where they lie, and close the call."""
