@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import ctypes
 import json
 import os
 import pstats
@@ -69,6 +70,15 @@ _returns = {
 }
 
 
+def keep_freed_memory() -> None:
+    """Let C's allocator keep what is freed, as CUDA's does: tensors of many megabytes would otherwise take a
+    system call to allocate, and one to free."""
+    mmap_max, trim_threshold = -4, -1
+    library = ctypes.CDLL(None)
+    library.mallopt(mmap_max, 0)
+    library.mallopt(trim_threshold, 2**31 - 1)
+
+
 def use_driver_that_returns() -> None:
     """Buffers of this process with device "cuda" launch kernels that never run."""
     from anyep.api import options
@@ -78,6 +88,9 @@ def use_driver_that_returns() -> None:
     class Gpu(simulated_gpu.SimulatedGpu):
         def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype)
+
+        def empty_like(self, template: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(template)
 
     library = driver_that_returns()
     driver._library = lambda: library  # type: ignore[assignment]
@@ -170,6 +183,7 @@ def main() -> int:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     dist.init_process_group("gloo", rank=0, world_size=1, store=torch._C._distributed_c10d.HashStore())
     torch.set_num_threads(1)
+    keep_freed_memory()
     use_driver_that_returns()
     found = {}
     for name, call in calls(options.tokens).items():

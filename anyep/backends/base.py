@@ -393,10 +393,28 @@ class LowLatencyTokens(NamedTuple):
     @property
     def num_scale_words(self) -> int:
         """Words of 4 bytes that travel with each row."""
-        if self.travel is Format.BF16:
-            return 0
-        num_scales = self.sizes.hidden // formats.CHANNELS_PER_BLOCK
-        return num_scales // 4 if self.travel is Format.FP8_UE8M0 else num_scales
+        return num_scale_words(self.sizes.hidden, self.travel)
+
+
+def num_scale_words(hidden: int, travel: Format) -> int:
+    """Words of 4 bytes that travel with a row of `hidden` values.
+
+    >>> num_scale_words(7168, Format.FP8), num_scale_words(7168, Format.FP8_UE8M0)
+    (56, 14)
+    """
+    if travel is Format.BF16:
+        return 0
+    num_scales = hidden // formats.CHANNELS_PER_BLOCK
+    return num_scales // 4 if travel is Format.FP8_UE8M0 else num_scales
+
+
+class Outline(NamedTuple):
+    """What a tensor looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_transposed: bool = False
+    """Whether its last two dimensions are exchanged in memory."""
 
 
 class LowLatencyResults(NamedTuple):
@@ -514,8 +532,8 @@ class LowLatencyOps(Protocol):
     def use_slots(self, slots: LowLatencySlots) -> None:
         """Let later calls have these slots."""
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a result."""
+    def allocator(self, outlines: Sequence[Outline]) -> Callable[[], Sequence[torch.Tensor]]:
+        """A function that allocates tensors that look like this, for the results of many calls."""
 
     def dispatch(
         self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults

@@ -42,6 +42,7 @@ class State(IntEnum):
 
 _DOING: Final = struct.Struct("=qqqqq")
 """CALL, KIND, PHASE, SINCE_NS and WAITS_FOR, written at once."""
+_DOING_AT: Final = 8 * int(StatusWord.CALL)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class StatusBlock:
         self._words[StatusWord.SINCE_NS] = time.monotonic_ns()
 
     def enter(self, call: int, kind: int, phase: Phase) -> None:
-        _DOING.pack_into(self._view, 8 * StatusWord.CALL, call, kind, phase, time.monotonic_ns(), -1)
+        _DOING.pack_into(self._view, _DOING_AT, call, kind, phase, time.monotonic_ns(), -1)
 
     def wait_for(self, peer: int) -> None:
         self._words[StatusWord.WAITS_FOR] = peer

@@ -22,6 +22,8 @@ from anyep.backends.base import (
     LowLatencyResults,
     LowLatencyTokens,
     LowLatencyWork,
+    Outline,
+    num_scale_words,
 )
 from anyep.control.plane import ControlPlane
 from anyep.core.calls import Call, Kind
@@ -34,6 +36,7 @@ from anyep.sizes import LowLatencySizes, low_latency_sizes
 
 T = TypeVar("T")
 Hook = Callable[[], None]
+New = Callable[[], Sequence[torch.Tensor]]
 MAX_IN_FLIGHT: Final = NUM_SLOT_SETS
 
 
@@ -66,6 +69,10 @@ class LowLatencyMode:
         self._num_open = 0
         """Calls that may not be over yet."""
         self._slots: LowLatencySlots | None = None
+        self._new_of_dispatch: tuple[Format, New] | None = None
+        """What allocates the results of dispatches with these slots whose rows travel like this."""
+        self._new_of_combine: tuple[int, New] | None = None
+        """The same for combines of so many tokens."""
         self._num_cleanings = 0
         self._lent_for: tuple[int, LowLatencySizes] | None = None
         """The call that may find its rows where `next_combine_buffer` said."""
@@ -152,6 +159,7 @@ class LowLatencyMode:
             slots = LowLatencySlots(self._start, sizes, self._num_ranks)
             self.ops.use_slots(slots)
             self._slots = slots
+            self._new_of_dispatch = self._new_of_combine = None
             self.ops.agreement.holds = False
         return self._slots
 
@@ -163,7 +171,7 @@ class LowLatencyMode:
         """Send tokens to the experts that they chose, and get those that chose this rank's experts."""
 
         def whole_call() -> tuple[LowLatencyResults, Sent]:
-            results = self._new_results(self._slots_for(tokens.sizes), tokens)
+            results = self._new_results(self._slots_for(tokens.sizes), tokens.travel)
             work = self.ops.dispatch(call, tokens, results)
             sent = self._run(call, work, run_async, by_hook)
             if self._in_flight[call.number % NUM_SLOT_SETS] == call:
@@ -172,23 +180,19 @@ class LowLatencyMode:
 
         return self._guarded(call, whole_call)
 
-    def _new_results(self, slots: LowLatencySlots, tokens: LowLatencyTokens) -> LowLatencyResults:
-        num_experts, num_rows = slots.num_local_experts, slots.rows_per_expert
-        empty = self.ops.empty
-        scales = None
-        if tokens.travel is not Format.BF16:
-            dtype = torch.int32 if tokens.travel is Format.FP8_UE8M0 else torch.float32
-            scales = empty((num_experts, tokens.num_scale_words, num_rows), dtype).transpose(1, 2)
-        return LowLatencyResults(
-            empty(
-                (num_experts, num_rows, slots.sizes.hidden),
-                torch.bfloat16 if scales is None else torch.float8_e4m3fn,
-            ),
-            scales,
-            empty((num_experts,), torch.int32),
-            empty((num_experts, num_rows), torch.int32),
-            empty((num_experts, self._num_ranks), torch.int64),
-        )
+    def _new_results(self, slots: LowLatencySlots, travel: Format) -> LowLatencyResults:
+        known = self._new_of_dispatch
+        if known is None or known[0] is not travel:
+            known = self._new_of_dispatch = travel, self.ops.allocator(_results_of_dispatch(slots, travel))
+        x, counts, src_info, layout_range, *scales = known[1]()
+        return LowLatencyResults(x, scales[0] if scales else None, counts, src_info, layout_range)
+
+    def _new_sums(self, num_tokens: int, hidden: int) -> torch.Tensor:
+        known = self._new_of_combine
+        if known is None or known[0] != num_tokens:
+            outline = Outline((num_tokens, hidden), torch.bfloat16)
+            known = self._new_of_combine = num_tokens, self.ops.allocator([outline])
+        return known[1]()[0]
 
     def combine(
         self, call: Call, combined: LowLatencyInput, run_async: bool, by_hook: bool
@@ -199,7 +203,7 @@ class LowLatencyMode:
             self._slots_for(combined.sizes)
             out = combined.out
             if out is None:
-                out = self.ops.empty((combined.topk_idx.shape[0], combined.sizes.hidden), torch.bfloat16)
+                out = self._new_sums(combined.topk_idx.shape[0], combined.sizes.hidden)
             work = self.ops.combine(call, combined, out)
             return out, self._run(call, work, run_async, by_hook)
 
@@ -337,6 +341,23 @@ class _Hook:
         if self._left is not None:
             mode, call, work = self._left
             mode.hook_was_dropped(call, work)
+
+
+def _results_of_dispatch(slots: LowLatencySlots, travel: Format) -> list[Outline]:
+    """The results of a dispatch: rows, counts, src_info, layout_range and, if values are cast, scales."""
+    experts, num_rows = slots.num_local_experts, slots.rows_per_expert
+    is_cast = travel is not Format.BF16
+    outlines = [
+        Outline((experts, num_rows, slots.sizes.hidden), torch.float8_e4m3fn if is_cast else torch.bfloat16),
+        Outline((experts,), torch.int32),
+        Outline((experts, num_rows), torch.int32),
+        Outline((experts, slots.num_ranks), torch.int64),
+    ]
+    if is_cast:
+        dtype = torch.int32 if travel is Format.FP8_UE8M0 else torch.float32
+        num_words = num_scale_words(slots.sizes.hidden, travel)
+        outlines.append(Outline((experts, num_rows, num_words), dtype, is_transposed=True))
+    return outlines
 
 
 def _nothing() -> None:

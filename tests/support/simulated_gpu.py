@@ -159,6 +159,11 @@ class SimulatedGpu:
         num_bytes = math.prod(shape) * dtype.itemsize
         return torch.full((num_bytes,), 0x5A, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
 
+    def empty_like(self, template: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(template)
+        made.untyped_storage().fill_(0x5A)
+        return made
+
     def table(self, words: list[int]) -> torch.Tensor:
         return torch.tensor(words, dtype=torch.int64, device="cpu")
 

@@ -25,6 +25,7 @@ from anyep.backends.base import (
     LowLatencyTokens,
     LowLatencyWork,
     Mask,
+    Outline,
 )
 from anyep.backends.cpu.heap import Block
 from anyep.backends.cpu.memory import WarmMemory
@@ -137,8 +138,18 @@ class CpuLowLatencyOps:
         assert self._at is not None
         return self._at
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self._memory.empty(shape, dtype)
+    def allocator(self, outlines: Sequence[Outline]) -> Callable[[], Sequence[torch.Tensor]]:
+        memory = self._memory
+
+        def allocate() -> list[torch.Tensor]:
+            made = []
+            for shape, dtype, is_transposed in outlines:
+                stored = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
+                tensor = memory.empty(stored, dtype)
+                made.append(tensor.transpose(-2, -1) if is_transposed else tensor)
+            return made
+
+        return allocate
 
     # Work
 

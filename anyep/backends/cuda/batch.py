@@ -15,10 +15,11 @@ inputs, and groups of them: NamedTuples.
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -76,19 +77,12 @@ class Batch:
         self._launches = tuple(launches)
         self.names: tuple[str, ...] = tuple(dict.fromkeys(each.name for each in _inputs_of(self._launches)))
         """The inputs."""
-        self._is_interpreted = not all(isinstance(launch.kernel, JITFunction) for launch in launches)
-        if not self._is_interpreted:
-            with driver.relaxed():
-                self._loaded = _Loaded(self._launches, device, self.names, are_aligned or {})
-
-    def run(self, moment: Moment, values: Mapping[str, Any]) -> bool:
-        """Launch the kernels with these values of the inputs; returns False, and launches nothing, if the
+        self.run: Callable[[Moment, Mapping[str, Any]], bool] = partial(_interpret_all, self._launches)
+        """Launches the kernels with these values of the inputs; returns False, and launches nothing, if the
         batch was made for aligned addresses and one is not."""
-        if self._is_interpreted:
-            for launch in self._launches:
-                interpret(launch, values)
-            return True
-        return self._loaded.run(moment, values)
+        if all(isinstance(launch.kernel, JITFunction) for launch in launches):
+            with driver.relaxed():
+                self.run = _Loaded(self._launches, device, self.names, are_aligned or {}).run
 
 
 class _Loaded:
@@ -101,7 +95,7 @@ class _Loaded:
         names: Sequence[str],
         are_aligned: Mapping[str, bool],
     ) -> None:
-        self._names = names
+        self._values_of = values_of(names)
         self._name = "+".join(launch.kernel.fn.__name__ for launch in launches)
         self._kernels = [_Kernel(launch, device, are_aligned) for launch in launches]
         num_patches = sum(map(_Kernel.num_patches, self._kernels))
@@ -130,10 +124,7 @@ class _Loaded:
         self._run: Callable[[int, int], int] = run_batch
 
     def run(self, moment: Moment, values: Mapping[str, Any]) -> bool:
-        found = [
-            value if value.__class__ is int else value.data_ptr()
-            for value in map(values.__getitem__, self._names)
-        ]
+        found = [value if value.__class__ is int else value.data_ptr() for value in self._values_of(values)]
         # Other threads run during the call: the packed inputs are this thread's until it returns.
         with self._lock:
             self._pack(self._inputs, 0, *moment, *found)
@@ -337,6 +328,23 @@ def _inputs_of(launches: Sequence[Launch]) -> Iterator[Input]:
         for argument in (*launch.grid, *_members_of(launch.arguments)):
             if isinstance(argument, Input):
                 yield argument
+
+
+def values_of(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Sequence[Any]]:
+    """What looks up the values of these names.
+
+    >>> values_of(["x", "out"])({"x": 1, "out": 2, "more": 3}), values_of(["x"])({"x": 1})
+    ((1, 2), (1,))
+    """
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return lambda values: tuple(values[name] for name in names)
+
+
+def _interpret_all(launches: Sequence[Launch], moment: Moment, values: Mapping[str, Any]) -> bool:
+    for launch in launches:
+        interpret(launch, values)
+    return True
 
 
 def interpret(launch: Launch, values: Mapping[str, Any]) -> None:

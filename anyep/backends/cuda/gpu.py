@@ -88,6 +88,9 @@ class Gpu:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
+    def empty_like(self, template: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(template)
+
     def table(self, words: list[int]) -> torch.Tensor:
         return torch.tensor(words, dtype=torch.int64, device=self.device)
 

@@ -13,7 +13,7 @@ Where ranks may be masked, kernels mask those that do not come; hosts meet only 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -28,6 +28,7 @@ from anyep.backends.base import (
     LowLatencyResults,
     LowLatencyTokens,
     LowLatencyWork,
+    Outline,
 )
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.batch import Batch, Prepared, Recipes
@@ -109,8 +110,6 @@ class GpuLowLatencyOps(ending.Part):
         self._batches = device_control.batches
         self._order = Order(self._gpu)
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self.empty = self._gpu.empty
-        """Memory for a result: (shape, dtype)."""
         self._unheard: AnyEPError | None = None
         """The error of an earlier call, for the next one to raise."""
         self._report = self._gpu.words(constants.REPORTED_HEADERS + records.NUM_WORDS * self._num_ranks)
@@ -205,6 +204,11 @@ class GpuLowLatencyOps(ending.Part):
         self._control.publish_refusal(text, str(error))
         opening = self._kernels.open_call, _signature(records.header_of(call.kind)), 1 + text, True
         self._in_line((opening, (self._kernels.finish_call,)), new_state(self._gpu, 0))
+
+    def allocator(self, outlines: Sequence[Outline]) -> Callable[[], Sequence[torch.Tensor]]:
+        templates = [_template(self._gpu, outline) for outline in outlines]
+        empty_like = self._gpu.empty_like
+        return lambda: [empty_like(template) for template in templates]
 
     # Work
 
@@ -496,6 +500,16 @@ class GpuLowLatencyOps(ending.Part):
     def last_use(self) -> Any:
         """An event after all that was launched outside of graphs."""
         return self._order.done
+
+
+def _template(gpu: Gpu, outline: Outline) -> torch.Tensor:
+    """A tensor without memory, for `empty_like`: torch reads its shape and strides faster than arguments."""
+    shape, dtype, is_transposed = outline
+    stored = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
+    stored_as: torch.Tensor = gpu.empty(stored, dtype)
+    made = stored_as.transpose(-2, -1) if is_transposed else stored_as
+    made.untyped_storage().resize_(0)
+    return made
 
 
 def _signature(header: Array) -> Signature:
