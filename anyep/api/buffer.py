@@ -708,10 +708,12 @@ class Buffer:
         mode.unmask(range(self.group_size))
 
     def _check_low_latency(self) -> tuple[Session, LowLatencyMode, LowLatencyArguments]:
-        session, _ = self._check_usable()
-        if session.low_latency is None or self._low_latency is None:
+        session, checks = self.runtime, self._low_latency
+        if session is None or checks is None or self._generation is not _generation:
+            self._check_usable()
             raise InvalidCall("this Buffer has no low-latency mode: make it with low_latency_mode=True")
-        return session, session.low_latency, self._low_latency
+        assert session.low_latency is not None
+        return session, session.low_latency, checks
 
     def _check_shrinking(self) -> tuple[Session, LowLatencyMode]:
         session, mode, _ = self._check_low_latency()

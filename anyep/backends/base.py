@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from anyep.layout import SOURCE_INDEX_BYTES, ControlBlock, LowLatencySlots, Wind
 from anyep.sizes import Config, LowLatencySizes, TokenLayout, token_layout
 
 T = TypeVar("T")
-Halves = TypeVar("Halves")
+Work = TypeVar("Work", bound="LowLatencyWork")
 MIN_WINDOW_BYTES: Final = 128
 
 
@@ -443,13 +443,12 @@ class LowLatencyInput(NamedTuple):
     wait_stats: torch.Tensor | None
 
 
-class LowLatencyWork(NamedTuple, Generic[Halves]):
-    """What a call does, as its backend does it."""
+class LowLatencyWork(Protocol):
+    """The two halves of a call, as its backend runs them."""
 
-    halves: Halves
-    """Sending and receiving, and the tensors that they use."""
-    release: Callable[[], None]
-    """Lets the senders go on whose rows will not be received; it holds no tensor of the user's."""
+    @property
+    def release(self) -> Callable[[], None]:
+        """Lets the senders go on whose rows will not be received; it holds no tensor of the user's."""
 
 
 @dataclass
@@ -499,7 +498,7 @@ class Mask(Protocol):
         """Go on without these ranks, and tell every rank."""
 
 
-class LowLatencyOps(Protocol):
+class LowLatencyOps(Protocol[Work]):
     """Low-latency mode on one device."""
 
     agreement: Agreement
@@ -535,19 +534,15 @@ class LowLatencyOps(Protocol):
     def allocator(self, outlines: Sequence[Outline]) -> Callable[[], Sequence[torch.Tensor]]:
         """A function that allocates tensors that look like this, for the results of many calls."""
 
-    def dispatch(
-        self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults
-    ) -> LowLatencyWork[Any]: ...
-    def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> LowLatencyWork[Any]: ...
-    def run(
-        self, call: Call, work: LowLatencyWork[Any], run_async: bool, on_end: Callable[[], None]
-    ) -> EventHandle | None:
+    def dispatch(self, call: Call, tokens: LowLatencyTokens, results: LowLatencyResults) -> Work: ...
+    def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> Work: ...
+    def run(self, call: Call, work: Work, run_async: bool, on_end: Callable[[], None]) -> EventHandle | None:
         """Do both halves; `on_end` is called when the host needs to know no more about the call."""
 
-    def send(self, call: Call, work: LowLatencyWork[Any]) -> None:
+    def send(self, call: Call, work: Work) -> None:
         """Do the first half."""
 
-    def receive(self, call: Call, work: LowLatencyWork[Any], on_end: Callable[[], None]) -> None:
+    def receive(self, call: Call, work: Work, on_end: Callable[[], None]) -> None:
         """Do the second half."""
 
     def refuse(self, call: Call, error: AnyEPError) -> None:

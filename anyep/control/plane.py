@@ -166,11 +166,11 @@ class ControlPlane(ending.Part):
     def enter(self, call: Call, phase: Phase) -> None:
         """Publish what this rank is doing now."""
         self._own.enter(call.number, call.kind, phase)
-        if self.between_steps is not None and phase is not Phase.IDLE:
+        if self.between_steps is not None:
             self.between_steps(call, phase)
 
     def end(self, call: Call) -> None:
-        self.enter(call, Phase.IDLE)
+        self._own.enter(call.number, call.kind, Phase.IDLE)
 
     def guarded(self, call: Call, work: Callable[[], T]) -> T:
         """Do a part of a call that touches peers; an unexpected error breaks the control plane for good."""

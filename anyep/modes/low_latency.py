@@ -51,7 +51,7 @@ class LowLatencyMode:
     """Low-latency mode of one rank; its slots take `num_bytes` of the heap, from `start` on."""
 
     def __init__(
-        self, control: ControlPlane, ops: LowLatencyOps, masks: Masks, start: int, num_bytes: int
+        self, control: ControlPlane, ops: LowLatencyOps[Any], masks: Masks, start: int, num_bytes: int
     ) -> None:
         self.ops = ops
         self.masks = masks
@@ -69,10 +69,10 @@ class LowLatencyMode:
         self._num_open = 0
         """Calls that may not be over yet."""
         self._slots: LowLatencySlots | None = None
-        self._new_of_dispatch: tuple[Format, New] | None = None
-        """What allocates the results of dispatches with these slots whose rows travel like this."""
-        self._new_of_combine: tuple[int, New] | None = None
-        """The same for combines of so many tokens."""
+        self._new_results: dict[int, New] = {}
+        """What allocates the results of dispatches with these slots, by how rows travel."""
+        self._new_sums: dict[int, New] = {}
+        """What allocates the sums of combines, by the number of tokens."""
         self._num_cleanings = 0
         self._lent_for: tuple[int, LowLatencySizes] | None = None
         """The call that may find its rows where `next_combine_buffer` said."""
@@ -155,13 +155,15 @@ class LowLatencyMode:
             )
 
     def _slots_for(self, sizes: LowLatencySizes) -> LowLatencySlots:
-        if self._slots is None or self._slots.sizes != sizes:
+        slots = self._slots
+        if slots is None or (slots.sizes is not sizes and slots.sizes != sizes):
             slots = LowLatencySlots(self._start, sizes, self._num_ranks)
             self.ops.use_slots(slots)
             self._slots = slots
-            self._new_of_dispatch = self._new_of_combine = None
+            self._new_results.clear()
+            self._new_sums.clear()
             self.ops.agreement.holds = False
-        return self._slots
+        return slots
 
     # Calls
 
@@ -171,7 +173,7 @@ class LowLatencyMode:
         """Send tokens to the experts that they chose, and get those that chose this rank's experts."""
 
         def whole_call() -> tuple[LowLatencyResults, Sent]:
-            results = self._new_results(self._slots_for(tokens.sizes), tokens.travel)
+            results = self._results(self._slots_for(tokens.sizes), tokens.travel)
             work = self.ops.dispatch(call, tokens, results)
             sent = self._run(call, work, run_async, by_hook)
             if self._in_flight[call.number % NUM_SLOT_SETS] == call:
@@ -180,19 +182,21 @@ class LowLatencyMode:
 
         return self._guarded(call, whole_call)
 
-    def _new_results(self, slots: LowLatencySlots, travel: Format) -> LowLatencyResults:
-        known = self._new_of_dispatch
-        if known is None or known[0] is not travel:
-            known = self._new_of_dispatch = travel, self.ops.allocator(_results_of_dispatch(slots, travel))
-        x, counts, src_info, layout_range, *scales = known[1]()
+    def _results(self, slots: LowLatencySlots, travel: Format) -> LowLatencyResults:
+        new = self._new_results.get(int(travel))
+        if new is None:
+            outlines = _results_of_dispatch(slots, travel)
+            new = self._new_results[int(travel)] = self.ops.allocator(outlines)
+        x, counts, src_info, layout_range, *scales = new()
         return LowLatencyResults(x, scales[0] if scales else None, counts, src_info, layout_range)
 
-    def _new_sums(self, num_tokens: int, hidden: int) -> torch.Tensor:
-        known = self._new_of_combine
-        if known is None or known[0] != num_tokens:
+    def _sums(self, num_tokens: int, hidden: int) -> torch.Tensor:
+        new = self._new_sums.get(num_tokens)
+        if new is None:
+            # As many as there are numbers of tokens: at most `num_max_tokens`, and each takes a few words.
             outline = Outline((num_tokens, hidden), torch.bfloat16)
-            known = self._new_of_combine = num_tokens, self.ops.allocator([outline])
-        return known[1]()[0]
+            new = self._new_sums[num_tokens] = self.ops.allocator([outline])
+        return new()[0]
 
     def combine(
         self, call: Call, combined: LowLatencyInput, run_async: bool, by_hook: bool
@@ -203,7 +207,7 @@ class LowLatencyMode:
             self._slots_for(combined.sizes)
             out = combined.out
             if out is None:
-                out = self._new_sums(combined.topk_idx.shape[0], combined.sizes.hidden)
+                out = self._sums(combined.topk_idx.shape[0], combined.sizes.hidden)
             work = self.ops.combine(call, combined, out)
             return out, self._run(call, work, run_async, by_hook)
 
@@ -242,7 +246,7 @@ class LowLatencyMode:
 
     # Sending and receiving
 
-    def _run(self, call: Call, work: LowLatencyWork[Any], run_async: bool, by_hook: bool) -> Sent:
+    def _run(self, call: Call, work: LowLatencyWork, run_async: bool, by_hook: bool) -> Sent:
         if not by_hook:
             self._num_open += 1
             return Sent(self.ops.run(call, work, run_async, self._call_is_over), None)
@@ -255,7 +259,7 @@ class LowLatencyMode:
     def _call_is_over(self) -> None:
         self._num_open -= 1
 
-    def receive(self, call: Call, work: LowLatencyWork[Any]) -> None:
+    def receive(self, call: Call, work: LowLatencyWork) -> None:
         """What a hook does."""
         if call.is_captured:
             self.ops.receive(call, work, _nothing)
@@ -271,7 +275,7 @@ class LowLatencyMode:
             self._in_flight[slot_set] = None
             self._unfilled[slot_set] = None
 
-    def hook_was_dropped(self, call: Call, work: LowLatencyWork[Any]) -> None:
+    def hook_was_dropped(self, call: Call, work: LowLatencyWork) -> None:
         """Called by the garbage collector, at any time and in any thread: appending is all that is safe."""
         if not call.is_captured:
             self._dropped.append((call, work.release))
@@ -328,8 +332,8 @@ class LowLatencyMode:
 class _Hook:
     """Receives a call that was sent; a second time it does nothing."""
 
-    def __init__(self, mode: LowLatencyMode, call: Call, work: LowLatencyWork[Any]) -> None:
-        self._left: tuple[LowLatencyMode, Call, LowLatencyWork[Any]] | None = (mode, call, work)
+    def __init__(self, mode: LowLatencyMode, call: Call, work: LowLatencyWork) -> None:
+        self._left: tuple[LowLatencyMode, Call, LowLatencyWork] | None = (mode, call, work)
 
     def __call__(self) -> None:
         left, self._left = self._left, None

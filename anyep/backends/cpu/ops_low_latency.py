@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from anyep.backends.base import (
     LowLatencyInput,
     LowLatencyResults,
     LowLatencyTokens,
-    LowLatencyWork,
     Mask,
     Outline,
 )
@@ -40,12 +39,18 @@ from anyep.events import EventHandle
 from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
-Work: TypeAlias = LowLatencyWork[tuple[Callable[[], None], Callable[[], None]]]
-"""Halves that send and receive."""
 NO_STATS: Final = np.zeros(0, np.int32)
 NOT_TIMED: Final = np.zeros(0, np.int64)
 Pieces = dict[int, list[tuple[int, int, int]]]
 """By rank on another host: (address, offset there, bytes) of what is put there."""
+
+
+class Work(NamedTuple):
+    """The two halves of a call."""
+
+    send: Callable[[], None]
+    receive: Callable[[], None]
+    release: Callable[[], None]
 
 
 class RemoteReaders(Protocol):
@@ -167,7 +172,7 @@ class CpuLowLatencyOps:
             self._pack(call, at, tokens, ranges, num_rows, results)
             self._finish(call)
 
-        return LowLatencyWork((send, receive), partial(self._tell_packed, call))
+        return Work(send, receive, partial(self._tell_packed, call))
 
     def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> Work:
         at = self._addresses
@@ -190,13 +195,13 @@ class CpuLowLatencyOps:
                     f" has no row of it: pass the topk_idx of the dispatch that the handles come from"
                 )
 
-        return LowLatencyWork((send, receive), partial(self._tell_packed, call))
+        return Work(send, receive, partial(self._tell_packed, call))
 
     def run(self, call: Call, work: Work, run_async: bool, on_end: Callable[[], None]) -> EventHandle | None:
         def whole_call() -> None:
             try:
-                for half in work.halves:
-                    self._control.guarded(call, half)
+                self._control.guarded(call, work.send)
+                self._control.guarded(call, work.receive)
             finally:
                 on_end()
 
@@ -206,13 +211,13 @@ class CpuLowLatencyOps:
         return None
 
     def send(self, call: Call, work: Work) -> None:
-        self._stream.run(lambda: self._control.guarded(call, work.halves[0]))
+        self._stream.run(lambda: self._control.guarded(call, work.send))
         self._control.end(call)
 
     def receive(self, call: Call, work: Work, on_end: Callable[[], None]) -> None:
         def receive() -> None:
             try:
-                self._control.guarded(call, work.halves[1])
+                self._control.guarded(call, work.receive)
             finally:
                 on_end()
 

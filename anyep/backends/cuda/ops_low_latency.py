@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from anyep.backends.base import (
     LowLatencyInput,
     LowLatencyResults,
     LowLatencyTokens,
-    LowLatencyWork,
     Outline,
 )
 from anyep.backends.cuda import constants
@@ -77,15 +76,15 @@ class Plan(NamedTuple):
     numbers: dict[str, int]
 
 
-class Halves(NamedTuple):
-    """What both halves of a call need: its plan, the values of all inputs, and the caller's stream."""
+class Work(NamedTuple):
+    """What both halves of a call need."""
 
     plan: Plan
     values: dict[str, Any]
+    """Of the inputs."""
     stream: int
-
-
-Work: TypeAlias = LowLatencyWork[Halves]
+    """The caller's, when the call was made."""
+    release: Callable[[], None]
 
 
 class GpuLowLatencyOps(ending.Part):
@@ -107,6 +106,7 @@ class GpuLowLatencyOps(ending.Part):
         self._region: ControlRegion = device_control.region
         self._heap = device_control.heap
         self._can_shrink = can_shrink
+        self._stream = self._gpu.stream
         self._batches = device_control.batches
         self._order = Order(self._gpu)
         self._plans: dict[tuple[Any, ...], Plan] = {}
@@ -156,7 +156,7 @@ class GpuLowLatencyOps(ending.Part):
 
     @property
     def is_capturing(self) -> bool:
-        capturing: bool = self._gpu.stream.is_capturing()
+        capturing: bool = self._stream.is_capturing()
         return capturing
 
     def before_call(self) -> None:
@@ -292,17 +292,17 @@ class GpuLowLatencyOps(ending.Part):
         return at.states[call.number % NUM_SLOT_SETS]
 
     def _new_work(self, call: Call, plan: Plan, values: dict[str, Any]) -> Work:
-        halves = Halves(plan, values, self._gpu.stream.caller())
-        return LowLatencyWork(halves, partial(self._release, call, values["state"]))
+        release = partial(self._release, call, values["state"])
+        return Work(plan, values, self._stream.caller(), release)
 
     def run(self, call: Call, work: Work, run_async: bool, on_end: Callable[[], None]) -> EventHandle | None:
         self._begin(call)
-        plan, values, _ = work.halves
-        moment = self._gpu.stream.moment(True, not run_async)
+        plan, values, *_ = work
+        moment = self._stream.moment(True, not run_async)
         self._order.run(plan.both, moment, values, call.is_captured)
         event: EventHandle | None = None
         if run_async:
-            event = self._gpu.stream.end(True)
+            event = self._stream.end(True)
             self._keep(values)
         # The next call runs after this one, whatever the host knows about it.
         on_end()
@@ -311,8 +311,7 @@ class GpuLowLatencyOps(ending.Part):
 
     def send(self, call: Call, work: Work) -> None:
         self._begin(call)
-        plan, values, stream = work.halves
-        self._order.run(plan.send, Moment(stream), values, call.is_captured)
+        self._order.run(work.plan.send, Moment(work.stream), work.values, call.is_captured)
         if not call.is_captured:
             self._work_in_flight[call.number] = work
         self._control.end(call)
@@ -320,10 +319,10 @@ class GpuLowLatencyOps(ending.Part):
     def receive(self, call: Call, work: Work, on_end: Callable[[], None]) -> None:
         self._control.check_works()
         self._control.enter(call, Phase.RECEIVE)
-        plan, values, sent_on = work.halves
-        stream = self._gpu.stream.caller()
+        plan, values, sent_on, _ = work
+        stream = self._stream.caller()
         try:
-            self._order.run(plan.receive, Moment(stream), values, self.is_capturing)
+            self._order.run(plan.receive, Moment(stream), values, self._stream.is_capturing())
         finally:
             self._work_in_flight.pop(call.number, None)
             on_end()
@@ -396,7 +395,7 @@ class GpuLowLatencyOps(ending.Part):
 
     def _in_line(self, recipes: Recipes, state: torch.Tensor) -> None:
         """Run kernels on the communication stream, after earlier and before later work of the caller's."""
-        moment, batch = self._gpu.stream.moment(True, True), Prepared(self._batches, recipes)
+        moment, batch = self._stream.moment(True, True), Prepared(self._batches, recipes)
         self._order.run(batch, moment, {"state": state}, self.is_capturing)
 
     # What went wrong
@@ -409,7 +408,9 @@ class GpuLowLatencyOps(ending.Part):
 
     def listen(self) -> None:
         """Check for errors of earlier calls; one that ends this rank's part in them is raised at once."""
-        self._unheard = self._unheard or self._reported()
+        words = self._report
+        if words[constants.NUM_REPORTS] != words[constants.NUM_READ]:
+            self._unheard = self._unheard or self._reported()
 
     def raise_earlier(self) -> None:
         error, self._unheard = self._unheard, None
