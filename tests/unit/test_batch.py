@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install anyep
 
 import torch
 
-from anyep.backends.cuda.batch import Batch, Batches, Input, Launch, leaves_of
+from anyep.backends.cuda.batch import Batch, Batches, Input, Launch, Prepared, leaves_of, values_of
 from anyep.backends.cuda.compiled import Leaf
 from anyep.backends.cuda.kernels import groups, notify, sums
 from anyep.backends.cuda.moment import Moment
@@ -107,6 +107,31 @@ def test_misaligned_rows_get_a_kernel_of_their_own(recorder: RecordingDriver) ->
         addresses.append(values["x"].data_ptr())
     assert [arguments_of(call)[0] for call in recorder.calls] == addresses
     assert len({id(batch) for batch in batches._known.values()}) == 2
+
+
+def test_prepared_recipes_run_what_a_look_up_would(
+    recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the addresses are, and even if the batch was forgotten meanwhile."""
+    monkeypatch.setattr("anyep.backends.cuda.batch.MAX_BATCHES", 1)
+    batches = Batches(0)
+    prepared, other = (Prepared(batches, recipes) for recipes in (((copying,),), ((copying,), (copying,))))
+    addresses = []
+    for first in (0, 1, 0, 4, 2, 0):
+        values = rows(first=first)
+        prepared.run(Moment(7), values)
+        addresses.append(values["x"].data_ptr())
+    assert [arguments_of(call)[0] for call in recorder.calls] == addresses
+    recorder.calls.clear()
+    other.run(Moment(7), rows())
+    prepared.run(Moment(7, 5, 3), rows())
+    assert len(recorder.calls) == 5
+    assert list(batches._known) == [((copying,), (copying,))]
+
+
+@pytest.mark.parametrize("names", [(), ("x",), ("x", "num_rows")])
+def test_values_are_looked_up_by_name(names: tuple[str, ...]) -> None:
+    assert tuple(values_of(names)({"num_rows": 3, "x": 4})) == (4, 3)[: len(names)]
 
 
 @pytest.mark.parametrize(("failing", "kept"), [(0, 1), (1, 2), (2, 3), (3, 4), (5, 6)])
