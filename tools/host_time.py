@@ -30,6 +30,7 @@ import torch.distributed as dist
 from numba import types
 
 NUM_EXPERTS, TOPK, HIDDEN = 256, 8, 7168
+NUM_ROWS = 100
 CALLS, REPEATS = 200, 15
 
 
@@ -72,7 +73,7 @@ _returns = {
 def use_driver_that_returns() -> None:
     """Buffers of this process with device "cuda" launch kernels that never run."""
     from anyep.api import options
-    from anyep.backends.cuda import device_control, driver, gpu
+    from anyep.backends.cuda import constants, device_control, driver, gpu
     from tests.support import simulated_gpu
 
     class Gpu(simulated_gpu.SimulatedGpu):
@@ -85,8 +86,13 @@ def use_driver_that_returns() -> None:
     torch.cuda.current_device = lambda: 0
     gpu.Gpu = Gpu  # type: ignore[assignment,misc]
     options.checked_device = lambda device: simulated_gpu.SimulatedDevice()  # type: ignore[assignment,return-value]
-    # No kernel writes the totals, and no row goes through rings.
-    device_control.DeviceControl.wait_for_totals = lambda self, ticket: self.totals  # type: ignore[method-assign]
+
+    def totals_at_once(control: Any, ticket: int) -> Any:
+        """No kernel writes the totals: there are some rows, and none goes through rings."""
+        control.totals[constants.TOTAL_ROWS] = NUM_ROWS
+        return control.totals
+
+    device_control.DeviceControl.wait_for_totals = totals_at_once  # type: ignore[method-assign]
 
 
 def calls(tokens: int) -> dict[str, Callable[[], Any]]:
