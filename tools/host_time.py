@@ -92,7 +92,7 @@ def use_driver_that_returns() -> None:
         control.totals[constants.TOTAL_ROWS] = NUM_ROWS
         return control.totals
 
-    device_control.DeviceControl.wait_for_totals = totals_at_once  # type: ignore[method-assign]
+    device_control.DeviceControl.wait_for_totals = totals_at_once  # type: ignore[assignment,method-assign]
 
 
 def calls(tokens: int) -> dict[str, Callable[[], Any]]:
