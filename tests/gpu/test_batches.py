@@ -140,6 +140,23 @@ def test_many_runs_in_flight() -> None:
     check_both_ways(work)
 
 
+def test_the_host_waits_for_nothing() -> None:
+    """Not when graphs are made, nor when their arguments are set while they are in flight, nor when they are
+    freed: the GPU may be waiting for a peer that waits for this host."""
+    way, chance = Way(True), random.Random(0)
+    way.run(chance, 1)
+    with torch.cuda.stream(way.stream):
+        torch.cuda._sleep(20 * LONG_CYCLES)  # type: ignore[no-untyped-call]
+    way.run(chance, 1)
+    assert way.has_graph
+    assert not way.stream.query(), "it was made"
+    for _ in range(20):
+        way.run(chance, 1)
+    assert not way.stream.query(), "it was launched"
+    del way.batch
+    assert not way.stream.query(), "it was freed"
+
+
 @pytest.mark.parametrize("runs_before", [0, 1, 3])
 def test_captures(runs_before: int) -> None:
     """The first run, the second one, or one after graphs is captured; the captured one is replayed, and its
@@ -158,6 +175,8 @@ def test_captures(runs_before: int) -> None:
             with torch.cuda.stream(way.stream):
                 graph.replay()
             way.keep()
+        # Before the graph is freed.
+        way.stream.synchronize()
 
     check_both_ways(work)
 
@@ -235,18 +254,18 @@ def test_while_another_thread_captures() -> None:
     """Graphs are made, launched and freed while another thread captures, as torch captures by default."""
     ways = [Way(True) for _ in range(3)]
     for _ in range(3):
-        ways[0].run(random.Random(0), 1)
-    ways[1].run(random.Random(0), 1)
+        ways[0].run(random.Random(0), MAX_PROGRAMS)
+    ways[1].run(random.Random(0), MAX_PROGRAMS)
     numbers, errors = torch.zeros(8, device="cuda"), []
+    gc.collect()
 
     def work() -> None:
         try:
             torch.cuda.set_device(0)
             for way in ways:
                 for seed in range(6):
-                    way.run(random.Random(seed), 1)
+                    way.run(random.Random(seed), MAX_PROGRAMS)
             del ways[2].batch
-            gc.collect()
         except Exception as error:
             errors.append(error)
 
@@ -267,6 +286,6 @@ def test_while_another_thread_captures() -> None:
     assert numbers.tolist() == [14.0] * 8
     single = Way(False)
     for seed in range(6):
-        single.run(random.Random(seed), 1)
+        single.run(random.Random(seed), MAX_PROGRAMS)
     torch.cuda.synchronize()
     assert all(torch.equal(way.target, single.target) for way in ways)

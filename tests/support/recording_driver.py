@@ -172,8 +172,10 @@ class RecordingDriver:
     def _is_capturing(self, stream: int | None, status: Any) -> int:
         assert self.context == CONTEXT
         found = self.capturing.get(stream or 0, 0)
+        if found == IMPLICIT:
+            return IMPLICIT
         status[0] = found
-        return found if found == IMPLICIT else 0
+        return 0
 
     def _create(self, graph: Any, flags: int) -> int:
         assert flags == 0
