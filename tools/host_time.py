@@ -55,6 +55,15 @@ def driver_that_returns() -> Any:
         cuStreamWaitEvent=function(3),
         cuCtxPushCurrent_v2=function(1, types.voidptr),
         cuCtxPopCurrent_v2=function(1, types.voidptr),
+        cuStreamIsCapturing=function(2),
+        cuGraphCreate=function(2),
+        cuGraphAddKernelNode_v2=function(5),
+        cuGraphInstantiateWithFlags=function(3),
+        cuGraphUpload=function(2),
+        cuGraphExecKernelNodeSetParams_v2=function(3),
+        cuGraphLaunch=function(2),
+        cuGraphExecDestroy=function(1),
+        cuGraphDestroy=function(1),
         cuDevicePrimaryCtxRetain=get_function,
         cuModuleLoadData=ok,
         cuModuleGetFunction=get_function,
@@ -66,6 +75,7 @@ _returns = {
     1: lambda a: 0,
     2: lambda a, b: 0,
     3: lambda a, b, c: 0,
+    5: lambda a, b, c, d, e: 0,
     11: lambda a, b, c, d, e, f, g, h, i, j, k: 0,
 }
 

@@ -6,7 +6,8 @@
 
 The arguments of a launch stay the same from call to call, except for its inputs: tensors and numbers that
 are given by name. A batch is made once. A run stores the inputs where they belong, orders the stream after
-earlier work, and launches the kernels one after the other, all in one call of compiled code.
+earlier work, and launches the kernels, all in one call of compiled code. They are launched one after the
+other, and from the third run on as one CUDA graph (`chain.py`) if there are several.
 
 Kernels are compiled for the types of their arguments (`compiled.py`). Arguments are tensors, integers,
 inputs, and groups of them: NamedTuples.
@@ -15,6 +16,7 @@ inputs, and groups of them: NamedTuples.
 from __future__ import annotations
 
 import ctypes
+import logging
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +28,15 @@ import torch
 from triton import JITFunction
 
 from anyep.backends.cpu.kernels import driver_calls as words
-from anyep.backends.cuda import driver
+from anyep.backends.cuda import chain, driver
 from anyep.backends.cuda.compiled import ALIGNMENT, TYPES, Leaf, Machine, compiled, number, pointer
 from anyep.backends.cuda.moment import Moment
+
+log = logging.getLogger("anyep")
+launches_as_graph: bool = True
+"""Whether batches that are made from now on may be launched as graphs."""
+RUNS_BEFORE_CHAIN: Final = 2
+"""Most batches that are run twice are run many times."""
 
 Recipes = tuple[tuple[Any, ...], ...]
 """What a batch is made of: functions that return a Launch, each with its arguments."""
@@ -42,7 +50,7 @@ FUNCTIONS: Final = (
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
 )
-"""The functions of the driver that a batch calls, in the order of its first words."""
+"""The functions of the driver that a batch calls, in the order of its first words; those of chains follow."""
 
 
 class Input(NamedTuple):
@@ -109,16 +117,24 @@ class _Loaded:
             words.LAUNCHES + words.LAUNCH_WORDS * len(launches) + words.PATCH_WORDS * num_patches, np.int64
         )
         self._address = int(self._words.ctypes.data)
-        functions = map(driver.address_of, FUNCTIONS)
-        head = [*functions, driver.context_of(device), 0, len(names), num_patches, len(launches)]
-        self._words[: words.LAUNCHES] = head
+        self._context = driver.context_of(device)
+        self._chain: chain.Chain | None = None
+        may_be_graph = launches_as_graph and len(launches) > 1 and chain.is_possible()
+        self._words[: words.LAUNCHES] = [
+            *map(driver.address_of, FUNCTIONS),
+            *(map(driver.address_of, chain.LAUNCHING) if may_be_graph else (0, 0, 0)),
+            self._context,
+            *(0, 0, 0, RUNS_BEFORE_CHAIN if may_be_graph else 0),
+            *(len(names), num_patches, len(launches)),
+        ]
         patches: list[int] = []
         for index, kernel in enumerate(self._kernels):
             at = words.LAUNCHES + words.LAUNCH_WORDS * index
             self._words[at : at + words.LAUNCH_WORDS] = kernel.words
             for name, address, how in kernel.patches(self._address + 8 * (at + words.GRID)):
-                patches += (names.index(name), address, how)
-        self._words[words.LAUNCHES + words.LAUNCH_WORDS * len(launches) :] = patches
+                patches += (names.index(name), address, how, index)
+        self._patches_at = words.LAUNCHES + words.LAUNCH_WORDS * len(launches)
+        self._words[self._patches_at :] = patches
         layout = struct.Struct(f"@{words.FIRST_INPUT + len(names)}q")
         self._pack = layout.pack_into
         self._inputs = ctypes.create_string_buffer(layout.size)
@@ -138,6 +154,9 @@ class _Loaded:
         with self._lock:
             self._pack(self._inputs, 0, *moment, *found)
             status = self._run(self._address, self._inputs_address)
+            if status == words.CHAIN_IS_DUE:
+                self._make_chain(moment.stream)
+                return True
         if status == words.MISALIGNED:
             return False
         if status == words.TOO_LARGE:
@@ -146,6 +165,16 @@ class _Loaded:
         if status:
             driver.check(status, self._name)
         return True
+
+    def _make_chain(self, stream: int) -> None:
+        launches = self._words[words.LAUNCHES : self._patches_at].reshape(-1, words.LAUNCH_WORDS)
+        try:
+            self._chain = chain.Chain(launches, self._context, stream)
+        except RuntimeError as error:
+            # Everything was launched, and later runs launch the kernels one by one.
+            log.info("%s is not launched as a graph: %s", self._name, error)
+        else:
+            self._words[words.CHAIN] = self._chain.address
 
 
 class _Kernel:
@@ -162,7 +191,7 @@ class _Kernel:
         self._grid = launch.grid
         grid = [1 if isinstance(extent, Input) else extent for extent in (*launch.grid, 1, 1)[:3]]
         threads = launch.num_warps * driver.THREADS_PER_WARP
-        self.words = [function, *grid, threads, machine.shared_bytes, ctypes.addressof(self._extra)]
+        self.words = [function, *grid, threads, machine.shared_bytes, ctypes.addressof(self._extra), 0]
         """As `run_batch` reads them."""
         self._in_arguments = list(self._pack(launch, leaves, machine.parameters.format))
 
