@@ -85,8 +85,10 @@ class RecordingDriver:
         """The current one."""
         self.capturing: dict[int, int] = {}
         """The streams that are captured, with their status; IMPLICIT is an error instead."""
+        self.loaded: list[str] = []
+        """The kernels that were loaded."""
         self.refusals: dict[str, int] = {}
-        """What functions by which graphs are made return instead of 0, by name."""
+        """What functions that load kernels or make graphs return instead of 0, by name."""
         self.graphs: dict[int, list[Launched]] = {}
         """The nodes of each graph that is alive."""
         self.instances: dict[int, tuple[int, list[Launched]]] = {}
@@ -244,12 +246,15 @@ class RecordingDriver:
 
     def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:  # noqa: N802
         assert self.context == CONTEXT
+        if "cuModuleLoadData" in self.refusals:
+            return self.refusals["cuModuleLoadData"]
         assert cubin.startswith(b"\x7fELF")
         return 0
 
     def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:  # noqa: N802
         function._obj.value = FIRST_FUNCTION + len(self._names)
         self._names.append(name.decode())
+        self.loaded.append(name.decode())
         return 0
 
     def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:  # noqa: N802

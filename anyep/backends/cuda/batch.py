@@ -31,6 +31,7 @@ from anyep.backends.cpu.kernels import driver_calls as words
 from anyep.backends.cuda import chain, driver
 from anyep.backends.cuda.compiled import ALIGNMENT, TYPES, Leaf, Machine, compiled, number, pointer
 from anyep.backends.cuda.moment import Moment
+from anyep.backends.cuda.used_kernels import UsedKernels
 
 log = logging.getLogger("anyep")
 launches_as_graph: bool = True
@@ -89,6 +90,11 @@ class Batch:
             with driver.relaxed():
                 self._loaded = _Loaded(self._launches, device, self.names, are_aligned or {})
 
+    @property
+    def machines(self) -> Sequence[Machine]:
+        """The machine code of its kernels."""
+        return () if self._is_interpreted else self._loaded.machines
+
     def run(self, moment: Moment, values: Mapping[str, Any]) -> bool:
         """Launch the kernels with these values of the inputs; returns False, and launches nothing, if the
         batch was made for aligned addresses and one is not."""
@@ -112,6 +118,7 @@ class _Loaded:
         self._names = names
         self._name = "+".join(launch.kernel.fn.__name__ for launch in launches)
         self._kernels = [_Kernel(launch, device, are_aligned) for launch in launches]
+        self.machines = [kernel.machine for kernel in self._kernels]
         num_patches = sum(map(_Kernel.num_patches, self._kernels))
         self._words = np.zeros(
             words.LAUNCHES + words.LAUNCH_WORDS * len(launches) + words.PATCH_WORDS * num_patches, np.int64
@@ -183,7 +190,7 @@ class _Kernel:
     def __init__(self, launch: Launch, device: int, are_aligned: Mapping[str, bool]) -> None:
         leaves = leaves_of(launch, are_aligned)
         major, minor = torch.cuda.get_device_capability(device)
-        machine = _machine(launch, leaves, 10 * major + minor)
+        machine = self.machine = _machine(launch, leaves, 10 * major + minor)
         function = _loaded(machine.cubin, machine.name, driver.context_of(device), machine.shared_bytes)
         self._packed = ctypes.create_string_buffer(max(1, machine.parameters.size))
         self._size = ctypes.c_size_t(machine.parameters.size)
@@ -253,14 +260,24 @@ def _loaded(cubin: bytes, name: str, context: int, shared_bytes: int) -> int:
 
 class Batches:
     """The batches of a Buffer. A batch is known by its recipes: functions that return a Launch, each with its
-    arguments.
+    arguments. What Buffers of this `kind` have used is loaded before it is needed.
 
     batches.run(((send, sizes), (barrier, ARRIVED)), moment, {"x": x})
     """
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, kind: str) -> None:
         self._device = device
         self._known: dict[Any, Batch] = {}
+        self._used = UsedKernels(kind)
+
+    def load_earlier(self) -> None:
+        """Load the kernels that Buffers of this kind used in earlier processes."""
+        for machine in self._used.earlier():
+            try:
+                _loaded(machine.cubin, machine.name, driver.context_of(self._device), machine.shared_bytes)
+            except RuntimeError as error:
+                # A call that needs it will say so.
+                log.info("%s cannot be loaded: %s", machine.file, error)
 
     def run(self, recipes: Recipes, moment: Moment, values: Mapping[str, Any]) -> None:
         batch = self._known.get(recipes)
@@ -286,6 +303,8 @@ class Batches:
             # The oldest one.
             del self._known[next(iter(self._known))]
         batch = Batch([recipe(*arguments) for recipe, *arguments in recipes], self._device, are_aligned)
+        for machine in batch.machines:
+            self._used.add(machine)
         self._known[key] = batch
         return batch
 
