@@ -31,6 +31,7 @@ import torch.distributed as dist
 from numba import types
 
 NUM_EXPERTS, TOPK, HIDDEN = 256, 8, 7168
+NUM_ROWS = 100
 CALLS, REPEATS = 200, 15
 
 
@@ -55,6 +56,15 @@ def driver_that_returns() -> Any:
         cuStreamWaitEvent=function(3),
         cuCtxPushCurrent_v2=function(1, types.voidptr),
         cuCtxPopCurrent_v2=function(1, types.voidptr),
+        cuStreamIsCapturing=function(2),
+        cuGraphCreate=function(2),
+        cuGraphAddKernelNode_v2=function(5),
+        cuGraphInstantiateWithFlags=function(3),
+        cuGraphUpload=function(2),
+        cuGraphExecKernelNodeSetParams_v2=function(3),
+        cuGraphLaunch=function(2),
+        cuGraphExecDestroy=function(1),
+        cuGraphDestroy=function(1),
         cuDevicePrimaryCtxRetain=get_function,
         cuModuleLoadData=ok,
         cuModuleGetFunction=get_function,
@@ -66,6 +76,7 @@ _returns = {
     1: lambda a: 0,
     2: lambda a, b: 0,
     3: lambda a, b, c: 0,
+    5: lambda a, b, c, d, e: 0,
     11: lambda a, b, c, d, e, f, g, h, i, j, k: 0,
 }
 
@@ -82,7 +93,7 @@ def keep_freed_memory() -> None:
 def use_driver_that_returns() -> None:
     """Buffers of this process with device "cuda" launch kernels that never run."""
     from anyep.api import options
-    from anyep.backends.cuda import device_control, driver, gpu
+    from anyep.backends.cuda import constants, device_control, driver, gpu
     from tests.support import simulated_gpu
 
     class Gpu(simulated_gpu.SimulatedGpu):
@@ -98,8 +109,13 @@ def use_driver_that_returns() -> None:
     torch.cuda.current_device = lambda: 0
     gpu.Gpu = Gpu  # type: ignore[assignment,misc]
     options.checked_device = lambda device: simulated_gpu.SimulatedDevice()  # type: ignore[assignment,return-value]
-    # No kernel writes the totals, and no row goes through rings.
-    device_control.DeviceControl.wait_for_totals = lambda self, ticket: self.totals  # type: ignore[method-assign]
+
+    def totals_at_once(control: Any, ticket: int) -> Any:
+        """No kernel writes the totals: there are some rows, and none goes through rings."""
+        control.totals[constants.TOTAL_ROWS] = NUM_ROWS
+        return control.totals
+
+    device_control.DeviceControl.wait_for_totals = totals_at_once  # type: ignore[assignment,method-assign]
 
 
 def calls(tokens: int) -> dict[str, Callable[[], Any]]:

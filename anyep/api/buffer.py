@@ -36,6 +36,7 @@ from anyep.errors import AnyEPError, BufferBroken, InvalidCall, PeerLost, whole_
 from anyep.events import EventHandle, EventOverlap
 from anyep.join.rendezvous import rendezvous_of
 from anyep.modes.low_latency import LowLatencyMode
+from anyep.modes.normal import Dispatched
 from anyep.session import Session
 from anyep.sizes import Config
 
@@ -360,35 +361,41 @@ class Buffer:
         layout = Layout(
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
         )
-        call = session.control.begin(Kind.DISPATCH)
-        try:
-            request, previous = checks.dispatch(
-                x,
-                topk_idx,
-                topk_weights,
-                layout,
-                expert_alignment,
-                num_worst_tokens,
-                config,
-                self.get_dispatch_config,
-                streams,
+        dispatched: Dispatched | None = None
+        if streams == AT_ONCE and type(num_worst_tokens) is int and num_worst_tokens == 0:
+            dispatched = checks.counted_again(
+                x, topk_idx, topk_weights, layout, expert_alignment, config, self.get_dispatch_config
             )
-        except BaseException as error:
-            self._refuse(session, call, error, mode.ops.refuse)
-            raise
-        received = mode.dispatch(call, request, previous, async_finish)
-        rows = received.x if received.scales is None else (received.x, received.scales)
-        new_handle = received.routing.tensors()
-        checks.remember(new_handle, received.routing)
-        if received.event is not None:
-            self._unfilled.add(new_handle[0], received.event)
+        if dispatched is None:
+            call = session.control.begin(Kind.DISPATCH)
+            try:
+                request, previous = checks.dispatch(
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    layout,
+                    expert_alignment,
+                    num_worst_tokens,
+                    config,
+                    self.get_dispatch_config,
+                    streams,
+                )
+            except BaseException as error:
+                self._refuse(session, call, error, mode.ops.refuse)
+                raise
+            dispatched = mode.dispatch(call, request, previous, async_finish)
+        rows = dispatched.x if dispatched.scales is None else (dispatched.x, dispatched.scales)
+        new_handle = dispatched.routing.tensors()
+        checks.remember(new_handle, dispatched.routing)
+        if dispatched.event is not None:
+            self._unfilled.add(new_handle[0], dispatched.event)
         return (
             rows,
-            received.topk_idx,
-            received.topk_weights,
-            received.tokens_per_expert,
+            dispatched.topk_idx,
+            dispatched.topk_weights,
+            dispatched.tokens_per_expert,
             new_handle,
-            EventOverlap(received.event),
+            EventOverlap(dispatched.event),
         )
 
     def combine(

@@ -24,10 +24,10 @@ from anyep.api.arguments import (
     check_x,
 )
 from anyep.api.unfilled import Unfilled
-from anyep.backends.base import CombineInput, Payload
+from anyep.backends.base import CombineInput, CountedTokens, Payload
 from anyep.errors import InvalidCall, whole_number
 from anyep.events import EventOverlap
-from anyep.modes.normal import Dispatch, NormalMode
+from anyep.modes.normal import Dispatch, Dispatched, NormalMode
 from anyep.sizes import Config, token_layout
 
 MAX_ROWS: Final = 2**31 - 1
@@ -219,6 +219,24 @@ class NormalArguments:
         """The same for a combine: its sums."""
         chosen = self._last_config(config, default)
         return self._mode.ops.combine_again(x, handle, chosen) if chosen is not None else None
+
+    def counted_again(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        layout: Layout,
+        expert_alignment: Any,
+        config: Config | None,
+        default: Tuned,
+    ) -> Dispatched | None:
+        """The results of a dispatch without a handle, made at once if it is like an earlier one; or None."""
+        chosen = self._last_config(config, default)
+        if chosen is None or type(expert_alignment) is not int or expert_alignment < 1:
+            return None
+        per_rank, _, in_rank, per_expert = layout
+        tokens = CountedTokens(x, topk_idx, topk_weights, per_rank, in_rank, per_expert)
+        return self._mode.counted_again(tokens, chosen, expert_alignment)
 
     def outputs(self, handle: Any, hidden: Any, dtype: Any) -> tuple[int, int]:
         """The shape of the rows that a combine takes with this handle; `dtype` is theirs."""

@@ -55,7 +55,7 @@ class Payload:
 
     def window(self, num_rows: int) -> Window:
         """The window of a receiver that gets `num_rows` rows."""
-        return _window_of(num_rows, self.token, self.source_bytes)
+        return window_for(num_rows, self.token, self.source_bytes)
 
     def window_bytes(self, num_rows: int) -> int:
         """The bytes to allocate for that window."""
@@ -69,10 +69,11 @@ class Payload:
 
 def window_bytes(num_rows: int, token: TokenLayout, source_bytes: int) -> int:
     """The bytes to allocate for a window of rows of this layout."""
-    return max(_window_of(num_rows, token, source_bytes).num_bytes, MIN_WINDOW_BYTES)
+    return max(window_for(num_rows, token, source_bytes).num_bytes, MIN_WINDOW_BYTES)
 
 
-def _window_of(num_rows: int, token: TokenLayout, source_bytes: int) -> Window:
+def window_for(num_rows: int, token: TokenLayout, source_bytes: int) -> Window:
+    """The window for rows of this layout."""
     return window_of(num_rows, token.hidden_bytes, token.num_topk, token.num_scales, source_bytes)
 
 
@@ -142,6 +143,35 @@ class CombineInput(NamedTuple):
     def token(self) -> TokenLayout:
         num_topk = self.topk_weights.shape[1] if self.topk_weights is not None else 0
         return token_layout(self.x.shape[1] * self.x.element_size(), 0, num_topk)
+
+
+class CountedTokens(NamedTuple):
+    """The arguments of a dispatch that counts its rows, as the user passed them."""
+
+    x: Any
+    topk_idx: Any
+    topk_weights: Any
+    num_tokens_per_rank: Any
+    is_token_in_rank: Any
+    num_tokens_per_expert: Any
+
+
+class Counted(NamedTuple):
+    """What such a dispatch found out and fills."""
+
+    results: Results
+    tokens_per_expert: list[int]
+    routing: Any
+
+
+class Started(NamedTuple):
+    """Such a dispatch after its notify messages were sent; its totals are still to be read."""
+
+    call: NormalCall
+    payload: Payload
+    counts: Any
+    routing: Any
+    header: Array
 
 
 class DispatchLayout(NamedTuple):
@@ -339,6 +369,11 @@ class NormalOps(Protocol):
 
     def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
         """The same for a combine: its sums."""
+
+    def counted_again(
+        self, tokens: CountedTokens, config: Config
+    ) -> Callable[[Call], Counted | Started] | None:
+        """The same for a dispatch that counts its rows: what makes the call, when it has a number."""
 
     def aligned_payload(self, payload: Payload) -> Payload:
         """The payload with rows aligned as the device requires."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache, lru_cache
 from typing import Final
@@ -89,6 +90,20 @@ def signature(
     return _header(
         (row_bytes, dtype, num_topk, num_scales, num_experts, num_channels, ring_rows, routing)
     ).copy()
+
+
+def write_offers(header: Array, offers: Sequence[tuple[int, int]]) -> None:
+    """Offer windows: where each begins, and its bytes.
+
+    >>> header = signature()
+    >>> write_offers(header, [(0, 512), (1024, 256)])
+    >>> header[NUM_OFFERS], header[OFFERS : OFFERS + 4].tolist()
+    (2, [0, 512, 1024, 256])
+    """
+    header[NUM_OFFERS] = len(offers)
+    for index, offer in enumerate(offers):
+        at = OFFERS + 2 * index
+        header[at : at + 2] = offer
 
 
 @lru_cache(maxsize=64)

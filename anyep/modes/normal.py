@@ -18,17 +18,19 @@ import torch
 
 from anyep.backends.base import (
     CombineInput,
+    CountedTokens,
     NormalCall,
     NormalOps,
     Payload,
     Results,
     Routing,
+    Started,
     TokenCounts,
     Windows,
 )
 from anyep.control.plane import ControlPlane
-from anyep.core.calls import Array, Call, Phase
-from anyep.core.headers import MAX_OFFERS, NUM_OFFERS, OFFERS, RESULT_ROWS, dtype_word, signature
+from anyep.core.calls import Array, Call, Kind, Phase
+from anyep.core.headers import MAX_OFFERS, RESULT_ROWS, dtype_word, signature, write_offers
 from anyep.core.rings import Rings
 from anyep.events import EventHandle, EventOverlap
 from anyep.sizes import Config, TokenLayout, align
@@ -101,22 +103,44 @@ class NormalMode:
 
     def _dispatch_counted(self, ops: NormalCall, request: Dispatch) -> Dispatched:
         """Learn the number of rows from the notify messages, then allocate exactly as many."""
-        payload, counts, config, _, alignment = request
+        payload, counts, config, *_ = request
         ops.prepare_to_wait()
         header = self._dispatch_header(payload, config, counts.num_experts)
         offer_what_is_free(header, self.windows)
         routing = ops.new_routing(payload, counts, config)
         ops.begin()
         ops.notify(header, payload, counts, config, routing, host_waits=True)
+        return self._take_counted(ops, request, routing, header)
+
+    def _take_counted(
+        self, ops: NormalCall, request: Dispatch, routing: Routing, header: Array
+    ) -> Dispatched:
+        """The rest of such a dispatch, once its notify messages are sent."""
+        payload = request.payload
         totals = ops.totals(header, payload)
         window = ops.grow(payload, totals) if totals.may_grow else totals.window
         routing = ops.with_rows(routing, totals.num_rows, is_counted=True)
         results = ops.new_results(payload, routing, window)
         event = self._move(ops, request, routing, results, pads=False)
-        by_expert = totals.tokens_per_expert
-        if alignment > 1:
-            by_expert = [align(count, alignment) for count in by_expert]
+        by_expert = _aligned_counts(totals.tokens_per_expert, request.expert_alignment)
         return _dispatched(results, by_expert, routing, event)
+
+    def counted_again(self, tokens: CountedTokens, config: Config, alignment: int) -> Dispatched | None:
+        """A dispatch that counts its rows, with less work; None if none like it was made before."""
+        again = self.ops.counted_again(tokens, config)
+        if again is None:
+            return None
+        call = self._control.begin(Kind.DISPATCH)
+
+        def whole_call() -> Dispatched:
+            done = again(call)
+            if isinstance(done, Started):
+                request = Dispatch(done.payload, done.counts, config, 0, alignment)
+                return self._take_counted(done.call, request, done.routing, done.header)
+            by_expert = _aligned_counts(done.tokens_per_expert, alignment)
+            return _dispatched(done.results, by_expert, done.routing, None)
+
+        return self._control.guarded(call, whole_call)
 
     def _dispatch_worst_case(self, ops: NormalCall, request: Dispatch) -> Dispatched:
         """The number of rows is given, so the host does not wait."""
@@ -222,11 +246,7 @@ class NormalMode:
 
 def offer_what_is_free(header: Array, windows: Windows) -> None:
     """Offer all free windows; the size that is needed depends on the number of rows, not known yet."""
-    offers = windows.offers(MAX_OFFERS)
-    header[NUM_OFFERS] = len(offers)
-    for index, (offset, num_bytes) in enumerate(offers):
-        header[OFFERS + 2 * index] = offset
-        header[OFFERS + 2 * index + 1] = num_bytes
+    write_offers(header, windows.offers(MAX_OFFERS))
 
 
 def offer_exactly(header: Array, windows: Windows, payload: Payload, num_rows: int) -> int:
@@ -236,10 +256,13 @@ def offer_exactly(header: Array, windows: Windows, payload: Payload, num_rows: i
     header[RESULT_ROWS] = num_rows
     if offset is None:
         return -1
-    header[NUM_OFFERS] = 1
-    header[OFFERS] = offset
-    header[OFFERS + 1] = num_bytes
+    write_offers(header, [(offset, num_bytes)])
     return offset
+
+
+def _aligned_counts(counts: list[int], alignment: int) -> list[int]:
+    """Counts of experts, rounded up to a multiple of `expert_alignment`."""
+    return counts if alignment == 1 else [align(count, alignment) for count in counts]
 
 
 def _tensors_of(payload: Payload) -> tuple[torch.Tensor | None, ...]:

@@ -43,7 +43,7 @@ def test_inputs_are_stored_where_they_belong() -> None:
         arguments = (Input("source", torch.int32), Input("target", torch.int32))
         return Launch(copy_values, 1, {"SIZE": 16}, (1,), arguments)
 
-    batches, moment = Batches(0), Moment(torch.cuda.current_stream().cuda_stream)
+    batches, moment = Batches(0, "a test"), Moment(torch.cuda.current_stream().cuda_stream)
     for first in (0, 4, 1):
         source = torch.arange(32, dtype=torch.int32).cuda()
         target = torch.zeros(32, dtype=torch.int32).cuda()

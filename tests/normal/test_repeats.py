@@ -13,59 +13,10 @@ import torch
 
 from anyep import Config, EventOverlap
 from anyep.api.buffer import Buffer
-from tests.support.gpu_scenarios import FEW_SMS, attempt, device_of, good_arguments, new_buffer
+from tests.support.gpu_scenarios import FEW_SMS, attempt, good_arguments, new_buffer
 from tests.support.places import Place
+from tests.support.repeats import PLACES, Watched, arguments_for
 from tests.support.world import RankContext
-
-PLACES = [
-    place.param(marks=pytest.mark.xdist_group(f"oracle of {place}"))
-    for place in (Place("simulated", 2), Place("cuda", 2), Place("cuda", 8))
-]
-HIDDEN = 32
-
-
-class Watched:
-    """A Buffer, and how many of its calls were repeated."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
-        self.num_repeats = 0
-        ops = buffer.runtime.normal.ops
-        for name in ("dispatch_again", "combine_again"):
-            setattr(ops, name, self._counting(getattr(ops, name)))
-
-    def _counting(self, repeat: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any) -> Any:
-            rows = repeat(*arguments)
-            self.num_repeats += rows is not None
-            return rows
-
-        return counted
-
-    def step_by_step(self, call: Callable[[], Any]) -> Any:
-        """The call, made while something follows its phases, so that it is not repeated."""
-        control = self.buffer.runtime.control
-        control.between_steps = lambda call, phase: None
-        try:
-            return call()
-        finally:
-            control.between_steps = None
-
-
-def arguments_for(buffer: Buffer, tokens: int, seed: int, hidden: int = HIDDEN) -> dict[str, Any]:
-    """Those of a dispatch: ranks have different numbers of tokens, and each token some ranks."""
-    generator = torch.Generator().manual_seed(31 * seed + buffer.rank)
-    device, num_experts = device_of(buffer), 2 * buffer.group_size
-    count = tokens + buffer.rank
-    topk_idx = torch.rand(count, num_experts, generator=generator).topk(2, dim=1).indices.to(device)
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
-    return {
-        "x": torch.randn(count, hidden, generator=generator).bfloat16().to(device),
-        "num_tokens_per_rank": per_rank,
-        "is_token_in_rank": in_rank,
-        "num_tokens_per_expert": per_expert,
-        "config": FEW_SMS,
-    }
 
 
 def follow_handles(context: RankContext) -> None:

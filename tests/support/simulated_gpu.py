@@ -134,6 +134,7 @@ class SimulatedGpu:
     rounds_in_hardware = False
     num_sms = 132
     identity = "simulated"
+    architecture = "none"
     index = 0
 
     def __init__(self) -> None:

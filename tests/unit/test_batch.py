@@ -100,7 +100,7 @@ def test_misaligned_rows_get_a_kernel_of_their_own(recorder: RecordingDriver) ->
     """A kernel that expects multiples of 16 is never launched with another address."""
     assert not Batch([copying()], 0).run(Moment(7, 5, 3), rows(first=1))
     assert recorder.calls == []
-    batches, addresses = Batches(0), []
+    batches, addresses = Batches(0, "a test"), []
     for first in (0, 1, 4, 2):
         values = rows(first=first)
         batches.run(((copying,),), Moment(7), values)
@@ -114,7 +114,7 @@ def test_prepared_recipes_run_what_a_look_up_would(
 ) -> None:
     """Whatever the addresses are, and even if the batch was forgotten meanwhile."""
     monkeypatch.setattr("anyep.backends.cuda.batch.MAX_BATCHES", 1)
-    batches = Batches(0)
+    batches = Batches(0, "a test")
     prepared, other = (Prepared(batches, recipes) for recipes in (((copying,),), ((copying,), (copying,))))
     addresses = []
     for first in (0, 1, 0, 4, 2, 0):
@@ -175,7 +175,7 @@ def test_only_the_oldest_batch_is_forgotten(
     recorder: RecordingDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anyep.backends.cuda.batch.MAX_BATCHES", 3)
-    batches = Batches(0)
+    batches = Batches(0, "a test")
     for number in (1, 2, 3, 4, 2):
         batches.run(((copying, *copying().arguments[:1], number),), Moment(7), rows())
     assert [recipes[0][2] for recipes in batches._known] == [2, 3, 4]

@@ -24,9 +24,9 @@ NUMBERS = [number(0, True, False), number(9, True, False), number(64, False, Fal
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("ANYEP_CACHE_DIR", str(tmp_path / "kept"))
-    compiled._folder.cache_clear()
+    compiled.folder.cache_clear()
     yield tmp_path / "kept"
-    compiled._folder.cache_clear()
+    compiled.folder.cache_clear()
 
 
 def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -72,9 +72,9 @@ def test_damaged_machine_code_is_compiled_again(folder: Path, monkeypatch: pytes
 def test_without_a_folder_everything_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("ANYEP_CACHE_DIR", str(tmp_path / "file"))
-    compiled._folder.cache_clear()
+    compiled.folder.cache_clear()
     machine = compiled.compiled(sums.copy_for_peers, [*POINTERS, *NUMBERS], COPY, OPTIONS, 90)
-    compiled._folder.cache_clear()
+    compiled.folder.cache_clear()
     assert machine.name == "copy_for_peers"
 
 

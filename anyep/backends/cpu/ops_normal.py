@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from anyep.backends import cpu
-from anyep.backends.base import CombineInput, DispatchLayout, Payload, Results, Totals
+from anyep.backends.base import CombineInput, CountedTokens, DispatchLayout, Payload, Results, Totals
 from anyep.backends.cpu.memory import WarmMemory
 from anyep.backends.cpu.rows import (
     CpuCounts,
@@ -114,6 +114,9 @@ class CpuNormalOps:
         """Every call is made step by step."""
 
     def combine_again(self, x: Any, handle: Any, config: Config) -> None:
+        """Every call is made step by step."""
+
+    def counted_again(self, tokens: CountedTokens, config: Config) -> None:
         """Every call is made step by step."""
 
     def aligned_payload(self, payload: Payload) -> Payload:

@@ -6,7 +6,8 @@
 
 The arguments of a launch stay the same from call to call, except for its inputs: tensors and numbers that
 are given by name. A batch is made once. A run stores the inputs where they belong, orders the stream after
-earlier work, and launches the kernels one after the other, all in one call of compiled code.
+earlier work, and launches the kernels, all in one call of compiled code. They are launched one after the
+other, and from the third run on as one CUDA graph (`chain.py`) if there are several.
 
 Kernels are compiled for the types of their arguments (`compiled.py`). Arguments are tensors, integers,
 inputs, and groups of them: NamedTuples.
@@ -15,6 +16,7 @@ inputs, and groups of them: NamedTuples.
 from __future__ import annotations
 
 import ctypes
+import logging
 import operator
 import struct
 import threading
@@ -27,9 +29,16 @@ import torch
 from triton import JITFunction
 
 from anyep.backends.cpu.kernels import driver_calls as words
-from anyep.backends.cuda import driver
+from anyep.backends.cuda import chain, driver
 from anyep.backends.cuda.compiled import ALIGNMENT, TYPES, Leaf, Machine, compiled, number, pointer
 from anyep.backends.cuda.moment import Moment
+from anyep.backends.cuda.used_kernels import UsedKernels
+
+log = logging.getLogger("anyep")
+launches_as_graph: bool = True
+"""Whether batches that are made from now on may be launched as graphs."""
+RUNS_BEFORE_CHAIN: Final = 2
+"""Most batches that are run twice are run many times."""
 
 Recipes = tuple[tuple[Any, ...], ...]
 """What a batch is made of: functions that return a Launch, each with its arguments."""
@@ -43,7 +52,7 @@ FUNCTIONS: Final = (
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
 )
-"""The functions of the driver that a batch calls, in the order of its first words."""
+"""The functions of the driver that a batch calls, in the order of its first words; those of chains follow."""
 
 
 class Input(NamedTuple):
@@ -77,12 +86,15 @@ class Batch:
         self._launches = tuple(launches)
         self.names: tuple[str, ...] = tuple(dict.fromkeys(each.name for each in _inputs_of(self._launches)))
         """The inputs."""
+        self.machines: Sequence[Machine] = ()
+        """The machine code of its kernels."""
         self.run: Callable[[Moment, Mapping[str, Any]], bool] = partial(_interpret_all, self._launches)
         """Launches the kernels with these values of the inputs; returns False, and launches nothing, if the
         batch was made for aligned addresses and one is not."""
         if all(isinstance(launch.kernel, JITFunction) for launch in launches):
             with driver.relaxed():
-                self.run = _Loaded(self._launches, device, self.names, are_aligned or {}).run
+                self._loaded = _Loaded(self._launches, device, self.names, are_aligned or {})
+            self.machines, self.run = self._loaded.machines, self._loaded.run
 
 
 class _Loaded:
@@ -98,21 +110,30 @@ class _Loaded:
         self._values_of = values_of(names)
         self._name = "+".join(launch.kernel.fn.__name__ for launch in launches)
         self._kernels = [_Kernel(launch, device, are_aligned) for launch in launches]
+        self.machines = [kernel.machine for kernel in self._kernels]
         num_patches = sum(map(_Kernel.num_patches, self._kernels))
         self._words = np.zeros(
             words.LAUNCHES + words.LAUNCH_WORDS * len(launches) + words.PATCH_WORDS * num_patches, np.int64
         )
         self._address = int(self._words.ctypes.data)
-        functions = map(driver.address_of, FUNCTIONS)
-        head = [*functions, driver.context_of(device), 0, len(names), num_patches, len(launches)]
-        self._words[: words.LAUNCHES] = head
+        self._context = driver.context_of(device)
+        self._chain: chain.Chain | None = None
+        may_be_graph = launches_as_graph and len(launches) > 1 and chain.is_possible()
+        self._words[: words.LAUNCHES] = [
+            *map(driver.address_of, FUNCTIONS),
+            *(map(driver.address_of, chain.LAUNCHING) if may_be_graph else (0, 0, 0)),
+            self._context,
+            *(0, 0, 0, RUNS_BEFORE_CHAIN if may_be_graph else 0),
+            *(len(names), num_patches, len(launches)),
+        ]
         patches: list[int] = []
         for index, kernel in enumerate(self._kernels):
             at = words.LAUNCHES + words.LAUNCH_WORDS * index
             self._words[at : at + words.LAUNCH_WORDS] = kernel.words
             for name, address, how in kernel.patches(self._address + 8 * (at + words.GRID)):
-                patches += (names.index(name), address, how)
-        self._words[words.LAUNCHES + words.LAUNCH_WORDS * len(launches) :] = patches
+                patches += (names.index(name), address, how, index)
+        self._patches_at = words.LAUNCHES + words.LAUNCH_WORDS * len(launches)
+        self._words[self._patches_at :] = patches
         layout = struct.Struct(f"@{words.FIRST_INPUT + len(names)}q")
         self._pack = layout.pack_into
         self._inputs = ctypes.create_string_buffer(layout.size)
@@ -129,6 +150,9 @@ class _Loaded:
         with self._lock:
             self._pack(self._inputs, 0, *moment, *found)
             status = self._run(self._address, self._inputs_address)
+            if status == words.CHAIN_IS_DUE:
+                self._make_chain(moment.stream)
+                return True
         if status == words.MISALIGNED:
             return False
         if status == words.TOO_LARGE:
@@ -138,6 +162,16 @@ class _Loaded:
             driver.check(status, self._name)
         return True
 
+    def _make_chain(self, stream: int) -> None:
+        launches = self._words[words.LAUNCHES : self._patches_at].reshape(-1, words.LAUNCH_WORDS)
+        try:
+            self._chain = chain.Chain(launches, self._context, stream)
+        except RuntimeError as error:
+            # Everything was launched, and later runs launch the kernels one by one.
+            log.info("%s is not launched as a graph: %s", self._name, error)
+        else:
+            self._words[words.CHAIN] = self._chain.address
+
 
 class _Kernel:
     """One launch of a batch, loaded: the words that describe it, and its packed arguments."""
@@ -145,7 +179,7 @@ class _Kernel:
     def __init__(self, launch: Launch, device: int, are_aligned: Mapping[str, bool]) -> None:
         leaves = leaves_of(launch, are_aligned)
         major, minor = torch.cuda.get_device_capability(device)
-        machine = _machine(launch, leaves, 10 * major + minor)
+        machine = self.machine = _machine(launch, leaves, 10 * major + minor)
         function = _loaded(machine.cubin, machine.name, driver.context_of(device), machine.shared_bytes)
         self._packed = ctypes.create_string_buffer(max(1, machine.parameters.size))
         self._size = ctypes.c_size_t(machine.parameters.size)
@@ -153,7 +187,7 @@ class _Kernel:
         self._grid = launch.grid
         grid = [1 if isinstance(extent, Input) else extent for extent in (*launch.grid, 1, 1)[:3]]
         threads = launch.num_warps * driver.THREADS_PER_WARP
-        self.words = [function, *grid, threads, machine.shared_bytes, ctypes.addressof(self._extra)]
+        self.words = [function, *grid, threads, machine.shared_bytes, ctypes.addressof(self._extra), 0]
         """As `run_batch` reads them."""
         self._in_arguments = list(self._pack(launch, leaves, machine.parameters.format))
 
@@ -215,14 +249,24 @@ def _loaded(cubin: bytes, name: str, context: int, shared_bytes: int) -> int:
 
 class Batches:
     """The batches of a Buffer. A batch is known by its recipes: functions that return a Launch, each with its
-    arguments.
+    arguments. What Buffers of this `kind` have used is loaded before it is needed.
 
     batches.run(((send, sizes), (barrier, ARRIVED)), moment, {"x": x})
     """
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, kind: str) -> None:
         self._device = device
         self._known: dict[Any, Batch] = {}
+        self._used = UsedKernels(kind)
+
+    def load_earlier(self) -> None:
+        """Load the kernels that Buffers of this kind used in earlier processes."""
+        for machine in self._used.earlier():
+            try:
+                _loaded(machine.cubin, machine.name, driver.context_of(self._device), machine.shared_bytes)
+            except RuntimeError as error:
+                # A call that needs it will say so.
+                log.info("%s cannot be loaded: %s", machine.file, error)
 
     def run(self, recipes: Recipes, moment: Moment, values: Mapping[str, Any]) -> None:
         batch = self.made(recipes)
@@ -255,6 +299,8 @@ class Batches:
             # The oldest one.
             del self._known[next(iter(self._known))]
         batch = Batch([recipe(*arguments) for recipe, *arguments in recipes], self._device, are_aligned)
+        for machine in batch.machines:
+            self._used.add(machine)
         self._known[key] = batch
         return batch
 

@@ -14,6 +14,8 @@ import json
 import logging
 import re
 import struct
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from anyep.backends.cache_folder import Folder, Unusable, hash_of_files, open_folder
+from anyep.progress import QUIET_S
 
 log = logging.getLogger("anyep")
 NUM_LOCKS: Final = 64
@@ -65,6 +68,10 @@ class Machine(NamedTuple):
     parameters: struct.Struct
     num_unused: int
     """The parameters after the kernel's own, which it does not use."""
+    file: str = ""
+    """Where it is kept in the cache folder; empty if it is not."""
+    identity: str = ""
+    """What it was compiled from and for."""
 
 
 def pointer(dtype: torch.dtype, address: int) -> Leaf:
@@ -97,34 +104,40 @@ def compiled(
     """The machine code of a kernel for GPUs of a compute capability (90 for an H100), from the user's cache
     if it is there. One process at a time compiles a kernel; others wait for it. `leaves` are the kernel's
     arguments before its constants; a group is a NamedTuple of leaves."""
-    folder = _folder()
-    if folder is None:
+    kept_in = folder()
+    if kept_in is None:
         return compile_now(kernel, leaves, constants, options, capability)
     parts = (kernel.cache_key, leaves, sorted(constants.items()), sorted(options.items()), capability)
     identity = repr((*parts, triton_version()))
     digest = hashlib.sha256(identity.encode()).hexdigest()
-    name = f"{kernel.fn.__name__}.{digest[:24]}"
-    payload = folder.read(name, identity)
-    if payload is None:
-        with folder.locked(_wait_silently, f"lock-{int(digest, 16) % NUM_LOCKS}"):
-            payload = folder.read(name, identity)
-            if payload is None:
+    file = f"{kernel.fn.__name__}.{digest[:24]}"
+    machine = read(kept_in, file, identity)
+    if machine is None:
+        with kept_in.locked(_wait_silently, f"lock-{int(digest, 16) % NUM_LOCKS}"):
+            machine = read(kept_in, file, identity)
+            if machine is None:
                 machine = compile_now(kernel, leaves, constants, options, capability)
                 with contextlib.suppress(Unusable):
-                    folder.write(name, identity, _encoded(machine))
-                return machine
-    return _decoded(payload)
+                    kept_in.write(file, identity, _encoded(machine))
+                    machine = machine._replace(file=file, identity=identity)
+    return machine
+
+
+def read(kept_in: Folder, file: str, identity: str) -> Machine | None:
+    """Machine code that a process has kept."""
+    payload = kept_in.read(file, identity)
+    return _decoded(payload)._replace(file=file, identity=identity) if payload is not None else None
 
 
 @cache
-def _folder() -> Folder | None:
+def folder() -> Folder | None:
     """Where machine code is kept; None if that is not possible."""
     try:
         key = hash_of_files(sorted((Path(__file__).parent / "kernels").glob("*.py")))
-        folder = open_folder(hashlib.sha256(f"cuda {key} {triton_version()}".encode()).hexdigest()[:32])
-        with folder.locked(_wait_silently):
-            folder.prune()
-        return folder
+        found = open_folder(hashlib.sha256(f"cuda {key} {triton_version()}".encode()).hexdigest()[:32])
+        with found.locked(_wait_silently):
+            found.prune()
+        return found
     except (Unusable, OSError) as error:
         log.warning("kernels are compiled by every process, because they cannot be kept: %s", error)
         return None
@@ -159,6 +172,7 @@ def compile_now(
     capability: int,
 ) -> Machine:
     """Compile a kernel, which takes seconds."""
+    _progress.show(kernel.fn.__name__)
     made = compiled_by_triton(kernel, leaves, constants, options, capability)
     widths = _parameter_widths(made.asm["ptx"])
     num_own = sum(
@@ -173,6 +187,24 @@ def compile_now(
         struct.Struct("@" + "".join("q" if width == 64 else "i" for width in widths)),
         len(widths) - num_own,
     )
+
+
+class _Progress:
+    """Says on stderr which kernels this process compiles, once that takes long."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+
+    def show(self, kernel: str) -> None:
+        now = time.monotonic()
+        self._began = self._began or now
+        if now - self._began > QUIET_S:
+            # Without a reader, nobody misses the line.
+            with contextlib.suppress(OSError, ValueError):
+                print(f"AnyEP: compiling the GPU kernel {kernel}, once per version", file=sys.stderr)
+
+
+_progress = _Progress()
 
 
 def compiled_by_triton(

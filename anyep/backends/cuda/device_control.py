@@ -64,7 +64,7 @@ class DeviceControl:
         self._one = gpu.table([1])
         self.timeout_ns = int(control.timeout_s * 1e9)
         self._ticket = 0
-        self.batches = Batches(gpu.index)
+        self.batches = Batches(gpu.index, f"{self.num_ranks} ranks {gpu.architecture}")
         """The kernels of all calls. Nothing that makes a recipe may refer to it: neither would be freed."""
         self._at_host = 0
         try:
@@ -77,6 +77,7 @@ class DeviceControl:
                 int(self.totals.ctypes.data),
                 int(self.rows_of.ctypes.data),
             )
+            self.batches.load_earlier()
         except BaseException:
             self.close()
             raise

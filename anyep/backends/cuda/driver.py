@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Final
 
@@ -44,10 +44,8 @@ def context_of(device: int) -> int:
 def load(cubin: bytes, name: str, context: int, shared_bytes: int) -> int:
     """Load a kernel on the GPU of a context, for the rest of the process. Returns its function."""
     library = _library()
-    module, function, popped = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    # Another GPU may be this thread's current one, or none.
-    check(library.cuCtxPushCurrent_v2(ctypes.c_void_p(context)), name)
-    try:
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    with current(context):
         check(library.cuModuleLoadData(ctypes.byref(module), cubin), name)
         check(library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), name)
         if shared_bytes > SHARED_BYTES_WITHOUT_OPT_IN:
@@ -56,14 +54,28 @@ def load(cubin: bytes, name: str, context: int, shared_bytes: int) -> int:
         load_now = getattr(library, "cuFuncLoad", None)
         if load_now is not None:
             check(load_now(function), name)
-    finally:
-        library.cuCtxPopCurrent_v2(ctypes.byref(popped))
     return int(function.value or 0)
+
+
+@contextlib.contextmanager
+def current(context: int) -> Iterator[None]:
+    """Make a context of the driver the current one: another GPU's may be this thread's, or none."""
+    library = _library()
+    check(library.cuCtxPushCurrent_v2(ctypes.c_void_p(context)), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 def address_of(name: str) -> int:
     """The address of a function of the driver."""
     return int(ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0)
+
+
+def function(name: str, *types: Any) -> Callable[..., int]:
+    """A function of the driver with arguments of these types; AttributeError if it does not have one."""
+    return ctypes.CFUNCTYPE(ctypes.c_int, *types)(address_of(name))
 
 
 @contextlib.contextmanager

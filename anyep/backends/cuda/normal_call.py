@@ -17,7 +17,7 @@ import torch
 from anyep.backends.base import CombineInput, Payload, Results, Totals
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.batch import Recipes
-from anyep.backends.cuda.routing import GpuCounts, GpuRouting
+from anyep.backends.cuda.routing import GpuCounts, GpuRouting, new_routing
 from anyep.backends.cuda.row_kernels import Strides
 from anyep.backends.cuda.tiles import HEAD_TOKENS, UNPACK_BLOCK, block_of
 from anyep.core.calls import Array, Call, Phase
@@ -44,6 +44,7 @@ class GpuCall:
         "_header",
         "_is_sent",
         "_keep",
+        "_keep_counted",
         "_ops",
         "_previous",
         "_recipes",
@@ -75,6 +76,8 @@ class GpuCall:
         """The header of a call that may be repeated."""
         self._keep: Callable[[Recipes], None] | None = None
         """Keeps the call, so that one like it can be made with less work."""
+        self._keep_counted: Callable[[Recipes], None] | None = None
+        """Keeps a counted dispatch, once it is known that its rows went to windows."""
         self._is_sent = False
         """Whether all rows were sent before the host knew the totals."""
 
@@ -94,8 +97,8 @@ class GpuCall:
     def begin(self) -> None:
         self._ops.device_control.control.enter(self._call, Phase.SEND)
 
-    def _launch(self, ends: bool = False) -> None:
-        """Run the kernels so far as one batch."""
+    def _launch(self, ends: bool = False) -> Recipes:
+        """Run the kernels so far as one batch; returns what it consisted of."""
         moment = self._ops.gpu.stream.moment(self._begins, ends and not self._run_async, self._previous)
         recipes = tuple(self._recipes)
         self._ops.device_control.batches.run(recipes, moment, self._values)
@@ -103,22 +106,11 @@ class GpuCall:
             self._keep(recipes)
         self._recipes.clear()
         self._begins = False
+        return recipes
 
     def new_routing(self, payload: Payload, counts: GpuCounts, config: Config) -> GpuRouting:
         """A routing that kernels will fill, without source indices yet."""
-        num_ranks = self._ops.num_ranks
-        by_rank = (payload.num_tokens, num_ranks)
-        by_channel = (num_ranks, config.num_channels)
-        head = self.empty(by_rank, torch.int32)
-        return GpuRouting(
-            self.empty((num_ranks, num_ranks), torch.int32),
-            self.empty(by_channel, torch.int32),
-            self.empty(by_channel, torch.int32),
-            head,
-            self.empty(by_rank, torch.bool),
-            head,
-            self.empty((2 * num_ranks,), torch.int64),
-        )
+        return new_routing(self.empty, payload.num_tokens, self._ops.num_ranks, config.num_channels)
 
     def with_rows(self, routing: GpuRouting, num_rows: int, is_counted: bool) -> GpuRouting:
         """Add the source indices. They are not in a window, because a handle outlives the rows."""
@@ -169,17 +161,12 @@ class GpuCall:
         routing: GpuRouting,
         host_waits: bool,
     ) -> None:
-        ops, control, num_tokens = self._ops, self._ops.device_control, payload.num_tokens
+        ops, control = self._ops, self._ops.device_control
         num_topk, num_channels = payload.token.num_topk, config.num_channels
         local_experts = counts.num_experts // ops.num_ranks
-        values = self._values
-        values["message"] = control.keep_header(header, self._call.kind)
-        values["ticket"] = control.next_ticket() if host_waits else 0
-        values["in_rank"], values["by_rank"], values["by_expert"] = counts
-        values["rank_prefix"], values["channel_prefix"], values["recv_channel_prefix"] = routing[:3]
-        values["handle_in_rank"], values["digests"] = routing.is_token_in_rank, routing.digests
-        values["tokens_per_channel"] = max(1, -(-num_tokens // num_channels))
-        values["fill_programs"] = max(1, -(-num_tokens // HEAD_TOKENS))
+        message = control.keep_header(header, self._call.kind)
+        ticket = control.next_ticket() if host_waits else 0
+        self._values |= inputs_of_counting(message, ticket, counts, routing)
         self._use_payload(payload, routing)
         self._recipes += (
             (ops.kernels.place_tokens, num_topk, local_experts, num_channels),
@@ -192,7 +179,17 @@ class GpuCall:
             self._send_to_windows(payload, config, local_experts, all_or_none=True)
             self._recipes.append((control.kernels.barrier, constants.ARRIVED_AT, True))
             self._is_sent = True
-            self._launch()
+            first = self._launch()
+            if self._previous is None and not self._run_async and payload.scales is None and num_topk:
+                of_call = payload, counts, config, header, first
+                self._keep_counted = partial(ops.counted_repeats.keep, *of_call)
+
+    def after_notify(self, payload: Payload, routing: GpuRouting, values: dict[str, Any]) -> GpuCall:
+        """This call, whose notify messages were sent by a batch with these values."""
+        self._values = values
+        self._use_payload(payload, routing)
+        self._begins = False
+        return self
 
     def _use_payload(self, payload: Payload, routing: GpuRouting) -> None:
         values = self._values
@@ -307,10 +304,10 @@ class GpuCall:
         already."""
         if not is_new:
             return
-        ids, num_rows, values = results.topk_idx, routing.num_recv_rows, self._values
-        values["source"], values["result_ids"], values["num_rows"] = routing.recv_src_idx, ids, num_rows
-        values["num_topk"] = payload.token.num_topk
-        values["unpack_programs"] = max(1, -(-num_rows // UNPACK_BLOCK))
+        ids = results.topk_idx
+        self._values |= inputs_of_unpacking(routing, ids, payload.token.num_topk)
+        if self._is_sent and routing.num_recv_rows:
+            self._keep = self._keep_counted
         self._recipes.append((self._ops.rows.unpack, ids is not None, pads))
 
     # Combine
@@ -393,6 +390,41 @@ class GpuCall:
             ops.keep(True, self._previous, *used, *self._used)
         self._give_back()
         return event
+
+
+def inputs_of_counting(message: int, ticket: int, counts: GpuCounts, routing: GpuRouting) -> dict[str, Any]:
+    """The inputs of the kernels that exchange counts and fill a routing."""
+    num_tokens = routing.num_tokens
+    return {
+        "message": message,
+        "ticket": ticket,
+        "in_rank": counts.in_rank,
+        "by_rank": counts.by_rank,
+        "by_expert": counts.by_expert,
+        "rank_prefix": routing.rank_prefix_matrix,
+        "channel_prefix": routing.channel_prefix_matrix,
+        "recv_channel_prefix": routing.recv_channel_prefix_matrix,
+        "handle_in_rank": routing.is_token_in_rank,
+        "digests": routing.digests,
+        "send_head": routing.send_head,
+        "num_tokens": num_tokens,
+        "tokens_per_channel": max(1, -(-num_tokens // routing.num_channels)),
+        "fill_programs": max(1, -(-num_tokens // HEAD_TOKENS)),
+    }
+
+
+def inputs_of_unpacking(routing: GpuRouting, ids: torch.Tensor | None, num_topk: int) -> dict[str, Any]:
+    """The inputs of the kernel that copies source indices out of a window and finishes the digests."""
+    num_rows = routing.num_recv_rows
+    return {
+        "source": routing.recv_src_idx,
+        "result_ids": ids,
+        "rank_prefix": routing.rank_prefix_matrix,
+        "digests": routing.digests,
+        "num_rows": num_rows,
+        "num_topk": num_topk,
+        "unpack_programs": max(1, -(-num_rows // UNPACK_BLOCK)),
+    }
 
 
 def _strides(payload: Payload) -> Strides | None:

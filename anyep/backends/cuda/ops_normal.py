@@ -14,9 +14,17 @@ from typing import Any, Protocol
 
 import torch
 
-from anyep.backends.base import CombineInput, DispatchLayout, Payload
+from anyep.backends.base import (
+    CombineInput,
+    Counted,
+    CountedTokens,
+    DispatchLayout,
+    Payload,
+    Started,
+)
 from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
 from anyep.backends.cuda import constants
+from anyep.backends.cuda.counted_repeats import CountedRepeats
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.normal_call import GpuCall
 from anyep.backends.cuda.repeats import Repeats
@@ -84,6 +92,7 @@ class GpuNormalOps:
         )
         self.kernels = RoutingKernels(device_control.kernels)
         self.repeats = Repeats(device_control, gpu_windows)
+        self.counted_repeats = CountedRepeats(device_control, gpu_windows)
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
         self._unheard: AnyEPError | None = None
         """The error of an earlier call that has not been raised yet."""
@@ -168,16 +177,23 @@ class GpuNormalOps:
         routing = self._quiet_routing(handle)
         return self.repeats.combine(x, routing, config) if routing is not None else None
 
+    def counted_again(
+        self, tokens: CountedTokens, config: Config
+    ) -> Callable[[Call], Counted | Started] | None:
+        return self.counted_repeats.start(self, tokens, config) if self._has_no_error() else None
+
     def _quiet_routing(self, handle: Any) -> GpuRouting | None:
         """The routing of a handle that needs no check, if there is no error to be raised either."""
         routing = known_routing(handle)
         if routing is None or routing.num_ranks != self.num_ranks or not routing.is_on(self.gpu.device):
             return None
+        return routing if self._has_no_error() else None
+
+    def _has_no_error(self) -> bool:
+        """Whether no earlier call has failed."""
         words = self._layout_report
         has_layout_error = words[constants.NUM_REPORTS] != words[constants.NUM_READ]
-        if self._unheard is not None or has_layout_error or self._reports.has_news:
-            return None
-        return routing
+        return self._unheard is None and not has_layout_error and not self._reports.has_news
 
     def aligned_payload(self, payload: Payload) -> Payload:
         x = _aligned(payload.x)

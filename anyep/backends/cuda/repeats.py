@@ -11,20 +11,19 @@ left to the steps: scales, weights, biases, events, graphs, rows without a windo
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from anyep.backends.base import CombineInput, Payload, window_bytes
 from anyep.backends.cuda.batch import Batch, Recipes
 from anyep.backends.cuda.device_control import DeviceControl
+from anyep.backends.cuda.plain import is_aligned, is_plain
 from anyep.backends.cuda.routing import GpuRouting
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.core.calls import Array, Kind, Phase
-from anyep.core.headers import NUM_OFFERS, OFFERS, RESULT_ROWS, X_OFFSET
+from anyep.core.headers import RESULT_ROWS, X_OFFSET, write_offers
 from anyep.sizes import Config, TokenLayout
-
-ALIGNMENT: Final = 16
 
 
 class _Dispatch(NamedTuple):
@@ -104,8 +103,8 @@ class Repeats:
             (rows,) = windows.lend(window, num_bytes, ((0, (num_rows, kept.hidden), kept.dtype),))
             control.enter(call, Phase.SEND)
             header, state = kept.header, self._control.state
-            header[RESULT_ROWS], header[NUM_OFFERS] = num_rows, 1
-            header[OFFERS], header[OFFERS + 1] = window, num_bytes
+            header[RESULT_ROWS] = num_rows
+            write_offers(header, [(window, num_bytes)])
             self._run(
                 kept.batch,
                 {
@@ -180,15 +179,8 @@ class Repeats:
         """Whether the steps of the call would be those that are kept, with rows that need no other check."""
         return (
             kept.config is config
-            and x.__class__ is torch.Tensor
-            and x.dtype is kept.dtype
-            and x.shape == (num_rows, kept.hidden)
-            and x.layout is torch.strided
-            and x.is_contiguous()
-            and x.get_device() == self._index
-            and not x.requires_grad
-            and not x.is_neg()
-            and x.data_ptr() % ALIGNMENT == 0
+            and is_plain(x, kept.dtype, (num_rows, kept.hidden), self._index)
+            and is_aligned(x)
             and routing.channel_prefix_matrix.shape[1] == kept.num_channels
             and not self._stream.is_capturing()
             and self._control.control.is_quiet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -53,6 +54,26 @@ class GpuRouting(NamedTuple):
     @property
     def num_channels(self) -> int:
         return self.channel_prefix_matrix.shape[1]
+
+
+def new_routing(
+    empty: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+    num_tokens: int,
+    num_ranks: int,
+    num_channels: int,
+) -> GpuRouting:
+    """A routing that kernels will fill, in memory that `empty` allocates; without source indices yet."""
+    by_rank, by_channel = (num_tokens, num_ranks), (num_ranks, num_channels)
+    head = empty(by_rank, torch.int32)
+    return GpuRouting(
+        empty((num_ranks, num_ranks), torch.int32),
+        empty(by_channel, torch.int32),
+        empty(by_channel, torch.int32),
+        head,
+        empty(by_rank, torch.bool),
+        head,
+        empty((2 * num_ranks,), torch.int64),
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Python would spend several microseconds on each call of the driver; compiled code spends almost none. A batch
 is described by words in memory, which `anyep/backends/cuda/batch.py` writes: the functions of the driver,
-where the batch's inputs belong, and its launches.
+where the batch's inputs belong, and its launches. Words that `anyep/backends/cuda/chain.py` writes describe
+graphs of its kernels.
 """
 
 from __future__ import annotations
@@ -14,23 +15,32 @@ from numba import types
 from numba.extending import intrinsic
 
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
-from anyep.backends.cpu.kernels.memory import int64_at, uint32_at
+from anyep.backends.cpu.kernels.memory import int32_at, int64_at, uint32_at
 
 # The words of a batch.
 LAUNCH_KERNEL: Final = 0
-"""The address of cuLaunchKernel; the next four words are those of the other functions."""
+"""The address of cuLaunchKernel; the next words are those of the other functions."""
 RECORD_EVENT: Final = 1
 WAIT_FOR_EVENT: Final = 2
 PUSH_CONTEXT: Final = 3
 POP_CONTEXT: Final = 4
-CONTEXT: Final = 5
+IS_CAPTURING: Final = 5
+SET_NODE: Final = 6
+LAUNCH_GRAPH: Final = 7
+CONTEXT: Final = 8
 """The context of the batch's GPU: another one may be current."""
-POPPED: Final = 6
+POPPED: Final = 9
 """Where the driver writes the context that it takes off the stack."""
-NUM_INPUTS: Final = 7
-NUM_PATCHES: Final = 8
-NUM_LAUNCHES: Final = 9
-LAUNCHES: Final = 10
+CAPTURE_STATUS: Final = 10
+"""Where the driver writes 32 bits: whether a stream is captured into a graph; 0 if it is not."""
+CHAIN: Final = 11
+"""The address of the words of the batch's chain; 0 for none."""
+RUNS_UNTIL_CHAIN: Final = 12
+"""How many more runs there are until a chain is made; 0 if none is to be made."""
+NUM_INPUTS: Final = 13
+NUM_PATCHES: Final = 14
+NUM_LAUNCHES: Final = 15
+LAUNCHES: Final = 16
 """The launches, LAUNCH_WORDS each; the patches follow, PATCH_WORDS each."""
 
 # The words of a launch.
@@ -41,15 +51,29 @@ THREADS: Final = 4
 SHARED_BYTES: Final = 5
 EXTRA: Final = 6
 """The address of the array by which the driver finds the packed arguments."""
-LAUNCH_WORDS: Final = 7
+VERSION: Final = 7
+"""How many times an argument or the grid has changed."""
+LAUNCH_WORDS: Final = 8
 
-# The words of a patch: the index of an input, the address where it belongs, and how it is stored there.
-PATCH_WORDS: Final = 3
+# The words of a patch: the index of an input, the address where it belongs, how it is stored there, and the
+# index of the launch that it is for.
+PATCH_WORDS: Final = 4
 AS_32_BITS: Final = 0
 AS_64_BITS: Final = 1
 AS_ALIGNED_ADDRESS: Final = 2
 """As 64 bits, which must be a multiple of 16."""
 ALIGNMENT: Final = 16
+
+# The words of a chain: the nodes of a graph, in the order of the launches; and executable instances of it.
+NEXT_INSTANCE: Final = 0
+"""The index of the instance that the next run launches."""
+NODES: Final = 1
+"""The nodes, NODE_WORDS each: the node as the driver knows it, and its parameters in the driver's format."""
+NODE_WORDS: Final = 10
+GRID_BYTE: Final = 8
+"""Where the grid is in the parameters: three numbers of 32 bits."""
+NUM_INSTANCES: Final = 4
+"""The instances follow: each as the driver knows it, then the versions of the launches that it has."""
 
 # The words of a batch's inputs.
 STREAM: Final = 0
@@ -70,6 +94,8 @@ MISALIGNED: Final = -1
 """An address is not a multiple of 16."""
 TOO_LARGE: Final = -2
 """A number does not fit the 32 bits that a kernel has for it."""
+CHAIN_IS_DUE: Final = -3
+"""Returned instead of 0 when everything was launched: it is time to make a chain."""
 MAX_INT32: Final = 2**31 - 1
 
 
@@ -118,18 +144,25 @@ def _launch(
 
 
 @inlined
-def _take_inputs(patches, inputs):
+def _take_inputs(patches, launches, inputs):
     """Store the inputs where they belong; returns 0, MISALIGNED or TOO_LARGE."""
     for at in range(0, len(patches), PATCH_WORDS):
         value, how = inputs[FIRST_INPUT + patches[at]], patches[at + 2]
+        version = LAUNCH_WORDS * patches[at + 3] + VERSION
         if how == AS_32_BITS:
             if value > MAX_INT32 or value < -MAX_INT32 - 1:
                 return TOO_LARGE
-            uint32_at(patches[at + 1], 1)[0] = value
+            narrow = int32_at(patches[at + 1], 1)
+            if narrow[0] != value:
+                narrow[0] = value
+                launches[version] += 1
         else:
             if how == AS_ALIGNED_ADDRESS and value % ALIGNMENT:
                 return MISALIGNED
-            int64_at(patches[at + 1], 1)[0] = value
+            wide = int64_at(patches[at + 1], 1)
+            if wide[0] != value:
+                wide[0] = value
+                launches[version] += 1
     return 0
 
 
@@ -170,6 +203,43 @@ def _launch_all(function, launches, stream):
 
 
 @inlined
+def _fits_a_graph(batch, launches, stream, status_address):
+    """Whether a batch can be launched as a graph now: each of its kernels has programs, and its stream is not
+    captured into another graph."""
+    for at in range(0, len(launches), LAUNCH_WORDS):
+        if launches[at + GRID] * launches[at + GRID + 1] * launches[at + GRID + 2] == 0:
+            return False
+    # The default stream gives an error while another stream is captured.
+    if call_driver(batch[IS_CAPTURING], stream, status_address, 0):
+        return False
+    return int32_at(status_address, 1)[0] == 0
+
+
+@inlined
+def _launch_chain(batch, launches, stream):
+    """Launch the kernels as a graph, the next instance of it, after giving it what has changed since its last
+    launch; returns an error of the driver, or 0."""
+    num_launches = batch[NUM_LAUNCHES]
+    instances, instance_words = NODES + NODE_WORDS * num_launches, 1 + num_launches
+    chain = int64_at(batch[CHAIN], instances + instance_words * NUM_INSTANCES)
+    at = instances + instance_words * chain[NEXT_INSTANCE]
+    chain[NEXT_INSTANCE] = (chain[NEXT_INSTANCE] + 1) % NUM_INSTANCES
+    for index in range(num_launches):
+        launch, node = LAUNCH_WORDS * index, NODES + NODE_WORDS * index
+        if chain[at + 1 + index] == launches[launch + VERSION]:
+            continue
+        parameters = batch[CHAIN] + 8 * (node + 1)
+        grid = uint32_at(parameters + GRID_BYTE, 3)
+        for axis in range(3):
+            grid[axis] = launches[launch + GRID + axis]
+        status = call_driver(batch[SET_NODE], chain[at], chain[node], parameters)
+        if status:
+            return status
+        chain[at + 1 + index] = launches[launch + VERSION]
+    return call_driver(batch[LAUNCH_GRAPH], chain[at], stream, 0)
+
+
+@inlined
 def _let_others_wait(batch, inputs):
     """Record the event after the batch, make a stream wait for it; returns an error of the driver, or 0."""
     if inputs[EVENT_AFTER] == 0:
@@ -181,35 +251,53 @@ def _let_others_wait(batch, inputs):
 
 
 @inlined
-def _run(batch, launches, inputs):
-    """Wait for others, launch, let others wait; returns an error of the driver, or 0."""
+def _run(batch, launches, inputs, status_address):
+    """Wait for others, launch, let others wait; returns an error of the driver, CHAIN_IS_DUE or 0."""
     status = _wait_for_others(batch, inputs)
-    if status == 0:
+    if status:
+        return status
+    # Asked after the waits: a stream that waits for an event of a captured stream is captured, too.
+    is_whole = (batch[CHAIN] != 0 or batch[RUNS_UNTIL_CHAIN] > 0) and _fits_a_graph(
+        batch, launches, inputs[STREAM], status_address
+    )
+    if is_whole and batch[CHAIN] != 0:
+        status = _launch_chain(batch, launches, inputs[STREAM])
+    else:
         status = _launch_all(batch[LAUNCH_KERNEL], launches, inputs[STREAM])
     if status == 0:
         status = _let_others_wait(batch, inputs)
+    if status == 0 and is_whole and batch[RUNS_UNTIL_CHAIN] > 0:
+        batch[RUNS_UNTIL_CHAIN] -= 1
+        if batch[RUNS_UNTIL_CHAIN] == 0:
+            return CHAIN_IS_DUE
     return status
 
 
 @kernel("int64(int64, int64)")
 def run_batch(batch_address, inputs_address):
-    """Launch a batch with these inputs; returns 0, an error of the driver, MISALIGNED or TOO_LARGE.
+    """Launch a batch with these inputs; returns 0, CHAIN_IS_DUE, an error of the driver, MISALIGNED or
+    TOO_LARGE.
 
     Example:
         With the inputs [stream 7, event 5, stream 3, 0, event 6, stream 3, 40] and one kernel whose first
         argument is the input: event 5 is recorded on stream 3, stream 7 waits for it, the argument becomes
         40, the kernel is launched on stream 7, event 6 is recorded there, and stream 3 waits for it.
+
+        With two kernels, of which only the first one has the input, and a chain that is launched for the
+        first time, with 39 as its argument: event 5 is recorded, stream 7 waits for it, node 0 of instance 0
+        is given the argument 40, instance 0 is launched on stream 7, event 6 is recorded there, and stream 3
+        waits for it. The next run with 40 does the same with instance 1.
     """
     batch = int64_at(batch_address, LAUNCHES)
     inputs = int64_at(inputs_address, FIRST_INPUT + batch[NUM_INPUTS])
     launches_at = batch_address + 8 * LAUNCHES
     launches = int64_at(launches_at, LAUNCH_WORDS * batch[NUM_LAUNCHES])
     patches = int64_at(launches_at + 8 * len(launches), PATCH_WORDS * batch[NUM_PATCHES])
-    status = _take_inputs(patches, inputs)
+    status = _take_inputs(patches, launches, inputs)
     if status == 0:
         # A stream of 0 is the default one of the current context.
         status = call_driver(batch[PUSH_CONTEXT], batch[CONTEXT], 0, 0)
         if status == 0:
-            status = _run(batch, launches, inputs)
+            status = _run(batch, launches, inputs, batch_address + 8 * CAPTURE_STATUS)
             call_driver(batch[POP_CONTEXT], batch_address + 8 * POPPED, 0, 0)
     return status

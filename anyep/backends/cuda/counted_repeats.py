@@ -1,0 +1,214 @@
+"""Dispatches that count their rows and are like an earlier one, made again with little work of the host.
+
+    repeats.keep(payload, counts, config, header, first, second)   # the earlier call, made step by step
+    again = repeats.start(ops, tokens, config)                     # None if it has to be made step by step
+    done = again(call)
+
+What stays the same from call to call are two batches of kernels and the words of the notify message about
+types and sizes. The first batch finds out the routing and sends the rows; then the host waits for the number
+of rows. Meanwhile it allocates the tensors of the handle that the next such call will fill.
+
+If there are no rows, or they need rings, or something is wrong, the call goes on step by step from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from anyep.backends.base import (
+    Counted,
+    CountedTokens,
+    Payload,
+    Results,
+    Started,
+    window_bytes,
+    window_for,
+)
+from anyep.backends.cuda import constants
+from anyep.backends.cuda.batch import Batch, Recipes
+from anyep.backends.cuda.device_control import DeviceControl
+from anyep.backends.cuda.normal_call import (
+    IDS_PART,
+    WEIGHTS_PART,
+    X_PART,
+    GpuCall,
+    inputs_of_counting,
+    inputs_of_unpacking,
+)
+from anyep.backends.cuda.plain import is_aligned, is_plain
+from anyep.backends.cuda.routing import GpuCounts, GpuRouting, new_routing
+from anyep.backends.cuda.windows import GpuWindows
+from anyep.core.calls import Array, Call, Phase
+from anyep.core.freelist import first_fit
+from anyep.core.headers import MAX_OFFERS, write_offers
+from anyep.sizes import Config, TokenLayout
+
+if TYPE_CHECKING:
+    from anyep.backends.cuda.ops_normal import GpuNormalOps
+
+
+class _Kept(NamedTuple):
+    """A dispatch of rows of one type and width to one number of experts, into windows."""
+
+    config: Config
+    num_channels: int
+    dtype: torch.dtype
+    hidden: int
+    token: TokenLayout
+    source_bytes: int
+    num_experts: int
+    header: Array
+    first_recipes: Recipes
+    first: Batch
+    second_recipes: Recipes
+    second: Batch
+
+
+class _Spare(NamedTuple):
+    """The tensors of a handle that no call has filled, and where they may be used."""
+
+    num_tokens: int
+    num_channels: int
+    stream: int
+    is_inference: bool
+    routing: GpuRouting
+
+
+class CountedRepeats:
+    """The last counted dispatch of one rank that can be repeated."""
+
+    def __init__(self, control: DeviceControl, windows: GpuWindows) -> None:
+        self._control = control
+        self._windows = windows
+        self._stream = control.gpu.stream
+        self._index = control.gpu.empty((0,), torch.uint8).get_device()
+        self._kept: _Kept | None = None
+        self._spare: _Spare | None = None
+
+    def keep(
+        self,
+        payload: Payload,
+        counts: GpuCounts,
+        config: Config,
+        header: Array,
+        first_recipes: Recipes,
+        second_recipes: Recipes,
+    ) -> None:
+        """A call with these batches went through windows. Only its sizes are kept, no rows."""
+        batches = self._control.batches
+        first, second = batches.known(first_recipes), batches.known(second_recipes)
+        if first is not None and second is not None:
+            x = payload.x
+            kind = config, config.num_channels, x.dtype, x.shape[1], payload.token, payload.source_bytes
+            work = first_recipes, first, second_recipes, second
+            self._kept = _Kept(*kind, counts.num_experts, header.copy(), *work)
+
+    def start(
+        self, ops: GpuNormalOps, tokens: CountedTokens, config: Config
+    ) -> Callable[[Call], Counted | Started] | None:
+        """The call, to be made at once; None if it is not like the kept one."""
+        kept = self._kept
+        if kept is None or kept.config is not config or not self._is_like(kept, tokens):
+            return None
+        return partial(self._dispatch, ops, kept, tokens)
+
+    def _is_like(self, kept: _Kept, tokens: CountedTokens) -> bool:
+        """Whether the steps of the call would be those that are kept, with tensors that need no other
+        check."""
+        if tokens.x.__class__ is not torch.Tensor or tokens.x.dim() != 2:
+            return False
+        count, index, num_ranks = tokens.x.shape[0], self._index, self._control.num_ranks
+        by_topk = count, kept.token.num_topk
+        return (
+            is_plain(tokens.x, kept.dtype, (count, kept.hidden), index)
+            and is_aligned(tokens.x)
+            and is_plain(tokens.topk_idx, torch.int64, by_topk, index)
+            and is_plain(tokens.topk_weights, torch.float32, by_topk, index)
+            and is_plain(tokens.num_tokens_per_rank, torch.int32, (num_ranks,), index)
+            and is_plain(tokens.is_token_in_rank, torch.bool, (count, num_ranks), index)
+            and is_plain(tokens.num_tokens_per_expert, torch.int32, (kept.num_experts,), index)
+            and not self._stream.is_capturing()
+            and self._control.control.is_quiet
+        )
+
+    def _dispatch(
+        self, ops: GpuNormalOps, kept: _Kept, tokens: CountedTokens, call: Call
+    ) -> Counted | Started:
+        control, header = self._control, kept.header
+        routing = self._new_routing(tokens.x.shape[0], kept.num_channels)
+        self._windows.followed = self._stream.caller()
+        offers = self._windows.offers(MAX_OFFERS)
+        write_offers(header, offers)
+        control.control.enter(call, Phase.SEND)
+        counts = GpuCounts(tokens.is_token_in_rank, tokens.num_tokens_per_rank, tokens.num_tokens_per_expert)
+        ticket = control.next_ticket()
+        message = control.headers.keep(header, for_good=False)
+        values = inputs_of_counting(message, ticket, counts, routing)
+        values["x"], values["topk_idx"], values["topk_weights"] = tokens[:3]
+        self._run(kept.first, kept.first_recipes, values, ends=False)
+        self._spare = self._new_spare(routing)
+        words = control.wait_for_totals(ticket)
+        outcome, num_rows, uses_rings = words[
+            constants.TOTAL_OUTCOME : constants.TOTAL_USES_RINGS + 1
+        ].tolist()
+        window = None
+        if outcome == 0 and uses_rings == 0 and num_rows:
+            num_bytes = window_bytes(num_rows, kept.token, kept.source_bytes)
+            window = first_fit(offers, num_bytes)
+        if window is None:
+            payload = Payload(tokens.x, None, tokens.topk_idx, tokens.topk_weights, kept.source_bytes)
+            rest = GpuCall(ops, call, None, False).after_notify(payload, routing, values)
+            return Started(rest, payload, counts, routing, header.copy())
+        self._windows.allocate_at(window, num_bytes)
+        x, ids, weights = self._results(kept, window, num_rows, num_bytes)
+        source = control.gpu.empty((num_rows,), torch.int32)
+        routing = routing._replace(recv_src_idx=source)
+        values = inputs_of_unpacking(routing, ids, kept.token.num_topk)
+        self._run(kept.second, kept.second_recipes, values, ends=True)
+        num_local = kept.num_experts // control.num_ranks
+        by_expert = words[constants.TOTAL_BY_EXPERT : constants.TOTAL_BY_EXPERT + num_local].tolist()
+        control.control.end(call)
+        return Counted(Results(x, source, ids, weights, None), by_expert, routing)
+
+    def _results(
+        self, kept: _Kept, window: int, num_rows: int, num_bytes: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows, ids and weights in a window."""
+        offsets, num_topk = window_for(num_rows, kept.token, kept.source_bytes).offsets, kept.token.num_topk
+        parts = (
+            (offsets[X_PART], (num_rows, kept.hidden), kept.dtype),
+            (offsets[IDS_PART], (num_rows, num_topk), torch.int64),
+            (offsets[WEIGHTS_PART], (num_rows, num_topk), torch.float32),
+        )
+        x, ids, weights = self._windows.lend(window, num_bytes, parts)
+        return x, ids, weights
+
+    def _run(self, batch: Batch, recipes: Recipes, values: dict[str, Any], ends: bool) -> None:
+        moment = self._stream.moment(True, ends)
+        if not batch.run(moment, values):
+            # The batch takes aligned addresses only; there is another one for others.
+            self._control.batches.run(recipes, moment, values)
+
+    # The tensors of handles
+
+    def _new_routing(self, num_tokens: int, num_channels: int) -> GpuRouting:
+        """A routing that kernels will fill: the spare one, if it can be used."""
+        spare, self._spare = self._spare, None
+        wanted = num_tokens, num_channels, self._stream.caller(), torch.is_inference_mode_enabled()
+        if spare is not None and spare[:4] == wanted:
+            return spare.routing
+        return self._allocate(num_tokens, num_channels)
+
+    def _new_spare(self, like: GpuRouting) -> _Spare:
+        """Memory that the current stream may use from now on."""
+        num_tokens, num_channels = like.num_tokens, like.num_channels
+        routing = self._allocate(num_tokens, num_channels)
+        where = self._stream.caller(), torch.is_inference_mode_enabled()
+        return _Spare(num_tokens, num_channels, *where, routing)
+
+    def _allocate(self, num_tokens: int, num_channels: int) -> GpuRouting:
+        return new_routing(self._control.gpu.empty, num_tokens, self._control.num_ranks, num_channels)
