@@ -97,6 +97,9 @@ def use_driver_that_returns() -> None:
     from tests.support import simulated_gpu
 
     class Gpu(simulated_gpu.SimulatedGpu):
+        architecture = "that only returns"
+        """What is used here is loaded for no Buffer of another kind."""
+
         def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype)
 
