@@ -41,6 +41,25 @@ class HandleParts(NamedTuple):
     sizes: LowLatencySizes
 
 
+class KnownDispatch(NamedTuple):
+    """What a dispatch accepted: tensors, the numbers and wishes of its user, and what they mean."""
+
+    tensors: Accepted
+    numbers: tuple[Any, ...]
+    sizes: LowLatencySizes
+    travel: Format
+
+
+class KnownCombine(NamedTuple):
+    """The same for a combine; its handle is among the tensors and the numbers."""
+
+    tensors: Accepted
+    numbers: tuple[Any, ...]
+    sizes: LowLatencySizes
+    use_logfmt: bool
+    zero_copy: bool
+
+
 def check_sizes(num_max_tokens: Any, hidden: Any, num_experts: Any, num_ranks: int) -> LowLatencySizes:
     return low_latency_sizes(
         whole_number("num_max_dispatch_tokens_per_rank", num_max_tokens, minimum=1),
@@ -86,14 +105,9 @@ class LowLatencyArguments:
         self._num_ranks = num_ranks
         self._unfilled = unfilled
         self._before = before
-        self._sent = Accepted(device)
-        """The tensors that the last dispatch accepted."""
-        self._sent_as: tuple[tuple[Any, ...], LowLatencySizes, Format] | None = None
-        """The numbers and wishes of its user, its sizes and its format."""
-        self._returned = Accepted(device)
-        """The tensors that the last combine accepted, with those of its handle."""
-        self._returned_as: tuple[tuple[Any, ...], LowLatencySizes, bool, bool] | None = None
-        """The numbers of its handle and the wishes of its user, its sizes, and what was wished."""
+        # Each is replaced as a whole: calls may be made in several threads.
+        self._last_dispatch: KnownDispatch | None = None
+        self._last_combine: KnownCombine | None = None
 
     def dispatch(
         self,
@@ -110,9 +124,9 @@ class LowLatencyArguments:
         """What a dispatch sends. `fp8` is the caller's (use_fp8, round_scale, use_ue8m0)."""
         self._begin(async_finish, return_recv_hook)
         given, numbers = (x, topk_idx, expert_stats, wait_stats), (num_max_tokens, num_experts, *fp8)
-        known, are_plain = self._sent_as, type(num_max_tokens) is int and type(num_experts) is int
-        if known is not None and are_plain and known[0] == numbers and self._sent.covers(*given):
-            _, sizes, travel = known
+        known, are_plain = self._last_dispatch, type(num_max_tokens) is type(num_experts) is int
+        if known is not None and are_plain and known.numbers == numbers and known.tensors.covers(*given):
+            _, _, sizes, travel = known
             self._mode.check_sizes(sizes)
             self._mode.check_ids(topk_idx, sizes.num_experts)
             return LowLatencyTokens(x, topk_idx, sizes, travel, expert_stats, wait_stats)
@@ -145,8 +159,7 @@ class LowLatencyArguments:
             check_stats("dispatch_wait_recv_cost_stats", wait_stats, torch.int64, self._num_ranks),
         )
         if rows is x and ids is topk_idx:
-            self._sent.remember(*given)
-            self._sent_as = (numbers, sizes, travel)
+            self._last_dispatch = KnownDispatch(self._accepted(given), numbers, sizes, travel)
         return tokens
 
     def combine(
@@ -170,10 +183,10 @@ class LowLatencyArguments:
             src_info, layout_range, num_max_tokens, hidden, num_experts = handle
             numbers = num_max_tokens, hidden, num_experts, *formats_wanted
             given = x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats
-            known = self._returned_as
+            known = self._last_combine
             are_plain = type(num_max_tokens) is type(hidden) is type(num_experts) is int
-            if known is not None and are_plain and known[0] == numbers and self._returned.covers(*given):
-                _, sizes, use_logfmt, zero_copy = known
+            if known is not None and are_plain and known.numbers == numbers and known.tensors.covers(*given):
+                _, _, sizes, use_logfmt, zero_copy = known
                 self._unfilled.wait_for(layout_range)
                 self._mode.check_sizes(sizes)
                 self._mode.check_is_filled(layout_range)
@@ -241,8 +254,8 @@ class LowLatencyArguments:
         )
         accepted = (*combined[:NUM_PARTS], out, checked_stats)
         if given and all(map(operator.is_, given, accepted)):
-            self._returned.remember(*given)
-            self._returned_as = numbers, sizes, combined.use_logfmt, combined.zero_copy
+            wishes = combined.use_logfmt, combined.zero_copy
+            self._last_combine = KnownCombine(self._accepted(given), numbers, sizes, *wishes)
         return combined
 
     def clean(self, num_max_tokens: Any, hidden: Any, num_experts: Any) -> LowLatencySizes:
@@ -280,6 +293,11 @@ class LowLatencyArguments:
         if num_rows < 0:
             raise InvalidCall(f"the handle's contents do not fit together: {WRONG_RANGES[-num_rows]}")
         return num_rows
+
+    def _accepted(self, tensors: tuple[Any, ...]) -> Accepted:
+        accepted = Accepted(self._device)
+        accepted.remember(*tensors)
+        return accepted
 
     def _begin(self, async_finish: bool, return_recv_hook: bool) -> None:
         self._before(async_finish)

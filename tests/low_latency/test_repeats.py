@@ -4,7 +4,8 @@ for the same reasons, as calls of a Buffer that remembers none."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from anyep.api import gradients
+from anyep.api.accepted import Accepted
 from anyep.api.buffer import Buffer
 from tests.support.low_latency_cases import buffer_for, in_process_of
 from tests.support.places import Place, tensor_device
@@ -31,17 +33,14 @@ class Watched:
     """A Buffer, and how many of its calls had arguments like earlier ones."""
 
     def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
         self.num_known = 0
         self.checks: Any = buffer._low_latency
         self.mode: Any = buffer.runtime.low_latency
-        for name in ("_sent", "_returned"):
-            setattr(self.checks, name, Counting(self, getattr(self.checks, name)))
 
     def forget(self) -> None:
         """Make the next call as if it were the first one."""
         checks, mode = self.checks, self.mode
-        checks._sent_as = checks._returned_as = None
+        checks._last_dispatch = checks._last_combine = None
         mode._new_results.clear()
         mode._new_sums.clear()
         if hasattr(mode.ops, "_plans"):
@@ -49,19 +48,21 @@ class Watched:
             mode.ops._known.clear()
             mode.ops.use_slots(mode._slots)
 
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the calls whose tensors were accepted without a check."""
+        covers = Accepted.covers
 
-class Counting:
-    """Counts the arguments that were accepted without a check."""
+        def counted(accepted: Accepted, *tensors: Any) -> bool:
+            is_known = covers(accepted, *tensors)
+            self.num_known += is_known
+            return is_known
 
-    def __init__(self, watched: Watched, accepted: Any) -> None:
-        self._watched = watched
-        self._accepted = getattr(accepted, "_accepted", accepted)
-        self.remember = self._accepted.remember
-
-    def covers(self, *tensors: Any) -> bool:
-        is_known: bool = self._accepted.covers(*tensors)
-        self._watched.num_known += is_known
-        return is_known
+        Accepted.covers = counted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Accepted.covers = covers  # type: ignore[method-assign]
 
 
 class Setting:
@@ -307,7 +308,8 @@ def try_changes(context: RankContext, function: str) -> None:
             if not remembers:
                 watched.forget()
             before = watched.num_known
-            first = outcome_of(parts_of, lambda arguments=arguments: call(**arguments))
+            with watched.counting():
+                first = outcome_of(parts_of, lambda arguments=arguments: call(**arguments))
             is_known = watched.num_known > before
             assert is_known == (remembers and change.is_known), (change.name, remembers)
             # What a kernel finds is heard of now; the call that hears of it is made all the same.
