@@ -271,7 +271,7 @@ class CudaClock:
             with group as cases:
                 for case in cases:
                     label = case.label
-                    swept = f", {label.sms} SMs" if label.is_swept else ""
+                    swept = f", {label.sms} SMs" if label.sweep == "sms" else ""
                     self._rank.report(f"{tokens} tokens: {label.case}, {label.path}{swept}")
                     seconds, host = self._seconds_of(case)
                     timings.append(Timing(label, [(0.0, duration) for duration in seconds], host))
