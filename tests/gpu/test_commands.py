@@ -123,7 +123,18 @@ def test_demo_of_low_latency() -> None:
 
 def test_bench(tmp_path: Path) -> None:
     file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
-    options = ("--repeats", "2", "--sms", "8", "--sweep-sms", "--json", str(file), "--plot", str(plot))
+    options = (
+        "--repeats",
+        "2",
+        "--sms",
+        "8",
+        "--sweep-sms",
+        "--sweep-tokens",
+        "--json",
+        str(file),
+        "--plot",
+        str(plot),
+    )
     finished = anyep("bench", "--device", "cuda", "--ranks", "2", *TINY, *options)
     assert finished.returncode == 0, finished.stderr
     assert "8 SMs per rank" in finished.stdout
@@ -150,9 +161,14 @@ def test_bench(tmp_path: Path) -> None:
         }.items():
             assert {(case, path, tokens) for path in paths} <= found
     for case in ("cached_dispatch", "combine"):
-        swept = [record for record in records if record["swept"] and record["case"] == case]
+        swept = [record for record in records if record["swept"] == "sms" and record["case"] == case]
         assert [record["sms"] for record in swept] == sorted({record["sms"] for record in swept})
         assert sum(record["enough"] for record in swept) == 1
+        over_tokens = [record for record in records if record["swept"] == "tokens" and record["case"] == case]
+        assert [(record["path"], record["tokens"]) for record in over_tokens] == [
+            ("window, graph", tokens) for tokens in (1, 4, 16, 32)
+        ]
+        assert all(record["of_copy"] > 0 and not record["enough"] for record in over_tokens)
 
 
 def test_bench_of_low_latency() -> None:

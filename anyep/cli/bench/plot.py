@@ -138,7 +138,8 @@ def _draw_over_tokens(
     _draw_lines(axes, records, lambda record: record.tokens, value_of)
     axes.minorticks_off()
     axes.set_xlabel("tokens per rank", fontsize=8)
-    axes.set_title(title, loc="left", fontsize=10)
+    how = ", in graphs" if records[0].gpu else ""
+    axes.set_title(f"{title}{how}", loc="left", fontsize=10)
 
 
 def _draw_lines(

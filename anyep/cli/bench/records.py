@@ -240,13 +240,15 @@ def records_of(setup: Setup, by_rank: Sequence[RankReport]) -> list[Record]:
         for timings in zip(*all_timings, strict=True)
         if timings[0].label.is_listed
     ]
-    # Records of one case are adjacent, whatever the order of measurement; in a sweep they keep it.
-    places = {record.case: place for place, record in reversed(list(enumerate(records)))}
+    # Records of one case are adjacent, whatever the order of measurement; in a sweep, those of one line.
+    backwards = list(reversed(list(enumerate(records))))
+    cases = {record.case: place for place, record in backwards}
+    lines = {(record.case, record.path): place for place, record in backwards}
 
     def place_of(record: Record) -> tuple[int, int, int]:
         if record.swept:
-            return 1 + SWEEPS.index(record.swept), 0, places[record.case]
-        return 0, -record.tokens, places[record.case]
+            return 1 + SWEEPS.index(record.swept), lines[record.case, record.path], record.tokens
+        return 0, -record.tokens, cases[record.case]
 
     return _mark_enough(sorted(records, key=place_of))
 
