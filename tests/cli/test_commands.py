@@ -78,7 +78,7 @@ def test_demo_fails_when_the_check_does(monkeypatch: pytest.MonkeyPatch) -> None
     assert "differs from the single-process reference" in finished.stdout
 
 
-def of_sweep_and_others(
+def others_and_swept(
     records: list[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[tuple[str, str, int]]]:
     """The ordinary records; case, path and tokens of those of a sweep, which come last."""
@@ -97,7 +97,7 @@ def test_bench(tmp_path: Path) -> None:
     options = ("--repeats", "2", "--sweep-tokens", "--json", str(file), "--plot", str(plot))
     finished = anyep("bench", *sizes, *options)
     assert finished.returncode == 0, finished.stderr
-    records, swept = of_sweep_and_others(json.loads(file.read_text()))
+    records, swept = others_and_swept(json.loads(file.read_text()))
     assert swept == [
         (case, path, tokens)
         for case, path in (("cached_dispatch", "window"), ("combine", "window"), ("copy", "bf16"))
@@ -138,7 +138,7 @@ def test_bench_of_low_latency(tmp_path: Path, plots: bool) -> None:
     options = ("--repeats", "2", "--json", str(file), *(("--plot", str(plot)) if plots else ()))
     finished = anyep("bench", "--mode", "low-latency", *sizes, *options, "--sweep-tokens")
     assert finished.returncode == 0, finished.stderr
-    records, swept = of_sweep_and_others(json.loads(file.read_text()))
+    records, swept = others_and_swept(json.loads(file.read_text()))
     assert swept == [
         (case, path, tokens)
         for case, paths in (("dispatch", ("bf16", "fp8")), ("combine", ("bf16",)), ("copy", ("bf16", "fp8")))

@@ -183,16 +183,29 @@ def test_bench_of_low_latency() -> None:
         *TINY,
         "--repeats",
         "2",
+        "--sweep-tokens",
         "--json",
         "-",
     )
-    found = {(record["case"], record["path"], record["tokens"]): record for record in records}
+    cases = [record for record in records if not record["swept"]]
+    found = {(record["case"], record["path"], record["tokens"]): record for record in cases}
     for tokens in (32, 1):
         for case, path in (("dispatch", "fp8"), ("combine", "bf16"), ("pair", "fp8 + bf16")):
             for how in ("graph", "singly"):
                 record = found[case, f"{path}, {how}", tokens]
                 assert 0 < record["median_s"] <= record["p99_s"]
                 assert record["of_copy"] > 0
+    swept = [(record["case"], record["path"], record["tokens"]) for record in records if record["swept"]]
+    assert swept == [
+        (case, path, tokens)
+        for case, path in (
+            ("copy", "fp8"),
+            ("copy", "bf16"),
+            ("dispatch", "fp8, graph"),
+            ("combine", "bf16, graph"),
+        )
+        for tokens in (1, 4, 16, 32)
+    ]
 
 
 def test_more_sms_than_there_are() -> None:
