@@ -43,28 +43,31 @@ def draw(report: Report, path: Path) -> None:
     """A row of panels for each kind of bars, and for each sweep; a bar or a line per case."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise NotSupported("drawing a plot needs matplotlib: pip install 'anyep[plot]'") from error
     first = report.records[0]
     rows = _rows_of([record for record in report.cases if record.of_copy and record.tokens == first.tokens])
+    # A panel alone in its row has its whole width; two share it.
     panels: list[list[Panel]] = [[partial(_draw_bars, row=row)] for row in rows]
     if over_sms := report.swept("sms"):
         panels.append([partial(_draw_sms, records=over_sms)])
     if over_tokens := report.swept("tokens"):
         panels.append([partial(panel, records=over_tokens) for panel in (_draw_times, _draw_rates)])
-    figure = Figure(figsize=(11, 3.5 * len(panels)))
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(11, 3.5 * len(panels)), layout=layout)
     place = f" on {first.gpu}" if first.gpu else nodes_in_words(first.nodes, first.ranks_per_node)
     figure.suptitle(
         f"{first.ranks} ranks{place}, {first.tokens} tokens per rank, hidden {first.hidden} bf16",
         fontweight="bold",
     )
+    grid = figure.add_gridspec(len(panels), 2)
     for index, row in enumerate(panels):
         for column, draw_panel in enumerate(row):
-            axes = figure.add_subplot(len(panels), len(row), index * len(row) + column + 1)
+            axes = figure.add_subplot(grid[index, column : column + 2 // len(row)])
             draw_panel(axes)
             axes.tick_params(labelsize=8)
             axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
     figure.savefig(path, dpi=140)
 
 
