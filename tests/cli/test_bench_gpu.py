@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,12 @@ LOW_LATENCY_PATHS = (
     *(("combine", path) for path in ("bf16, graph", "bf16, singly")),
     *(("pair", path) for path in ("fp8 + bf16, graph", "fp8 + bf16, singly")),
 )
+NORMAL_SWEPT = (("copy", "bf16"), ("cached_dispatch", "window, graph"), ("combine", "window, graph"))
+LOW_LATENCY_SWEPT = (
+    *(("copy", path) for path in ("fp8", "bf16")),
+    ("dispatch", "fp8, graph"),
+    ("combine", "bf16, graph"),
+)
 SMS = (4, 8)
 """Of the sweep, on a stand-in with 8 SMs per rank."""
 RATES = {4: 205.0, 8: 392.0, 16: 701.0, 24: 912.0, 32: 1004.0}
@@ -71,7 +78,7 @@ def a_run(*timings: tuple[Label, list[float]], slower: float = 1.5) -> list[Rank
 def the_normal_run() -> list[RankReport]:
     case = Label("combine", "window, graph", 64, MEGABYTE, 16, ("bf16",), ("nccl",))
     swept = [
-        (replace(case, sms=sms, rivals=(), is_swept=True), [2 * MEGABYTE / rate / 1e9] * 2)
+        (replace(case, sms=sms, rivals=(), sweep="sms"), [2 * MEGABYTE / rate / 1e9] * 2)
         for sms, rate in RATES.items()
     ]
     return a_run(
@@ -81,8 +88,21 @@ def the_normal_run() -> list[RankReport]:
         (replace(case, path="nccl", rivals=(), is_listed=False), [8e-3, 8e-3]),
         (replace(case, path="ring", rivals=("nccl",)), [4e-3, 4e-3]),
         *swept,
+        *over_tokens(case, in_copies=2e-3),
         slower=1.0,
     )
+
+
+def over_tokens(call: Label, in_copies: float) -> list[tuple[Label, list[float]]]:
+    """Two points of a sweep: a copy takes 1e-3 s, the call its time in such copies."""
+    return [
+        (replace(label, tokens=tokens, rivals=(), sweep="tokens"), [seconds, seconds])
+        for tokens in (1, 64)
+        for label, seconds in (
+            (Label("copy", "bf16", 0, MEGABYTE), 1e-3),
+            (replace(call, bounds=("bf16",)), in_copies),
+        )
+    ]
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -138,30 +158,64 @@ def test_the_bounds_of_a_pair_add_up() -> None:
     assert records_of(setup, run)[-1].of_copy == pytest.approx(0.5)
 
 
-def test_cases_stand_together_and_the_sweep_comes_last() -> None:
+def test_cases_stand_together_and_sweeps_come_last() -> None:
     label = Label("dispatch", "window", 64, MEGABYTE, 16)
     run = a_run(
         (label, [1e-3]),
         (replace(label, case="combine"), [1e-3]),
         (replace(label, path="ring"), [1e-3]),
         (replace(label, tokens=1), [1e-3]),
-        (replace(label, is_swept=True), [1e-3]),
+        *over_tokens(label, in_copies=1e-3),
+        (replace(label, sweep="sms"), [1e-3]),
+        (Label("copy", "bf16", 1, MEGABYTE, is_listed=False), [1e-3]),
     )
     assert [
         (record.case, record.path, record.tokens, record.swept) for record in records_of(NORMAL, run)
     ] == [
-        ("dispatch", "window", 64, False),
-        ("dispatch", "ring", 64, False),
-        ("combine", "window", 64, False),
-        ("dispatch", "window", 1, False),
-        ("dispatch", "window", 64, True),
+        ("dispatch", "window", 64, None),
+        ("dispatch", "ring", 64, None),
+        ("combine", "window", 64, None),
+        ("dispatch", "window", 1, None),
+        ("dispatch", "window", 64, "sms"),
+        ("dispatch", "window", 1, "tokens"),
+        ("dispatch", "window", 64, "tokens"),
+        ("copy", "bf16", 1, "tokens"),
+        ("copy", "bf16", 64, "tokens"),
     ]
 
 
 def test_the_sweep_marks_the_fewest_sms() -> None:
-    swept = [record for record in records_of(NORMAL, the_normal_run()) if record.swept]
+    records = records_of(NORMAL, the_normal_run())
+    swept = [record for record in records if record.swept == "sms"]
     assert {record.sms: record.gbps for record in swept} == pytest.approx(RATES)
-    assert [record.sms for record in swept if record.enough] == [24]
+    assert [record for record in records if record.enough] == [swept[3]]
+    assert swept[3].sms == 24
+
+
+def test_a_sweep_over_tokens_is_compared_with_its_own_copies() -> None:
+    """A copy outside the sweep, of as many tokens, was measured at another time."""
+    call, copy = Label("combine", "window, graph", 64, MEGABYTE), Label("copy", "bf16", 64, MEGABYTE)
+    run = a_run((copy, [9e-3]), *over_tokens(call, in_copies=4e-3), slower=1.0)
+    found = {(record.case, record.tokens): record for record in records_of(NORMAL, run) if record.swept}
+    assert [found["combine", tokens].of_copy for tokens in (1, 64)] == [pytest.approx(0.25)] * 2
+    assert found["copy", 64].gbps == pytest.approx(2.0)
+
+
+@given(st.integers(1, 10**6))
+def test_numbers_of_tokens_of_a_sweep(tokens: int) -> None:
+    """From 1 to as many as requested, growing by a factor of at most 4."""
+    swept = replace(NORMAL, tokens=tokens, sweep_tokens=True).swept_tokens
+    assert (swept[0], swept[-1]) == (1, tokens)
+    assert all(fewer < more <= 4 * fewer for fewer, more in pairwise(swept))
+    assert replace(NORMAL, tokens=tokens).swept_tokens == ()
+
+
+def test_records_of_the_cpu_leave_out_what_does_not_apply() -> None:
+    call = Label("combine", "window", 64, MEGABYTE)
+    run = a_run((call, [1e-3]), (replace(call, sweep="tokens"), [1e-3]))
+    ordinary, swept = (record.as_json() for record in records_of(replace(NORMAL, device="cpu"), run))
+    assert set(swept) - set(ordinary) == {"swept"}
+    assert swept["swept"] == "tokens"
 
 
 @given(st.dictionaries(st.integers(2, 64), st.floats(1, 1000), min_size=1))
@@ -179,7 +233,12 @@ def a_report(mode: str) -> Report:
     copy = Label("copy", "fp8", 128, 8 * MEGABYTE)
     graph = Label("dispatch", "fp8, graph", 128, 8 * MEGABYTE, bounds=("fp8",))
     singly = replace(graph, path="fp8, singly")
-    run = a_run((copy, [20e-6]), (graph, [40.4e-6]), (singly, [200e-6]), slower=1.0)
+    swept = [
+        (replace(label, tokens=tokens, sweep="tokens"), [seconds * tokens**0.5 * 1e-6])
+        for tokens in (1, 64, 128)
+        for label, seconds in ((copy, 2.0), (graph, 8.0))
+    ]
+    run = a_run((copy, [20e-6]), (graph, [40.4e-6]), (singly, [200e-6]), *swept, slower=1.0)
     return Report("what was measured", records_of(setup, run))
 
 
@@ -190,6 +249,9 @@ def test_the_table_of_normal_mode(capsys: pytest.CaptureFixture[str]) -> None:
     assert ["combine", "ring", "64", "4.00", "ms", "0.50", "0.25", "2.0x"] in lines
     assert ["24", "▸", "912", "91%"] in lines
     assert ["32", "1004", "100%"] in lines
+    assert ["64", "2.00", "ms", "1.00", "0.50"] in lines
+    assert "combine window" in printed
+    assert "copy bf16" not in printed
     assert "vs NCCL" in printed
     assert "p99" not in printed
     assert printed.endswith("something to say\n")
@@ -201,6 +263,8 @@ def test_the_table_of_low_latency_mode(capsys: pytest.CaptureFixture[str]) -> No
     lines = [line.split() for line in printed.splitlines() if line]
     assert ["dispatch", "fp8,", "graph", "128", "40.4", "us", "40.4", "us", "396", "0.50"] in lines
     assert ["dispatch", "fp8,", "singly", "128", "200", "us", "200", "us", "80.00", "0.10"] in lines
+    assert ["64", "64.0", "us", "250", "0.25"] in lines
+    assert "dispatch fp8 " in printed
     assert "p50" in printed
     assert "vs" not in printed
 
@@ -219,7 +283,10 @@ def test_the_picture(tmp_path: Path, mode: str, ending: str) -> None:
     draw(a_report(mode), path)
     assert path.read_bytes().startswith({".svg": b"<?xml", ".png": b"\x89PNG"}[ending])
     if ending == ".svg":
-        assert ("SMs per rank" in path.read_text()) is (mode == "normal")
+        drawn = path.read_text()
+        assert ("SMs per rank" in drawn) is (mode == "normal")
+        for words in ("tokens per rank -->", "median time of a call, us, in graphs", "rate, GB/s per rank"):
+            assert words in drawn
 
 
 def test_records_are_those_of_gpus() -> None:
@@ -227,7 +294,8 @@ def test_records_are_those_of_gpus() -> None:
     for record in a_report("normal").records:
         assert keys <= set(record.as_json())
         assert "nodes" not in record.as_json()
-    assert len(a_report("normal").sweep) == len(RATES)
+    assert len(a_report("normal").swept("sms")) == len(RATES)
+    assert len(a_report("normal").swept("tokens")) == 4
 
 
 # On a simulated GPU
@@ -298,15 +366,22 @@ def measure_on_simulated(context: RankContext, setup: Setup) -> tuple[RankReport
 def test_every_case_on_a_simulated_gpu(mode: str) -> None:
     sweeps = mode == "normal"
     setup = Setup(mode, 2, 3, 128, 4, 2, 1, 0, "cuda", sms=2 if sweeps else None, sweep_sms=sweeps)
-    setup = replace(setup, nodes=Nodes(1, 2))
+    setup = replace(setup, nodes=Nodes(1, 2), sweep_tokens=True)
     found = Place("simulated", 2).world().run(measure_on_simulated, setup, timeout=250)
     records = records_of(setup, [report for report, _ in found])
     assert {record.median_s for record in records} == {5e-4 if sweeps else 1e-3}
     cases = [(record.case, record.path, record.tokens) for record in records if not record.swept]
     paths = NORMAL_PATHS if sweeps else LOW_LATENCY_PATHS
     assert cases == [(case, path, tokens) for tokens in (3, 1) for case, path in paths]
-    swept = [(record.case, record.sms) for record in records if record.swept]
-    assert swept == (
-        [(case, sms) for case in ("cached_dispatch", "combine") for sms in SMS] if sweeps else []
-    )
+    swept = [(record.case, record.path, record.sms) for record in records if record.swept == "sms"]
+    calls = ("cached_dispatch", "combine")
+    assert swept == ([(case, "window, graph", sms) for case in calls for sms in SMS] if sweeps else [])
+    over_tokens = [
+        (record.case, record.path, record.tokens) for record in records if record.swept == "tokens"
+    ]
+    assert over_tokens == [
+        (case, path, tokens)
+        for case, path in (NORMAL_SWEPT if sweeps else LOW_LATENCY_SWEPT)
+        for tokens in (1, 3)
+    ]
     assert found[0][1][0].startswith("3 tokens: copy, ")

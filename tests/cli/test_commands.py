@@ -78,12 +78,31 @@ def test_demo_fails_when_the_check_does(monkeypatch: pytest.MonkeyPatch) -> None
     assert "differs from the single-process reference" in finished.stdout
 
 
+def others_and_swept(
+    records: list[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], list[tuple[str, str, int]]]:
+    """The ordinary records; case, path and tokens of those of a sweep, which come last."""
+    others = [record for record in records if "swept" not in record]
+    swept = records[len(others) :]
+    for record in swept:
+        assert record["swept"] == "tokens"
+        assert record["median_s"] > 0
+        assert record["case"] == "copy" or record["of_copy"] > 0
+    return others, [(record["case"], record["path"], record["tokens"]) for record in swept]
+
+
 def test_bench(tmp_path: Path) -> None:
     file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     sizes = ("--ranks", "2", "--tokens", "16", "--hidden", "64", "--experts", "4", "--topk", "2")
-    finished = anyep("bench", *sizes, "--repeats", "2", "--json", str(file), "--plot", str(plot))
+    options = ("--repeats", "2", "--sweep-tokens", "--json", str(file), "--plot", str(plot))
+    finished = anyep("bench", *sizes, *options)
     assert finished.returncode == 0, finished.stderr
-    records = json.loads(file.read_text())
+    records, swept = others_and_swept(json.loads(file.read_text()))
+    assert swept == [
+        (case, path, tokens)
+        for case, path in (("cached_dispatch", "window"), ("combine", "window"), ("copy", "bf16"))
+        for tokens in (1, 4, 16)
+    ]
     assert plot.read_bytes().startswith(b"\x89PNG")
     keys = {"case", "path", "ranks", "tokens", "hidden", "bytes", "median_s", "gbps", "of_copy", "vs"}
     assert all(set(record) == keys for record in records)
@@ -117,9 +136,15 @@ def test_bench_of_low_latency(tmp_path: Path, plots: bool) -> None:
     file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     sizes = ("--ranks", "2", "--tokens", "4", "--hidden", "256", "--experts", "4", "--topk", "2")
     options = ("--repeats", "2", "--json", str(file), *(("--plot", str(plot)) if plots else ()))
-    finished = anyep("bench", "--mode", "low-latency", *sizes, *options)
+    finished = anyep("bench", "--mode", "low-latency", *sizes, *options, "--sweep-tokens")
     assert finished.returncode == 0, finished.stderr
-    records = json.loads(file.read_text())
+    records, swept = others_and_swept(json.loads(file.read_text()))
+    assert swept == [
+        (case, path, tokens)
+        for case, paths in (("dispatch", ("bf16", "fp8")), ("combine", ("bf16",)), ("copy", ("bf16", "fp8")))
+        for path in paths
+        for tokens in (1, 4)
+    ]
     assert not plots or plot.read_bytes().startswith(b"\x89PNG")
     keys = {"case", "path", "ranks", "tokens", "hidden", "bytes", "median_s", "gbps", "of_copy", "vs"}
     assert all(set(record) == keys for record in records)
@@ -207,6 +232,10 @@ def test_bench_prints_json() -> None:
         (("bench", "--device", "tpu"), "--device is 'tpu': choose cpu or cuda"),
         (("bench", "--sms", "8"), "sms are for --device cuda in normal mode"),
         (("bench", "--sweep-sms"), "sms are for --device cuda in normal mode"),
+        (
+            ("bench", "--sweep-tokens", "--tokens", "1"),
+            "to --tokens, which is 1: choose more, or leave it out",
+        ),
         (
             ("bench", "--device", "cuda", "--mode", "low-latency", "--sms", "8"),
             "sms are for --device cuda in normal mode",

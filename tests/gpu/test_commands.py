@@ -123,7 +123,18 @@ def test_demo_of_low_latency() -> None:
 
 def test_bench(tmp_path: Path) -> None:
     file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
-    options = ("--repeats", "2", "--sms", "8", "--sweep-sms", "--json", str(file), "--plot", str(plot))
+    options = (
+        "--repeats",
+        "2",
+        "--sms",
+        "8",
+        "--sweep-sms",
+        "--sweep-tokens",
+        "--json",
+        str(file),
+        "--plot",
+        str(plot),
+    )
     finished = anyep("bench", "--device", "cuda", "--ranks", "2", *TINY, *options)
     assert finished.returncode == 0, finished.stderr
     assert "8 SMs per rank" in finished.stdout
@@ -150,9 +161,14 @@ def test_bench(tmp_path: Path) -> None:
         }.items():
             assert {(case, path, tokens) for path in paths} <= found
     for case in ("cached_dispatch", "combine"):
-        swept = [record for record in records if record["swept"] and record["case"] == case]
+        swept = [record for record in records if record["swept"] == "sms" and record["case"] == case]
         assert [record["sms"] for record in swept] == sorted({record["sms"] for record in swept})
         assert sum(record["enough"] for record in swept) == 1
+        over_tokens = [record for record in records if record["swept"] == "tokens" and record["case"] == case]
+        assert [(record["path"], record["tokens"]) for record in over_tokens] == [
+            ("window, graph", tokens) for tokens in (1, 4, 16, 32)
+        ]
+        assert all(record["of_copy"] > 0 and not record["enough"] for record in over_tokens)
 
 
 def test_bench_of_low_latency() -> None:
@@ -167,16 +183,29 @@ def test_bench_of_low_latency() -> None:
         *TINY,
         "--repeats",
         "2",
+        "--sweep-tokens",
         "--json",
         "-",
     )
-    found = {(record["case"], record["path"], record["tokens"]): record for record in records}
+    cases = [record for record in records if not record["swept"]]
+    found = {(record["case"], record["path"], record["tokens"]): record for record in cases}
     for tokens in (32, 1):
         for case, path in (("dispatch", "fp8"), ("combine", "bf16"), ("pair", "fp8 + bf16")):
             for how in ("graph", "singly"):
                 record = found[case, f"{path}, {how}", tokens]
                 assert 0 < record["median_s"] <= record["p99_s"]
                 assert record["of_copy"] > 0
+    swept = [(record["case"], record["path"], record["tokens"]) for record in records if record["swept"]]
+    assert swept == [
+        (case, path, tokens)
+        for case, path in (
+            ("copy", "fp8"),
+            ("copy", "bf16"),
+            ("dispatch", "fp8, graph"),
+            ("combine", "bf16, graph"),
+        )
+        for tokens in (1, 4, 16, 32)
+    ]
 
 
 def test_more_sms_than_there_are() -> None:

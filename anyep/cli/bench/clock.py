@@ -33,7 +33,8 @@ UNCHECKED: Final = 1
 ROUNDINGS: Final = 2.0**-6
 """How far a bf16 result may differ from another that was rounded elsewhere, relative to the largest."""
 CALLS_IN_A_LOOP: Final = 10
-"""On the CPU with one token, each repeat of a case is a run of calls: the latency in a loop is measured."""
+"""On the CPU with one token, each repeat of a case is a run of calls: the latency in a loop is measured. In a
+sweep over tokens each repeat is one too, whatever the number, so that its points can be compared."""
 CALLS_IN_A_RUN: Final = {"normal": 10, "low-latency": 40}
 """On a GPU."""
 
@@ -136,7 +137,8 @@ class CpuClock:
     def time(self, tokens: int, groups: Iterable[Group]) -> list[Timing]:
         with ExitStack() as stack:
             cases = [case for group in groups for case in stack.enter_context(group)]
-            return self.time_cases(cases, 1 if tokens > 1 else CALLS_IN_A_LOOP)
+            in_a_loop = tokens == 1 or cases[0].label.sweep == "tokens"
+            return self.time_cases(cases, CALLS_IN_A_LOOP if in_a_loop else 1)
 
     def time_cases(self, cases: Sequence[Case], run_length: int) -> list[Timing]:
         """Repeat the cases, each time in another order, which is the same on every rank."""
@@ -271,7 +273,7 @@ class CudaClock:
             with group as cases:
                 for case in cases:
                     label = case.label
-                    swept = f", {label.sms} SMs" if label.is_swept else ""
+                    swept = f", {label.sms} SMs" if label.sweep == "sms" else ""
                     self._rank.report(f"{tokens} tokens: {label.case}, {label.path}{swept}")
                     seconds, host = self._seconds_of(case)
                     timings.append(Timing(label, [(0.0, duration) for duration in seconds], host))

@@ -71,6 +71,10 @@ def bench(
     sweep_sms: Annotated[
         bool, typer.Option("--sweep-sms", help="Also tell the rates with 4 to 32 SMs per rank, on cuda.")
     ] = False,
+    sweep_tokens: Annotated[
+        bool,
+        typer.Option("--sweep-tokens", help="Also tell rates and times with 1, 4, 16 ... --tokens per rank."),
+    ] = False,
     network: options.Network = None,
     against: Annotated[
         str | None,
@@ -98,11 +102,13 @@ def bench(
         device,
         sms,
         sweep_sms,
+        sweep_tokens=sweep_tokens,
     )
     _check_sizes(setup)
     setup = replace(setup, nodes=nodes_of(counts, device, topk, setup.experts, topk_nodes, network))
     setup = replace(setup, against=_checked_library(against, setup))
     _check_sms(setup)
+    _check_sweep_of_tokens(setup)
     _check_files(json_file, plot_file)
     with placed(device, setup.ranks) as placement:
         report = measure(setup, placement, show_progress=sys.stderr.isatty())
@@ -153,6 +159,13 @@ def _check_sms(setup: Setup) -> None:
         )
     if setup.sms is not None:
         check_num_sms("--sms", setup.sms)
+
+
+def _check_sweep_of_tokens(setup: Setup) -> None:
+    if setup.sweep_tokens and setup.tokens == 1:
+        raise InvalidCall(
+            "--sweep-tokens measures from 1 token to --tokens, which is 1: choose more, or leave it out"
+        )
 
 
 def _check_files(json_file: str | None, plot_file: Path | None) -> None:

@@ -15,6 +15,7 @@ from anyep.cli.bench.clock import ROUNDINGS, Case, Clock, Group, equals, is_clos
 from anyep.cli.bench.installed import low_latency_buffer
 from anyep.cli.bench.records import Label, Setup
 from anyep.cli.bench.rival import ByExpert
+from anyep.cli.bench.sweep import swept
 from anyep.cli.fp8 import from_fp8, to_fp8
 from anyep.cli.gate import choose
 from anyep.cli.ranks import Rank
@@ -390,3 +391,11 @@ def groups_of(rank: Rank, setup: Setup, clock: Clock, tokens: int) -> Sequence[G
     cases = DecodingCases(rank, setup, clock, tokens)
     groups = [cases.by_buffer(), *([cases.by_rival()] if clock.rival == "gloo" else [])]
     return groups + ([cases.by_installed()] if setup.against else [])
+
+
+def sweep_over_tokens(rank: Rank, setup: Setup, clock: Clock, tokens: int) -> Sequence[Group]:
+    """Dispatch, combine and plain copies at one number of tokens; the calls in graphs where there are any."""
+    how = ", graph" if clock.has_graphs else ""
+    chosen = [("copy", "bf16"), ("copy", "fp8")]
+    chosen += [(case, format_ + how) for case in ("dispatch", "combine") for format_ in ("bf16", "fp8")]
+    return [swept(DecodingCases(rank, setup, clock, tokens).by_buffer(), "tokens", chosen)]

@@ -68,17 +68,16 @@ def measure_on_rank(rank: Rank, setup: Setup, num_gpus: int) -> RankReport:
 
 
 def _timings_of(rank: Rank, setup: Setup, clock: Clock) -> list[Timing]:
+    from anyep.cli.bench import low_latency, normal
+
     timings: list[Timing] = []
-    if setup.mode == "low-latency":
-        from anyep.cli.bench import low_latency
-
-        for tokens in setup.numbers_of_tokens:
-            timings += clock.time(tokens, low_latency.groups_of(rank, setup, clock, tokens))
-        return timings
-    from anyep.cli.bench import normal
-
+    is_normal = setup.mode == "normal"
+    groups_of = normal.groups_of if is_normal else low_latency.groups_of
     for tokens in setup.numbers_of_tokens:
-        timings += clock.time(tokens, normal.groups_of(rank, setup, clock, tokens))
+        timings += clock.time(tokens, groups_of(rank, setup, clock, tokens))
     if setup.sweep_sms:
-        timings += clock.time(setup.tokens, normal.sweep_of(rank, setup, clock))
+        timings += clock.time(setup.tokens, normal.sweep_over_sms(rank, setup, clock))
+    sweep_over_tokens = normal.sweep_over_tokens if is_normal else low_latency.sweep_over_tokens
+    for tokens in setup.swept_tokens:
+        timings += clock.time(tokens, sweep_over_tokens(rank, setup, clock, tokens))
     return timings

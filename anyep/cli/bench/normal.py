@@ -16,6 +16,7 @@ from anyep.cli.bench.clock import ROUNDINGS, Case, Clock, Group, equals, is_clos
 from anyep.cli.bench.installed import normal_buffer
 from anyep.cli.bench.records import Crossing, Label, Setup
 from anyep.cli.bench.rival import AllToAll
+from anyep.cli.bench.sweep import swept
 from anyep.cli.gate import choose
 from anyep.cli.ranks import Rank
 from anyep.sizes import CHANNELS_PER_SCALE, NUM_BUFFER_ALIGNMENT_BYTES, NUM_MAX_SCALES, align
@@ -163,9 +164,10 @@ class NormalCases:
         self._is_combined = equals(self._traffic.combined(setup.nodes.ranks_per_node))
 
     @contextmanager
-    def by_window(self) -> Iterator[list[Case]]:
+    def by_window(self, sms: int | None = None) -> Iterator[list[Case]]:
+        """With the clock's number of SMs, or another one."""
         setup, traffic = self._setup, self._traffic
-        with prepared(self._rank, setup, traffic, self._clock.sms, traffic.num_window_bytes) as there:
+        with prepared(self._rank, setup, traffic, sms or self._clock.sms, traffic.num_window_bytes) as there:
             buffer, handle, received, x = there.buffer, there.handle, there.received, traffic.x
 
             def send() -> Any:
@@ -252,23 +254,6 @@ class NormalCases:
             ]
             yield [
                 Case(label, work, is_right) for label, (_, work, is_right) in zip(labels, calls, strict=True)
-            ]
-
-    @contextmanager
-    def with_sms(self, sms: int) -> Iterator[list[Case]]:
-        """Cached dispatch by window and combine by pull, in graphs, with another number of SMs."""
-        traffic = self._traffic
-        with prepared(self._rank, self._setup, traffic, sms, traffic.num_window_bytes) as there:
-            buffer, handle, received = there.buffer, there.handle, there.received
-            cases = [
-                self._case(
-                    "cached_dispatch", "window", there, lambda: buffer.dispatch(traffic.x, handle=handle)
-                ),
-                self._case("combine", "window", there, lambda: buffer.combine(received, handle)),
-            ]
-            yield [
-                _in_graph(replace(case, label=replace(case.label, sms=sms, rivals=(), is_swept=True)))
-                for case in cases
             ]
 
     def _case(
@@ -375,7 +360,23 @@ def groups_of(rank: Rank, setup: Setup, clock: Clock, tokens: int) -> Sequence[G
     return groups + ([cases.by_installed()] if setup.against else [])
 
 
-def sweep_of(rank: Rank, setup: Setup, clock: Clock) -> Sequence[Group]:
-    """The same calls with each number of SMs that a rank can have."""
+def sweep_over_sms(rank: Rank, setup: Setup, clock: Clock) -> Sequence[Group]:
+    """The calls of the sweeps with each number of SMs that a rank can have."""
     cases = NormalCases(rank, setup, clock, setup.tokens)
-    return [cases.with_sms(sms) for sms in SWEPT_SMS if sms <= clock.most_sms]
+    return [
+        swept(cases.by_window(sms), "sms", _swept_calls(clock), sms)
+        for sms in SWEPT_SMS
+        if sms <= clock.most_sms
+    ]
+
+
+def sweep_over_tokens(rank: Rank, setup: Setup, clock: Clock, tokens: int) -> Sequence[Group]:
+    """The same calls and a plain copy at one number of tokens."""
+    cases = NormalCases(rank, setup, clock, tokens)
+    return [swept(cases.by_window(), "tokens", [("copy", "bf16"), *_swept_calls(clock)])]
+
+
+def _swept_calls(clock: Clock) -> list[tuple[str, str]]:
+    """Cached dispatch by window and combine by pull; in graphs where there are any."""
+    path = "window, graph" if clock.has_graphs else "window"
+    return [("cached_dispatch", path), ("combine", path)]

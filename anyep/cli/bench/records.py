@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from itertools import count, takewhile
+from typing import Any, Final, Literal, NamedTuple
 
 from anyep.cli.histogram import percentile
 from anyep.cli.nodes import ONE_NODE, Nodes, limit_in_words
@@ -24,7 +25,12 @@ ONLY_ACROSS_NODES: Final = frozenset(
 )
 """The keys that a record of one node leaves out in JSON."""
 ONLY_ON_GPUS: Final = frozenset(["device", "gpu", "sms", "p99_s", "host_s", "swept", "enough"])
-"""The keys that a record of the CPU leaves out in JSON."""
+"""The keys that a record of the CPU leaves out in JSON; all but `swept`, if it belongs to a sweep."""
+Sweep = Literal["sms", "tokens"]
+"""What a sweep varies."""
+SWEEPS: Final[tuple[Sweep, ...]] = ("sms", "tokens")
+STEP_OF_TOKENS: Final = 4
+"""From one number of tokens of a sweep to the next, as a factor."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Setup:
     nodes: Nodes = ONE_NODE
     against: str = ""
     """A library with the same API whose calls are measured too."""
+    sweep_tokens: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -54,6 +61,18 @@ class Setup:
     def numbers_of_tokens(self) -> tuple[int, ...]:
         """Tokens per rank, as requested; then one, which shows the latency."""
         return (self.tokens, 1) if self.tokens > 1 else (self.tokens,)
+
+    @property
+    def swept_tokens(self) -> tuple[int, ...]:
+        """The numbers of tokens of the sweep: powers of four, then the number requested.
+
+        >>> Setup("normal", 8, 100, 7168, 64, 8, 15, 0, sweep_tokens=True).swept_tokens
+        (1, 4, 16, 64, 100)
+        """
+        if not self.sweep_tokens:
+            return ()
+        powers = (STEP_OF_TOKENS**exponent for exponent in count())
+        return (*takewhile(lambda power: power < self.tokens, powers), self.tokens)
 
 
 class Crossing(NamedTuple):
@@ -68,8 +87,8 @@ class Label:
     """Describes a case: the bytes of rows that this rank receives, and the cases it is compared with.
 
     Its bounds are paths of plain copies, whose times add up. Its rivals are the paths of alternatives without
-    AnyEP, and begin with their names. A case that is not `listed` is measured for comparison only; one that
-    is `swept` belongs to the sweep over numbers of SMs.
+    AnyEP, and begin with their names. A case that is not `listed` is measured for comparison only. A case of
+    a sweep says which one.
     """
 
     case: str
@@ -81,7 +100,7 @@ class Label:
     rivals: tuple[str, ...] = ()
     crossing: Crossing | None = None
     is_listed: bool = True
-    is_swept: bool = False
+    sweep: Sweep | None = None
 
 
 @dataclass(frozen=True)
@@ -113,8 +132,8 @@ class Record:
 
     Across nodes, bytes between nodes are those that a rank sends there, on average. On GPUs the median may be
     that of single calls; then there is a p99 too; and `host_s` is the time that a call takes its host, if
-    calls are launched one by one. A record of the sweep over numbers of SMs is `swept`, and `enough` if it
-    has the fewest SMs that are fast enough.
+    calls are launched one by one. A record of a sweep says what was `swept`; in that of SMs, the one with the
+    fewest that are fast enough is `enough`.
     """
 
     case: str
@@ -138,13 +157,14 @@ class Record:
     sms: int | None = None
     p99_s: float | None = None
     host_s: float | None = None
-    swept: bool = False
+    swept: Sweep | None = None
     enough: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The keys that apply to where it was measured."""
         left_out: frozenset[str] = frozenset() if self.nodes > 1 else ONLY_ACROSS_NODES
         left_out |= frozenset() if self.device == "cuda" else ONLY_ON_GPUS
+        left_out -= {"swept"} if self.swept else set()
         return {key: value for key, value in asdict(self).items() if key not in left_out}
 
 
@@ -160,9 +180,16 @@ class Report:
     def cases(self) -> list[Record]:
         return [record for record in self.records if not record.swept]
 
-    @property
-    def sweep(self) -> list[Record]:
-        return [record for record in self.records if record.swept]
+    def swept(self, sweep: Sweep) -> list[Record]:
+        return [record for record in self.records if record.swept == sweep]
+
+
+def lines_of(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of a sweep by case and path; "graph" is left out: on GPUs, all are in graphs."""
+    lines: dict[str, list[Record]] = {}
+    for record in records:
+        lines.setdefault(f"{record.case} {record.path.removesuffix(', graph')}", []).append(record)
+    return lines
 
 
 def description_of(setup: Setup, first: RankReport) -> str:
@@ -186,30 +213,44 @@ def durations_of(timings: Sequence[Timing]) -> list[float]:
     ]
 
 
-def medians_of(by_rank: Sequence[Sequence[Timing]]) -> dict[tuple[str, str, int], float]:
-    """Seconds of each case outside the sweep, by its name, path and tokens."""
+def medians_of(
+    by_rank: Sequence[Sequence[Timing]], sweep: Sweep | None = None
+) -> dict[tuple[str, str, int], float]:
+    """Seconds of each case, by its name, path and tokens: of a sweep's cases, or of those outside sweeps."""
     return {
         (timings[0].label.case, timings[0].label.path, timings[0].label.tokens): statistics.median(
             durations_of(timings)
         )
         for timings in zip(*by_rank, strict=True)
-        if not timings[0].label.is_swept
+        if timings[0].label.sweep == sweep
     }
 
 
 def records_of(setup: Setup, by_rank: Sequence[RankReport]) -> list[Record]:
-    """The records of all ranks together, in the order of the table; those of the sweep come last."""
+    """The records of all ranks together, in the order of the table; those of sweeps come last."""
     all_timings = [report.timings for report in by_rank]
-    medians = medians_of(all_timings)
+    # A sweep over tokens has copies of its own; the number of SMs makes no difference to a copy.
+    medians: dict[Sweep | None, dict[tuple[str, str, int], float]] = {
+        None: (outside := medians_of(all_timings)),
+        "sms": outside,
+        "tokens": medians_of(all_timings, "tokens"),
+    }
     records = [
-        _record_of(setup, by_rank[0].gpu, timings, medians)
+        _record_of(setup, by_rank[0].gpu, timings, medians[timings[0].label.sweep])
         for timings in zip(*all_timings, strict=True)
         if timings[0].label.is_listed
     ]
-    # Records of one case are adjacent, whatever the order of measurement.
-    places = {record.case: place for place, record in reversed(list(enumerate(records)))}
-    records.sort(key=lambda record: (record.swept, -record.tokens, places[record.case]))
-    return _mark_enough(records)
+    # Records of one case are adjacent, whatever the order of measurement; in a sweep, those of one line.
+    backwards = list(reversed(list(enumerate(records))))
+    cases = {record.case: place for place, record in backwards}
+    lines = {(record.case, record.path): place for place, record in backwards}
+
+    def place_of(record: Record) -> tuple[int, int, int]:
+        if record.swept:
+            return 1 + SWEEPS.index(record.swept), lines[record.case, record.path], record.tokens
+        return 0, -record.tokens, cases[record.case]
+
+    return _mark_enough(sorted(records, key=place_of))
 
 
 def _record_of(
@@ -244,7 +285,7 @@ def _record_of(
         sms=label.sms,
         p99_s=percentile(seconds, 0.99) if has_percentiles else None,
         host_s=_host_seconds(timings),
-        swept=label.is_swept,
+        swept=label.sweep,
     )
 
 
@@ -269,11 +310,12 @@ def _crossed(timings: Sequence[Timing]) -> tuple[int | None, int | None]:
 
 
 def _mark_enough(records: list[Record]) -> list[Record]:
-    enough = {}
-    for case in {record.case for record in records if record.swept}:
-        rates = {record.sms or 0: record.gbps for record in records if record.swept and record.case == case}
-        enough[case] = fewest_sms(rates)
-    return [replace(record, enough=record.swept and record.sms == enough[record.case]) for record in records]
+    rates: dict[str, dict[int, float]] = {}
+    for record in records:
+        if record.swept == "sms":
+            rates.setdefault(record.case, {})[record.sms or 0] = record.gbps
+    enough = {("sms", case, fewest_sms(of_case)) for case, of_case in rates.items()}
+    return [replace(record, enough=(record.swept, record.case, record.sms) in enough) for record in records]
 
 
 def fewest_sms(rates: Mapping[int, float]) -> int:

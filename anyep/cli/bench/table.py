@@ -1,11 +1,12 @@
-"""The tables of `anyep bench`: a line per case, and on GPUs the rates by number of SMs."""
+"""The tables of `anyep bench`: a line per case, and one per number of SMs or of tokens of a sweep."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from anyep.cli.bench.records import Record, Report
+from anyep.cli.bench.records import Record, Report, lines_of
 from anyep.cli.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ def print_report(report: Report) -> None:
     console = console_for_results()
     console.print(report.description)
     console.print(_table_of(report.cases))
-    if report.sweep:
-        console.print(_table_of_sweep(report.sweep))
+    if over_sms := report.swept("sms"):
+        console.print(_table_over_sms(over_sms))
+    if over_tokens := report.swept("tokens"):
+        console.print(_table_over_tokens(over_tokens))
     if report.note:
         console.print(report.note)
 
@@ -53,23 +56,51 @@ def _table_of(records: Sequence[Record]) -> Table:
     return table
 
 
-def _table_of_sweep(records: Sequence[Record]) -> Table:
+def _table_over_sms(records: Sequence[Record]) -> Table:
     """Rates by number of SMs, in graphs; an arrow points to the fewest SMs that are enough."""
-    cases = list(dict.fromkeys(record.case for record in records))
-    found = {(record.case, record.sms): record for record in records}
-    best = {case: max(record.gbps for record in records if record.case == case) for case in cases}
-    headings = ["SMs per rank"]
-    for case in cases:
-        headings += [f"{case}, GB/s per rank", "of best"]
-    table = _empty_table(headings)
-    for sms in dict.fromkeys(record.sms for record in records):
-        cells = [str(sms)]
-        for case in cases:
-            record = found[case, sms]
-            arrow = "▸ " if record.enough else ""
-            cells += [f"{arrow}{format_rate(record.gbps)}", f"{record.gbps / best[case]:.0%}"]
-        table.add_row(*cells)
+    best = {line: max(record.gbps for record in of_line) for line, of_line in lines_of(records).items()}
+
+    def cells_of(line: str, record: Record) -> list[str]:
+        arrow = "▸ " if record.enough else ""
+        return [f"{arrow}{format_rate(record.gbps)}", f"{record.gbps / best[line]:.0%}"]
+
+    table = _table_of_lines(
+        records, "SMs per rank", lambda record: record.sms, ("GB/s per rank", "of best"), cells_of
+    )
     table.caption = "▸ the fewest SMs that reach 80 % of the best rate"
+    return table
+
+
+def _table_over_tokens(records: Sequence[Record]) -> Table:
+    """Times and rates by number of tokens; the copies are what the rates are compared with."""
+
+    def cells_of(_: str, record: Record) -> list[str]:
+        of_copy = f"{record.of_copy:.2f}" if record.of_copy else ""
+        return [format_seconds(record.median_s), format_rate(record.gbps), of_copy]
+
+    time = "p50" if any(record.p99_s for record in records) else "median"
+    calls = [record for record in records if record.case != "copy"]
+    table = _table_of_lines(
+        calls, "tokens", lambda record: record.tokens, (time, "GB/s", "of copy"), cells_of
+    )
+    table.caption = "GB/s per rank"
+    return table
+
+
+def _table_of_lines(
+    records: Sequence[Record],
+    what_varies: str,
+    number_of: Callable[[Record], int | None],
+    headings: Sequence[str],
+    cells_of: Callable[[str, Record], list[str]],
+) -> Table:
+    """A row per number of a sweep; for each of its lines, these columns, with its name above the first."""
+    lines = lines_of(records)
+    columns = [(f"{line}\n{headings[0]}", *headings[1:]) for line in lines]
+    table = _empty_table([what_varies, *chain.from_iterable(columns)])
+    for at_number in zip(*lines.values(), strict=True):
+        cells = [cells_of(line, record) for line, record in zip(lines, at_number, strict=True)]
+        table.add_row(str(number_of(at_number[0])), *chain.from_iterable(cells))
     return table
 
 
