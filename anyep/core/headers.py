@@ -97,8 +97,8 @@ def write_offers(header: Array, offers: Sequence[tuple[int, int]]) -> None:
 
     >>> header = signature()
     >>> write_offers(header, [(0, 512), (1024, 256)])
-    >>> header[NUM_OFFERS], header[OFFERS : OFFERS + 4].tolist()
-    (2, [0, 512, 1024, 256])
+    >>> header[NUM_OFFERS : OFFERS + 4].tolist()
+    [2, 0, 0, 512, 1024, 256]
     """
     header[NUM_OFFERS] = len(offers)
     for index, offer in enumerate(offers):

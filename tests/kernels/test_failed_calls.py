@@ -23,6 +23,7 @@ def unpack_after_a_failure(device: str) -> list[list[int]]:
         *(ids, int32([[2]], device), int64([0, 0], device), 2, 1),
         NUM_RANKS=1,
         PAD=True,
+        IF_ALL_FIT=False,
         BLOCK=16,
     )
     found: list[list[int]] = ids.tolist()

@@ -418,7 +418,10 @@ KERNELS: dict[str, Source] = {
     "send short rows between 2": send(2, 64, 256, 32, False),
     "send between 4": send(4, 8, 512, 16, False),
     "send between 8": send(8, 8, 512, 16, True),
-    "unpack_window": normal(windows.unpack_window, 4, NUM_RANKS=8, PAD=True, BLOCK=1024),
+    "unpack_window": normal(windows.unpack_window, 4, NUM_RANKS=8, PAD=True, IF_ALL_FIT=False, BLOCK=1024),
+    "unpack_window early": normal(
+        windows.unpack_window, 4, NUM_RANKS=8, PAD=False, IF_ALL_FIT=True, BLOCK=1024
+    ),
     "digest_handle": normal(digests.digest_handle, 16, NUM_RANKS=8, CHANNEL_BLOCK=16, TILE_ROWS=2048),
     "sums of bf16 between 2": pull(2, 32, cpu.BF16, 0),
     "sums of bf16 between 4": pull(4, 8, cpu.BF16, 0),

@@ -12,6 +12,7 @@ import torch
 
 from anyep import Config, EventOverlap
 from anyep.api.buffer import Buffer
+from anyep.backends.cuda import counted_repeats
 from tests.support.gpu_scenarios import FEW_SMS, NVL_BYTES, attempt, device_of, new_buffer
 from tests.support.places import Place
 from tests.support.repeats import PLACES, Watched, counted_arguments
@@ -44,9 +45,13 @@ def are_equal(found: list[Any], right: list[Any]) -> bool:
     )
 
 
-def follow_sizes(context: RankContext) -> None:
-    """Calls of many sizes, in turns; results that are held or dropped, and used by other calls."""
-    with new_buffer(context) as buffer:
+def follow_sizes(context: RankContext, room_block: int) -> None:
+    """Calls of many sizes, in turns; results that are held or dropped, and used by other calls.
+
+    With a `room_block` of 1, some calls receive more rows than were expected.
+    """
+    with new_buffer(context) as buffer, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counted_repeats, "ROOM_BLOCK", room_block)
         watched = Watched(buffer)
         made = [counted_arguments(buffer, tokens, tokens) for tokens in (5, 1, 17, 9)]
         buffer.dispatch(**made[0])
@@ -55,10 +60,10 @@ def follow_sizes(context: RankContext) -> None:
             arguments = dict(made[turn % len(made)])
             arguments["x"] = (arguments["x"].float() * (turn + 1)).bfloat16()
             arguments["topk_weights"] = arguments["topk_weights"] + turn
-            right = results_of(watched.step_by_step(lambda of=arguments: buffer.dispatch(**of)))
             before = watched.num_repeats
             found = results_of(buffer.dispatch(**arguments))
             assert watched.num_repeats == before + 1
+            right = results_of(watched.step_by_step(lambda of=arguments: buffer.dispatch(**of)))
             assert are_equal(found, right)
             rows, handle = found[0], tuple(found[4:])
             total = buffer.combine(rows, handle, config=FEW_SMS)[0]
@@ -74,9 +79,10 @@ def follow_sizes(context: RankContext) -> None:
             assert are_equal(found, kept)
 
 
+@pytest.mark.parametrize("room_block", [1, 64])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_same_results(place: Place) -> None:
-    place.world().run(follow_sizes, timeout=200)
+def test_the_same_results(place: Place, room_block: int) -> None:
+    place.world().run(follow_sizes, room_block, timeout=200)
 
 
 @dataclass(frozen=True)
@@ -182,17 +188,31 @@ def run_out_of_room(context: RankContext, window_bytes: int | None) -> None:
     assert (num_blocks > 1) == (window_bytes is None)
 
 
+def with_experts(buffer: Buffer, arguments: dict[str, Any], topk_idx: torch.Tensor) -> dict[str, Any]:
+    """The same tokens for other experts."""
+    layout = buffer.get_dispatch_layout(topk_idx, 2 * buffer.group_size)
+    per_rank, _, per_expert, in_rank, _ = layout
+    return {
+        **arguments,
+        "topk_idx": topk_idx,
+        "num_tokens_per_rank": per_rank,
+        "num_tokens_per_expert": per_expert,
+        "is_token_in_rank": in_rank,
+    }
+
+
 def run_out_of(buffer: Buffer) -> None:
     watched = Watched(buffer)
     few, many = (counted_arguments(buffer, tokens, tokens) for tokens in (4, MANY_TOKENS))
-    none = counted_arguments(buffer, 4, 4)
-    none["topk_idx"] = torch.full_like(none["topk_idx"], -1)
-    layout = buffer.get_dispatch_layout(none["topk_idx"], 2 * buffer.group_size)
-    none["num_tokens_per_rank"], _, none["num_tokens_per_expert"], none["is_token_in_rank"], _ = layout
+    none = with_experts(buffer, few, torch.full_like(few["topk_idx"], -1))
+    # Only rank 0 has no window that is large enough.
+    to_rank_0 = torch.zeros_like(many["topk_idx"])
+    to_rank_0[0], to_rank_0[1:, 1] = torch.tensor([0, 2 * buffer.group_size - 1]), 1
+    lopsided = with_experts(buffer, many, to_rank_0)
     for _ in range(2):
         # The first one may have found the windows too small.
         buffer.dispatch(**few)
-    for arguments in (few, none, few, many, few, many, none):
+    for arguments in (few, none, few, many, few, lopsided, few, many, none, lopsided):
         before = watched.num_repeats
         found = results_of(buffer.dispatch(**arguments))
         assert watched.num_repeats == before + 1

@@ -1,21 +1,23 @@
 """Dispatches that count their rows and are like an earlier one, made again with little work of the host.
 
-    repeats.keep(payload, counts, config, header, first, second)   # the earlier call, made step by step
+    repeats.keep(payload, counts, config, header, recipes, ...)   # the earlier call, made step by step
     again = repeats.start(ops, tokens, config)                     # None if it has to be made step by step
     done = again(call)
 
-What stays the same from call to call are two batches of kernels and the words of the notify message about
-types and sizes. The first batch finds out the routing and sends the rows; then the host waits for the number
-of rows. Meanwhile it allocates the tensors of the handle that the next such call will fill.
+What stays the same from call to call are a batch of kernels and the words of the notify message about types
+and sizes. The batch finds out the routing, sends the rows and fills the handle, whose source indices get room
+for more rows than there were before. The host launches it and waits for the number of rows. Meanwhile it
+allocates the tensors of the handle that the next such call will fill.
 
-If there are no rows, or they need rings, or something is wrong, the call goes on step by step from there.
+If there are no rows, or more than the handle has room for, or they need rings, or something is wrong, the
+call goes on step by step from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
@@ -45,7 +47,11 @@ from anyep.backends.cuda.windows import GpuWindows
 from anyep.core.calls import Array, Call, Phase
 from anyep.core.freelist import first_fit
 from anyep.core.headers import MAX_OFFERS, write_offers
-from anyep.sizes import Config, TokenLayout
+from anyep.sizes import Config, TokenLayout, align
+
+ROOM_BLOCK: Final = 64
+FIRST_TOTAL: Final = constants.TOTAL_OUTCOME
+AFTER_TOTALS: Final = constants.TOTAL_USES_RINGS + 1
 
 if TYPE_CHECKING:
     from anyep.backends.cuda.ops_normal import GpuNormalOps
@@ -62,10 +68,8 @@ class _Kept(NamedTuple):
     source_bytes: int
     num_experts: int
     header: Array
-    first_recipes: Recipes
-    first: Batch
-    second_recipes: Recipes
-    second: Batch
+    recipes: Recipes
+    batch: Batch
 
 
 class _Spare(NamedTuple):
@@ -73,6 +77,8 @@ class _Spare(NamedTuple):
 
     num_tokens: int
     num_channels: int
+    room: int
+    """The received rows that it has source indices for."""
     stream: int
     is_inference: bool
     routing: GpuRouting
@@ -87,6 +93,8 @@ class CountedRepeats:
         self._stream = control.gpu.stream
         self._index = control.gpu.empty((0,), torch.uint8).get_device()
         self._kept: _Kept | None = None
+        self._room = 0
+        """The received rows that a new handle has source indices for."""
         self._spare: _Spare | None = None
 
     def keep(
@@ -95,17 +103,22 @@ class CountedRepeats:
         counts: GpuCounts,
         config: Config,
         header: Array,
-        first_recipes: Recipes,
-        second_recipes: Recipes,
+        recipes: Recipes,
+        num_rows: int,
+        last_batch: Recipes,
     ) -> None:
-        """A call with these batches went through windows. Only its sizes are kept, no rows."""
-        batches = self._control.batches
-        first, second = batches.known(first_recipes), batches.known(second_recipes)
-        if first is not None and second is not None:
-            x = payload.x
-            kind = config, config.num_channels, x.dtype, x.shape[1], payload.token, payload.source_bytes
-            work = first_recipes, first, second_recipes, second
-            self._kept = _Kept(*kind, counts.num_experts, header.copy(), *work)
+        """A call sent its rows into windows; with these kernels, one like it needs no other ones. Only its
+        sizes are kept."""
+        x = payload.x
+        batch = self._control.batches.made(recipes)
+        kind = config, config.num_channels, x.dtype, x.shape[1], payload.token, payload.source_bytes
+        self._kept = _Kept(*kind, counts.num_experts, header.copy(), recipes, batch)
+        self._make_room(num_rows)
+
+    def _make_room(self, num_rows: int) -> None:
+        """Let the next calls expect about as many rows as this one had."""
+        if not num_rows <= self._room <= 2 * num_rows + ROOM_BLOCK:
+            self._room = align(num_rows + num_rows // 8, ROOM_BLOCK)
 
     def start(
         self, ops: GpuNormalOps, tokens: CountedTokens, config: Config
@@ -138,7 +151,7 @@ class CountedRepeats:
     def _dispatch(
         self, ops: GpuNormalOps, kept: _Kept, tokens: CountedTokens, call: Call
     ) -> Counted | Started:
-        control, header = self._control, kept.header
+        control, header, num_topk = self._control, kept.header, kept.token.num_topk
         routing = self._new_routing(tokens.x.shape[0], kept.num_channels)
         self._windows.followed = self._stream.caller()
         offers = self._windows.offers(MAX_OFFERS)
@@ -149,30 +162,32 @@ class CountedRepeats:
         message = control.headers.keep(header, for_good=False)
         values = inputs_of_counting(message, ticket, counts, routing)
         values["x"], values["topk_idx"], values["topk_weights"] = tokens[:3]
-        self._run(kept.first, kept.first_recipes, values, ends=False)
+        values |= inputs_of_unpacking(routing, None, num_topk)
+        moment = self._stream.moment(True, True)
+        if not kept.batch.run(moment, values):
+            control.batches.run_unaligned(kept.batch, kept.recipes, moment, values)
         self._spare = self._new_spare(routing)
         words = control.wait_for_totals(ticket)
-        outcome, num_rows, uses_rings = words[
-            constants.TOTAL_OUTCOME : constants.TOTAL_USES_RINGS + 1
-        ].tolist()
+        outcome, num_rows, uses_rings = words[FIRST_TOTAL:AFTER_TOTALS].tolist()
         window = None
-        if outcome == 0 and uses_rings == 0 and num_rows:
+        room = routing.recv_src_idx.shape[0]
+        if outcome == 0 and uses_rings == 0 and 0 < num_rows <= room:
             num_bytes = window_bytes(num_rows, kept.token, kept.source_bytes)
             window = first_fit(offers, num_bytes)
+        if outcome == 0:
+            self._make_room(num_rows)
         if window is None:
             payload = Payload(tokens.x, None, tokens.topk_idx, tokens.topk_weights, kept.source_bytes)
             rest = GpuCall(ops, call, None, False).after_notify(payload, routing, values)
             return Started(rest, payload, counts, routing, header.copy())
         self._windows.allocate_at(window, num_bytes)
         x, ids, weights = self._results(kept, window, num_rows, num_bytes)
-        source = control.gpu.empty((num_rows,), torch.int32)
-        routing = routing._replace(recv_src_idx=source)
-        values = inputs_of_unpacking(routing, ids, kept.token.num_topk)
-        self._run(kept.second, kept.second_recipes, values, ends=True)
+        if num_rows < room:
+            routing = routing._replace(recv_src_idx=routing.recv_src_idx[:num_rows])
         num_local = kept.num_experts // control.num_ranks
         by_expert = words[constants.TOTAL_BY_EXPERT : constants.TOTAL_BY_EXPERT + num_local].tolist()
         control.control.end(call)
-        return Counted(Results(x, source, ids, weights, None), by_expert, routing)
+        return Counted(Results(x, routing.recv_src_idx, ids, weights, None), by_expert, routing)
 
     def _results(
         self, kept: _Kept, window: int, num_rows: int, num_bytes: int
@@ -187,19 +202,13 @@ class CountedRepeats:
         x, ids, weights = self._windows.lend(window, num_bytes, parts)
         return x, ids, weights
 
-    def _run(self, batch: Batch, recipes: Recipes, values: dict[str, Any], ends: bool) -> None:
-        moment = self._stream.moment(True, ends)
-        if not batch.run(moment, values):
-            # The batch takes aligned addresses only; there is another one for others.
-            self._control.batches.run(recipes, moment, values)
-
     # The tensors of handles
 
     def _new_routing(self, num_tokens: int, num_channels: int) -> GpuRouting:
         """A routing that kernels will fill: the spare one, if it can be used."""
         spare, self._spare = self._spare, None
-        wanted = num_tokens, num_channels, self._stream.caller(), torch.is_inference_mode_enabled()
-        if spare is not None and spare[:4] == wanted:
+        wanted = num_tokens, num_channels, self._room, *self._where()
+        if spare is not None and spare[: len(wanted)] == wanted:
             return spare.routing
         return self._allocate(num_tokens, num_channels)
 
@@ -207,8 +216,12 @@ class CountedRepeats:
         """Memory that the current stream may use from now on."""
         num_tokens, num_channels = like.num_tokens, like.num_channels
         routing = self._allocate(num_tokens, num_channels)
-        where = self._stream.caller(), torch.is_inference_mode_enabled()
-        return _Spare(num_tokens, num_channels, *where, routing)
+        return _Spare(num_tokens, num_channels, self._room, *self._where(), routing)
+
+    def _where(self) -> tuple[int, bool]:
+        return self._stream.caller(), torch.is_inference_mode_enabled()
 
     def _allocate(self, num_tokens: int, num_channels: int) -> GpuRouting:
-        return new_routing(self._control.gpu.empty, num_tokens, self._control.num_ranks, num_channels)
+        empty = self._control.gpu.empty
+        routing = new_routing(empty, num_tokens, self._control.num_ranks, num_channels)
+        return routing._replace(recv_src_idx=empty((self._room,), torch.int32))

@@ -44,10 +44,10 @@ class GpuCall:
         "_header",
         "_is_sent",
         "_keep",
-        "_keep_counted",
         "_ops",
         "_previous",
         "_recipes",
+        "_repeatable",
         "_run_async",
         "_source",
         "_staged",
@@ -75,9 +75,9 @@ class GpuCall:
         self._header: Array | None = None
         """The header of a call that may be repeated."""
         self._keep: Callable[[Recipes], None] | None = None
-        """Keeps the call, so that one like it can be made with less work."""
-        self._keep_counted: Callable[[Recipes], None] | None = None
-        """Keeps a counted dispatch, once it is known that its rows went to windows."""
+        """Keeps the call, so that one like it can be made with less work; takes what its last batch was."""
+        self._repeatable: tuple[Payload, GpuCounts, Config, Array, Recipes] | None = None
+        """What is kept of a counted dispatch, once it is known that its rows went to windows."""
         self._is_sent = False
         """Whether all rows were sent before the host knew the totals."""
 
@@ -179,10 +179,10 @@ class GpuCall:
             self._send_to_windows(payload, config, local_experts, all_or_none=True)
             self._recipes.append((control.kernels.barrier, constants.ARRIVED_AT, True))
             self._is_sent = True
-            first = self._launch()
+            sent = self._launch()
             if self._previous is None and not self._run_async and payload.scales is None and num_topk:
-                of_call = payload, counts, config, header, first
-                self._keep_counted = partial(ops.counted_repeats.keep, *of_call)
+                recipes = (*sent, (ops.rows.unpack, False, False, True))
+                self._repeatable = payload, counts, config, header, recipes
 
     def after_notify(self, payload: Payload, routing: GpuRouting, values: dict[str, Any]) -> GpuCall:
         """This call, whose notify messages were sent by a batch with these values."""
@@ -306,8 +306,9 @@ class GpuCall:
             return
         ids = results.topk_idx
         self._values |= inputs_of_unpacking(routing, ids, payload.token.num_topk)
-        if self._is_sent and routing.num_recv_rows:
-            self._keep = self._keep_counted
+        num_rows = routing.num_recv_rows
+        if self._is_sent and num_rows and self._repeatable is not None:
+            self._keep = partial(self._ops.counted_repeats.keep, *self._repeatable, num_rows)
         self._recipes.append((self._ops.rows.unpack, ids is not None, pads))
 
     # Combine

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -76,16 +75,18 @@ def new_routing(
     )
 
 
-@dataclass(frozen=True)
 class _Known:
     """The digests of a handle, the rest of its tensors, and the versions of all of them.
 
     Copies of a handle, and handles saved to a file, have no digests: an empty dictionary replaces this.
     """
 
-    digests: torch.Tensor
-    others: tuple[torch.Tensor, ...]
-    versions: tuple[int, ...]
+    __slots__ = ("digests", "others", "versions")
+
+    def __init__(self, digests: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> None:
+        self.digests = digests
+        self.others = parts[1:]
+        self.versions = tuple(map(VERSION_OF, parts))
 
     def __reduce__(self) -> tuple[type[OrderedDict[str, int]], tuple[()]]:
         return OrderedDict, ()
@@ -93,9 +94,8 @@ class _Known:
 
 def remember_digests(parts: tuple[torch.Tensor, ...], digests: torch.Tensor | None) -> None:
     """Attach the digests of a handle to its first tensor."""
-    if digests is not None and not any(part.is_inference() for part in parts):
-        known = _Known(digests, parts[1:], tuple(map(VERSION_OF, parts)))
-        parts[0]._anyep_digests = known  # type: ignore[attr-defined]
+    if digests is not None and not any(map(torch.Tensor.is_inference, parts)):
+        parts[0]._anyep_digests = _Known(digests, parts)  # type: ignore[attr-defined]
 
 
 def known_digests(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:

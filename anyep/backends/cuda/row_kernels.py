@@ -191,9 +191,15 @@ class RowKernels:
             return groups.Scales(self._state, 0, 0, 0)
         return groups.Scales(Input("scales", torch.int32), token.num_scales, *strides)
 
-    def unpack(self, has_ids: bool, pads: bool) -> Launch:
-        """Copy the source indices out of the window, and finish the digests."""
-        constants = {"NUM_RANKS": self._num_ranks, "PAD": pads and has_ids, "BLOCK": UNPACK_BLOCK}
+    def unpack(self, has_ids: bool, pads: bool, if_all_fit: bool = False) -> Launch:
+        """Copy the source indices out of the window, and finish the digests; with `if_all_fit`, only if all
+        rows are in windows, and the results have room for those of this rank."""
+        constants = {
+            "NUM_RANKS": self._num_ranks,
+            "PAD": pads and has_ids,
+            "IF_ALL_FIT": if_all_fit,
+            "BLOCK": UNPACK_BLOCK,
+        }
         return Launch(
             windows.unpack_window,
             4,

@@ -616,6 +616,7 @@ def check_unpack(device: str) -> None:
         *(int32([[1, 0], [3, 0]], device), found, 3, 0),
         NUM_RANKS=2,
         PAD=False,
+        IF_ALL_FIT=False,
         BLOCK=16,
     )
     assert_same_words(found, [0, 0, m(4), m(1 << 32) + m((2 << 32) + 2)])
@@ -639,6 +640,7 @@ def check_unpack(device: str) -> None:
                 *(found, num_result_rows, num_topk),
                 NUM_RANKS=2,
                 PAD=pad,
+                IF_ALL_FIT=False,
                 BLOCK=16,
             )
             right_now = right_source if has_window else np.full_like(right_source, GUARD)
@@ -646,6 +648,27 @@ def check_unpack(device: str) -> None:
             assert_same_words(found, [5, 6, 7 + sum(hashes[:2]), 8 + sum(hashes[2:])])
             assert source.tolist() == right_now.tolist()
             assert ours.tolist() == (right_ids if pad else ids).tolist()
+
+
+def check_unpack_early(device: str) -> None:
+    """unpack_window, before the host knows the number of rows: all of them, or none."""
+    in_window = [7, 1, 4]
+    for room, uses_rings, is_done in ((3, 0, True), (9, 0, True), (2, 0, False), (3, 1, False)):
+        window, source = int32(in_window, device), guarded((room,), torch.int32, device)
+        found = int64([1, 2], device)
+        launch(
+            *(windows.unpack_window, device, triton.cdiv(room, 16)),
+            int64([[0, window.data_ptr(), 0, 0, 0, 3]], device),
+            *(state_of(device, NUM_ROWS=3, USES_RINGS=uses_rings), 0, source, int64([0], device)),
+            *(int32([[3]], device), found, room, 0),
+            NUM_RANKS=1,
+            PAD=False,
+            IF_ALL_FIT=True,
+            BLOCK=16,
+        )
+        hashes = [digests.mixed(digests.row_word(row, token)) for row, token in enumerate(in_window)]
+        assert_same_words(found, [1, 2 + sum(hashes) if is_done else 2])
+        assert source.tolist() == (in_window if is_done else []) + [GUARD] * (room - 3 * is_done)
 
 
 # Sums

@@ -227,13 +227,16 @@ def unpack_window(
     num_topk,
     NUM_RANKS: tl.constexpr,
     PAD: tl.constexpr,
+    IF_ALL_FIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copy the source indices out of this rank's window, for a handle that outlives it; pad the top-k ids.
 
     Without a window, the indices are already in place. Programs take blocks of `BLOCK` indices and ids. The
     hashes of the rows from each rank are added to the digest of these rows; the digests of the rows from each
-    rank follow those of the rows to each rank.
+    rank follow those of the rows to each rank. IF_ALL_FIT is set where the host does not know yet whether the
+    rows go through rings, and how many there are: if they do, or if they are more than the result has room
+    for, nothing is done.
 
     Example:
         With 1 row received where 2 were allowed for, and ids [[3], [?]], the ids become [[3], [-1]] (if PAD).
@@ -242,6 +245,9 @@ def unpack_window(
     """
     # In a call that went wrong nothing has arrived: a reader of its ids finds no expert in them.
     num_rows = tl.where(tl.load(state + OUTCOME) == 0, tl.load(state + NUM_ROWS), 0)
+    if IF_ALL_FIT:
+        do_all_fit = (tl.load(state + USES_RINGS) == 0) & (num_rows <= num_result_rows)
+        num_rows = tl.where(do_all_fit, num_rows, 0)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sources = tl.load(targets + TARGET_WORDS * rank + 1)
     is_row = (offsets < num_rows) & (offsets < num_result_rows)
