@@ -37,7 +37,7 @@ def _table_of(records: Sequence[Record]) -> Table:
     crosses = any(record.bytes_between_nodes is not None for record in records)
     if crosses:
         headings += ["between nodes", "all-to-all's"]
-    table = _empty_table(headings)
+    table = empty_table(headings)
     for record, slowest in zip(records, p99, strict=True):
         cells = [record.case, record.path, str(record.tokens), format_seconds(record.median_s)]
         cells += [format_seconds(slowest)] if slowest else []
@@ -61,7 +61,7 @@ def _table_of_sweep(records: Sequence[Record]) -> Table:
     headings = ["SMs per rank"]
     for case in cases:
         headings += [f"{case}, GB/s per rank", "of best"]
-    table = _empty_table(headings)
+    table = empty_table(headings)
     for sms in dict.fromkeys(record.sms for record in records):
         cells = [str(sms)]
         for case in cases:
@@ -73,7 +73,7 @@ def _table_of_sweep(records: Sequence[Record]) -> Table:
     return table
 
 
-def _empty_table(headings: Sequence[str]) -> Table:
+def empty_table(headings: Sequence[str]) -> Table:
     from rich import box
     from rich.table import Table
 
