@@ -41,9 +41,6 @@ NAME: Final = "tuned.json"
 VERSION: Final = 1
 """Of an entry. Raise it when tiles mean something else than before."""
 WHAT_TO_DO: Final = "run `anyep tune` again, or delete the file"
-COUNTS: Final = ("tokens", "hidden", "topk", "experts", "sms")
-VERSIONS: Final = ("torch", "triton", "anyep")
-"""What `Measured` has after its first field."""
 WARPS: Final = (1, 2, 4, 8, 16, 32)
 THREADS_PER_WARP: Final = 32
 FACTOR: Final = 2
@@ -148,8 +145,14 @@ class Entry:
             _rates("combine", rates.get("combine")),
             Measured(
                 _text("at", measured.get("at")),
-                *(_count(name, measured.get(name)) for name in COUNTS),
-                *(_text(name, measured.get(name)) for name in VERSIONS),
+                _count("tokens", measured.get("tokens")),
+                _count("hidden", measured.get("hidden")),
+                _count("topk", measured.get("topk")),
+                _count("experts", measured.get("experts")),
+                _count("sms", measured.get("sms")),
+                _text("torch", measured.get("torch")),
+                _text("triton", measured.get("triton")),
+                _text("anyep", measured.get("anyep")),
             ),
         )
 

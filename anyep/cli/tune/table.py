@@ -26,8 +26,8 @@ def print_found(found: Found, setup: Setup) -> None:
     for kernel in KERNELS:
         console.print(f"{kernel}: {chosen_in_words(found.choices[kernel].tile, found.rates(kernel))}")
     console.print(
-        f"SMs: {found.recommended_sms} per rank reach {ENOUGH * 100:.0f} % of the best rate of both; for calls"
-        f" without a config: Buffer.set_num_sms({found.recommended_sms}) on all ranks"
+        f"SMs: {found.recommended_sms} per rank reach {ENOUGH * 100:.0f} % of the best rate of both; for"
+        f" calls without a config: Buffer.set_num_sms({found.recommended_sms}) on all ranks"
     )
 
 
