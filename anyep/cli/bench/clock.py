@@ -283,7 +283,7 @@ class CudaClock:
         return timings
 
     def warm_up(self, case: Case) -> None:
-        """Call a case a few times, and check what it gives. Only its calls wait for other ranks."""
+        """Call a case a few times, and check what it gives."""
         for _ in range(WARM_UP):
             check(self._rank, case, (case.checkable or case.work)())
 

@@ -100,6 +100,7 @@ def _tune(
         # Before anything is measured.
         private_base_folder()
     with placed("cuda", num_ranks) as placement:
+        _check_no_turns(num_ranks, num_gpus, placement)
         found = _found_by_ranks(Job(setup, candidates), placement, show_progress=sys.stderr.isatty())
     file = str(tuned.store(entries_of(found, setup))) if stores else None
     if json_file is not None:
@@ -107,6 +108,19 @@ def _tune(
     if json_file != "-":
         print_found(found, setup)
         print(f"stored in {file}; Buffers use it from now on" if file else "nothing was stored (--dry-run)")
+
+
+def _check_no_turns(num_ranks: int, num_gpus: int, placement: Placement) -> None:
+    if num_ranks <= num_gpus or placement.environment:
+        return
+    from anyep.backends.cuda.mps import MultiProcessService
+
+    if not MultiProcessService.is_running():
+        raise NotSupported(
+            f"{num_ranks} ranks share {in_words(num_gpus)} and take turns, which hides what tiles"
+            " change: start NVIDIA's multi-process service (`anyep doctor` tells how), or choose --ranks"
+            f" {num_gpus}"
+        )
 
 
 def _found_by_ranks(job: Job, placement: Placement, show_progress: bool) -> Found:

@@ -7,7 +7,7 @@ ended leaves no trace. All ranks see the times of all, so they decide alike.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +18,7 @@ from anyep.api.buffer import Buffer
 from anyep.backends.cuda import tuned
 from anyep.backends.cuda.tiles import tiles_for
 from anyep.backends.cuda.tuned import Trial
-from anyep.cli.bench.clock import Case, CudaClock, WrongResult, equals
+from anyep.cli.bench.clock import WARM_UP, Case, CudaClock, WrongResult, check, equals
 from anyep.cli.bench.normal import SWEPT_SMS, Traffic, first_dispatch, new_buffer
 from anyep.cli.bench.records import Label
 from anyep.cli.gpus import Placement
@@ -62,8 +62,8 @@ class Failure(NamedTuple):
         )
 
 
-class _OfAnotherRank(Exception):
-    """Another rank could not use the tile; this one leaves its Buffer like that one."""
+class _Unusable(Exception):
+    """Some rank could not use the tiles: all leave their Buffers."""
 
 
 def tune_on_rank(rank: Rank, job: Job, num_gpus: int) -> Found:
@@ -214,13 +214,12 @@ class Sweep:
             try:
                 with self._new_buffer(sms or self._sms) as buffer:
                     cases = self._cases(buffer, trial, sms)
-                    for case in cases.values():
-                        self._clock.warm_up(case)
-                    failures = self._all(None)
+                    wrong = [error for case in cases.values() for error in self._wrong_results(case)]
+                    failures = self._all(Failure.of(wrong[0]) if wrong else None)
                     if any(failures):
-                        raise _OfAnotherRank
+                        raise _Unusable
                     return {kernel: self._slowest(case) for kernel, case in cases.items()}
-            except _OfAnotherRank:
+            except _Unusable:
                 pass
             except Exception as error:
                 if failures is not None or trial == self._builtin:
@@ -229,6 +228,15 @@ class Sweep:
         if failures is None:
             failures = self._all(failure)
         return _reason_of([each for each in failures if each is not None])
+
+    def _wrong_results(self, case: Case) -> Iterator[WrongResult]:
+        """Call a case a few times. All calls are made: peers take part in them, and must not take the end of
+        this rank for a wrong result of their own."""
+        for _ in range(WARM_UP):
+            try:
+                check(self._rank, case, case.work())
+            except WrongResult as error:
+                yield error
 
     def _cases(self, buffer: Buffer, trial: Trial, sms: int | None) -> dict[str, Case]:
         """A dispatch by handle and a combine of the rows where they lie, as graphs."""
