@@ -1,4 +1,4 @@
-"""Buffers with tile sizes that were stored for their machine: the same bits, also with other tiles per rank."""
+"""Buffers with tile sizes that were stored for their machine: the same bits, whatever tiles each rank has."""
 
 from __future__ import annotations
 
