@@ -73,9 +73,9 @@ def base_folder() -> Path:
 
 def open_folder(key: str) -> Folder:
     """The folder for kernels compiled from these sources; it is created if it does not exist."""
-    path = private_base_folder() / key
-    _make_private(path)
-    return Folder(path)
+    base = base_folder()
+    _make_private(base, base / key)
+    return Folder(base / key)
 
 
 def private_base_folder() -> Path:
@@ -85,14 +85,15 @@ def private_base_folder() -> Path:
     return base
 
 
-def _make_private(path: Path) -> None:
-    """Create a folder if it does not exist, and refuse one that another user could have written to."""
+def _make_private(*folders: Path) -> None:
+    """Create folders that do not exist, and refuse one that another user could have written to."""
     try:
-        for folder in (*reversed(path.parents), path):
+        for folder in (*reversed(folders[0].parents), *folders):
             with contextlib.suppress(FileExistsError):
                 if not folder.exists():
                     folder.mkdir(mode=0o700)
-        check_private(path)
+        for folder in folders:
+            check_private(folder)
     except OSError as error:
         raise Unusable(f"{error.filename} cannot be used: {error.strerror}") from error
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anyep.backends.cache_folder import Unusable
 from anyep.backends.cuda import tuned
 from anyep.backends.cuda.tiles import TILES, RowTile, tiles_for
 from anyep.backends.cuda.tuned import Entry, Key, Measured, Rates, Trial
@@ -222,6 +223,20 @@ def test_nothing_is_stored_by_a_dry_run(on_simulated: Callable[..., None], base:
     assert record["chosen"]["dispatch"]["tile"] is None
     assert record["chosen"]["dispatch"]["gain"] == 1.0
     assert not base.exists()
+
+
+@needs_triton
+def test_results_that_cannot_be_stored_are_shown(
+    on_simulated: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_simulated()
+    full = mock.Mock(side_effect=Unusable("the disk is full"))
+    monkeypatch.setattr(tuned, "store", full)
+    finished = anyep(*RUN[:-1], "1")
+    assert finished.returncode == 1
+    assert finished.stdout.endswith("nothing was stored\n")
+    assert "of built-in" in finished.stdout
+    assert finished.stderr.endswith("anyep: tile sizes cannot be kept: the disk is full\n")
 
 
 @contextmanager

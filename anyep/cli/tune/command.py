@@ -102,12 +102,22 @@ def _tune(
     with placed("cuda", num_ranks) as placement:
         _check_no_turns(num_ranks, num_gpus, placement)
         found = _found_by_ranks(Job(setup, candidates), placement, show_progress=sys.stderr.isatty())
-    file = str(tuned.store(entries_of(found, setup))) if stores else None
+    file, problem = _stored(entries_of(found, setup)) if stores else (None, None)
     if json_file is not None:
         _write(as_json(found, setup, file), json_file)
     if json_file != "-":
         print_found(found, setup)
-        print(f"stored in {file}; Buffers use it from now on" if file else "nothing was stored (--dry-run)")
+        print(f"stored in {file}; Buffers use it from now on" if file else "nothing was stored")
+    if problem is not None:
+        raise problem
+
+
+def _stored(entries: list[Entry]) -> tuple[str | None, Unusable | None]:
+    """Where the entries are now, or why they could not be stored: what was measured is shown first."""
+    try:
+        return str(tuned.store(entries)), None
+    except Unusable as problem:
+        return None, problem
 
 
 def _check_no_turns(num_ranks: int, num_gpus: int, placement: Placement) -> None:
