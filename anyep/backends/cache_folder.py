@@ -74,30 +74,69 @@ def base_folder() -> Path:
 def open_folder(key: str) -> Folder:
     """The folder for kernels compiled from these sources; it is created if it does not exist."""
     base = base_folder()
-    path = base / key
+    _make_private(base, base / key)
+    return Folder(base / key)
+
+
+def private_base_folder() -> Path:
+    """The base folder; it is created if it does not exist."""
+    base = base_folder()
+    _make_private(base)
+    return base
+
+
+def _make_private(*folders: Path) -> None:
+    """Create folders that do not exist, and refuse one that another user could have written to."""
     try:
-        for folder in (*reversed(base.parents), base, path):
+        for folder in (*reversed(folders[0].parents), *folders):
             with contextlib.suppress(FileExistsError):
                 if not folder.exists():
                     folder.mkdir(mode=0o700)
-        for folder in (base, path):
-            _check_private(folder)
+        for folder in folders:
+            check_private(folder)
     except OSError as error:
         raise Unusable(f"{error.filename} cannot be used: {error.strerror}") from error
-    return Folder(path)
 
 
-def _check_private(folder: Path) -> None:
+def check_private(folder: Path) -> None:
     """Refuse a folder that another user could have written to."""
     status = folder.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise Unusable(f"{folder} is not a folder")
+    _check_only_mine(folder, status)
+
+
+def _check_only_mine(path: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise Unusable(
-            f"{folder} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
+            f"{path} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
         )
     if status.st_mode & _OTHERS_CAN_WRITE:
-        raise Unusable(f"other users can write {folder} (to change that: chmod go-w {folder})")
+        raise Unusable(f"other users can write {path} (to change that: chmod go-w {path})")
+
+
+def read_private(path: Path) -> bytes:
+    """The content of a file; raises OSError, and Unusable if another user could have written it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        _check_only_mine(path, os.fstat(descriptor))
+        return file.read()
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file atomically: readers find all of it or nothing. Raises Unusable if it cannot."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        try:
+            with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+                file.write(content)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise Unusable(f"{path.parent} cannot be written: {error.strerror}") from error
 
 
 class Folder:
@@ -119,30 +158,15 @@ class Folder:
     def read(self, name: str, identity: str) -> bytes | None:
         """What was written under this name and identity, or None if it is missing or damaged."""
         try:
-            descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with os.fdopen(descriptor, "rb") as file:
-                status = os.fstat(descriptor)
-                content = file.read()
-        except OSError:
+            content = read_private(self.path / name)
+        except (OSError, Unusable):
             return None
-        private = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_CAN_WRITE
         checksum, payload = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
-        return payload if private and checksum == _checksum(identity, payload) else None
+        return payload if checksum == _checksum(identity, payload) else None
 
     def write(self, name: str, identity: str, payload: bytes) -> None:
         """Write a file atomically: readers find all of it or nothing. Raises Unusable if it cannot."""
-        temporary = self.path / f"{name}.{secrets.token_hex(8)}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            try:
-                with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-                    file.write(_checksum(identity, payload) + payload)
-                temporary.replace(self.path / name)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-        except OSError as error:
-            raise Unusable(f"{self.path} cannot be written: {error.strerror}") from error
+        write_private(self.path / name, _checksum(identity, payload) + payload)
 
     def remove(self, name: str) -> None:
         """Remove a file if possible."""

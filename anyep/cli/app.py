@@ -15,6 +15,7 @@ from anyep.cli.doctor import doctor
 from anyep.cli.interrupts import INTERRUPTED
 from anyep.cli.plan import plan
 from anyep.cli.run import run
+from anyep.cli.tune.command import tune
 from anyep.cli.warmup import warmup
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.version import __version__
@@ -46,6 +47,7 @@ def _hearing_interrupts(command: Callable[..., None]) -> Callable[..., None]:
 app.command()(_hearing_interrupts(plan))
 app.command()(_hearing_interrupts(demo))
 app.command()(_hearing_interrupts(bench))
+app.command()(_hearing_interrupts(tune))
 app.command()(_hearing_interrupts(doctor))
 app.command()(_hearing_interrupts(warmup))
 # Options end at the script's name: the arguments after it belong to the script.

@@ -75,6 +75,19 @@ class SettingFinding(Finding):
         return cls(name, state, detail, next_step, value, source, default)
 
 
+@dataclass(frozen=True)
+class TunedFinding(Finding):
+    """A line about stored tile sizes; the rest is for programs that read the report."""
+
+    file: str = ""
+    gpu: str = ""
+    ranks: int = 0
+    ranks_on_gpu: int = 0
+    dispatch_gain: float = 1.0
+    combine_gain: float = 1.0
+    recommended_sms: int = 0
+
+
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of findings.")] = False,
 ) -> None:
@@ -334,6 +347,47 @@ def check_mps() -> Iterator[Finding]:
         yield Finding("mps", "note", f"installed, but not running{where}: {turns}", START_MPS)
 
 
+def check_tuned() -> Iterator[Finding]:
+    """Whether Buffers on GPUs use tile sizes that `anyep tune` has stored."""
+    from anyep.backends.cache_folder import Unusable
+    from anyep.backends.cuda import tuned
+
+    try:
+        file, raw = tuned.path(), tuned.raw_entries()
+    except Unusable as reason:
+        yield Finding("tuned", "note", f"not used: {reason}", tuned.WHAT_TO_DO)
+        return
+    if not raw:
+        try_it = "; `anyep tune` measures whether others are faster here" if _list_gpus() else ""
+        yield Finding("tuned", "ok", f"Buffers on GPUs use the built-in tile sizes{try_it}")
+        return
+    for entry in raw:
+        try:
+            found = tuned.Entry.from_json(entry)
+        except tuned.Invalid as reason:
+            yield Finding("tuned", "note", f"an entry of {file} is not used: {reason}", tuned.WHAT_TO_DO)
+            continue
+        is_here = any(found.key.gpu in gpu.split(", ") for gpu in _list_gpus())
+        gains = found.dispatch_rates.gain, found.combine_rates.gain
+        words = [
+            f"{kernel} {gain:.2f}x as fast" if tile else f"{kernel} as built in"
+            for kernel, tile, gain in zip(
+                ("dispatch", "combine"), (found.dispatch, found.combine), gains, strict=True
+            )
+        ]
+        used = f"used for {found.key}" if is_here else f"not used, there is no such GPU here: {found.key}"
+        yield TunedFinding(
+            "tuned",
+            "ok",
+            f"{used}: {', '.join(words)}; {found.recommended_sms} SMs per rank are enough ({file})",
+            "",
+            str(file),
+            *found.key,
+            *gains,
+            found.recommended_sms,
+        )
+
+
 def check_symmetric_memory() -> Iterator[Finding]:
     if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
         yield Finding("symmetric memory", "missing", "this torch has none", how_to_install("torch"))
@@ -409,6 +463,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (
     ("triton", check_triton),
     ("gpu", check_gpus),
     ("mps", check_mps),
+    ("tuned", check_tuned),
     ("symmetric memory", check_symmetric_memory),
     ("nvshmem", check_nvshmem),
     ("nixl", check_nixl),

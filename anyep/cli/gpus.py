@@ -50,8 +50,8 @@ def check_device(device: str) -> None:
         raise InvalidCall(f"--device is {device!r}: choose {' or '.join(DEVICES)}")
 
 
-def count_gpus() -> int:
-    """The GPUs that ranks can use, at least one."""
+def count_gpus(otherwise: str = "leave --device out to run on the CPU, and see `anyep doctor`") -> int:
+    """The GPUs that ranks can use, at least one; `otherwise` tells what to do where there is none."""
     try:
         import torch
     except ImportError as error:
@@ -60,9 +60,7 @@ def count_gpus() -> int:
     num_gpus = torch.cuda.device_count()
     if not num_gpus:
         why = "torch sees none" if torch.version.cuda else "this torch is a build for CPUs only"
-        raise NotSupported(
-            f"there is no GPU to use: {why}; leave --device out to run on the CPU, and see `anyep doctor`"
-        )
+        raise NotSupported(f"there is no GPU to use: {why}; {otherwise}")
     from importlib.util import find_spec
 
     if find_spec("triton") is None:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.overrides import TorchFunctionMode
 
 from anyep.cli.bench.measure import measure_on_rank
 from anyep.cli.bench.plot import draw
@@ -23,6 +16,7 @@ from anyep.cli.bench.records import Label, RankReport, Report, Setup, Timing, fe
 from anyep.cli.bench.table import print_report
 from anyep.cli.nodes import Nodes
 from anyep.cli.ranks import Rank
+from tests.support.bench_stand_ins import stand_ins
 from tests.support.places import Place
 from tests.support.world import RankContext
 
@@ -301,61 +295,10 @@ def test_records_are_those_of_gpus() -> None:
 # On a simulated GPU
 
 
-class CudaIsCpu(TorchFunctionMode):
-    """Tensors for "cuda" are made on the CPU."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = {name: "cpu" if value == "cuda" else value for name, value in (kwargs or {}).items()}
-        return function(
-            *("cpu" if isinstance(arg, str) and arg == "cuda" else arg for arg in args), **options
-        )
-
-
-def captured(work: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-    """In place of a graph: a replay makes the call again, and leaves its results in the same tensors."""
-    result = work()
-
-    def parts_of(thing: Any) -> Iterator[torch.Tensor]:
-        if isinstance(thing, torch.Tensor):
-            yield thing
-        elif isinstance(thing, tuple):
-            for part in thing:
-                yield from parts_of(part)
-
-    def replay() -> None:
-        for ours, new in zip(parts_of(result), parts_of(work()), strict=True):
-            ours.copy_(new)
-
-    return replay, result
-
-
-@contextmanager
-def stand_ins(context: RankContext) -> Iterator[None]:
-    """What the clock asks of CUDA and NCCL."""
-    event = SimpleNamespace(record=lambda: None, elapsed_time=lambda _: 1.0)
-    facts = SimpleNamespace(multi_processor_count=8, name="Stand-in")
-    with (
-        mock.patch.multiple(
-            torch.cuda,
-            Event=lambda enable_timing: event,
-            synchronize=lambda: None,
-            current_device=lambda: 0,
-            get_device_properties=lambda _: facts,
-        ),
-        mock.patch("torch.distributed.new_group", return_value=context.group),
-        mock.patch("anyep.cli.bench.clock._captured", captured),
-        mock.patch.dict("anyep.cli.bench.clock.CALLS_IN_A_RUN", {"normal": 2, "low-latency": 2}),
-        CudaIsCpu(),
-    ):
-        yield
-
-
 def measure_on_simulated(context: RankContext, setup: Setup) -> tuple[RankReport, list[str]]:
     """Every case on a GPU per rank; their results are checked there."""
     doing: list[str] = []
-    with stand_ins(context):
+    with stand_ins(context.group):
         report = measure_on_rank(
             Rank(context.rank, context.num_ranks, context.group, doing.append), setup, context.num_ranks
         )

@@ -208,6 +208,36 @@ def test_bench_of_low_latency() -> None:
     ]
 
 
+def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an empty cache folder: every kernel is compiled."""
+    if not MultiProcessService.is_installed():
+        pytest.skip("ranks that share a GPU take turns here")
+    monkeypatch.setenv("ANYEP_CACHE_DIR", str(tmp_path / "kept"))
+    run = ("tune", "--ranks", "2", *TINY, "--sms", "8", "--repeats", "2", "--candidates", "2")
+    dry = record_of(*run, "--dry-run", "--json", "-")
+    assert dry["file"] is None
+    assert not (tmp_path / "kept" / "tuned.json").exists()
+    record = record_of(*run, "--json", "-")
+    assert record["file"] == str(tmp_path / "kept" / "tuned.json")
+    assert record["gpus"] == [torch.cuda.get_device_properties(0).name]
+    assert (record["ranks"], record["ranks_on_gpu"], record["sms"]) == (2, 2, 8)
+    for kernel in ("dispatch", "combine"):
+        tried = [each for each in record["candidates"] if each["kernel"] == kernel]
+        assert sum(each["builtin"] for each in tried) == 2
+        assert not [each["problem"] for each in tried if each["problem"]]
+        assert all(each["median_s"] > 0 for each in tried)
+        chosen = record["chosen"][kernel]
+        assert chosen["gain"] == 1.0 if chosen["tile"] is None else chosen["gain"] >= 1.02
+    assert record["recommended_sms"] in [each["sms"] for each in record["by_sms"]]
+    findings = json.loads(anyep("doctor", "--json").stdout)
+    (finding,) = [finding for finding in findings if finding["name"] == "tuned"]
+    assert finding["detail"].startswith("used for ")
+    assert "1 on a GPU" not in anyep("tune", "--show").stdout
+    # Buffers that read the file give right results.
+    assert record_of("demo", "--device", "cuda", "--ranks", "2", *TINY, "--steps", "2", "--json")["ok"]
+    assert "deleted" in anyep("tune", "--reset").stdout
+
+
 def test_more_sms_than_there_are() -> None:
     finished = anyep("bench", "--device", "cuda", "--ranks", "2", *TINY, "--sms", "256")
     assert finished.returncode == 2

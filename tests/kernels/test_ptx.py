@@ -28,6 +28,8 @@ from anyep.backends.cuda.batch import OPTIONS
 from anyep.backends.cuda.kernels import counting, digests, notify, rings, slots, sums, windows
 from anyep.backends.cuda.kernels.groups import RingResults
 from anyep.backends.cuda.slot_kernels import CAST_BLOCKS
+from anyep.backends.cuda.tiles import RowTile, SumTile
+from anyep.cli.tune.candidates import ROW_TILES, SUM_TILES
 from anyep.core import formats
 from tests.support.checks import cast_kernels
 from tests.support.checks.casts import FP8_MODES
@@ -497,6 +499,25 @@ def test_products_would_be_fused_without_the_options(name: str) -> None:
     source = KERNELS[name]
     text = replace(source, options=source.options | {"enable_fp_fusion": True}).ptx()
     assert "fma.rn.f32" in text
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("tile", [*ROW_TILES, *SUM_TILES], ids=str)
+def test_tiles_that_a_sweep_tries(tile: RowTile | SumTile, num_ranks: int) -> None:
+    """`anyep tune`, in calls by handle: every tile compiles, moves 16 bytes at a time, and fits an SM."""
+    if isinstance(tile, RowTile):
+        source = send(num_ranks, tile.tokens, tile.words, tile.warps, False)
+        of_tile = {"SCALE_BLOCK": 0}
+    else:
+        source = pull(num_ranks, tile.tokens, cpu.BF16, 0)
+        of_tile = {"TILE_VALUES": tile.values}
+    by_handle = source.constants | {"TOPK_BLOCK": 0} | of_tile
+    source = replace(source, constants=by_handle, options=source.options | {"num_warps": tile.warps})
+    text = source.ptx()
+    loads, stores = (1, num_ranks) if isinstance(tile, RowTile) else (num_ranks, 1)
+    moves_words_of_128_bits(loads, stores, text)
+    machine = machine_code_of(source.kernel, source.types, source.constants, source.options)
+    assert machine.shared_bytes <= 48 * 1024
 
 
 ONES = {"NUM_RANKS": 1, "RANK_BLOCK": 2, "NUM_TOPK": 1, "SLOT_BLOCK": 2}

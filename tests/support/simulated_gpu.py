@@ -134,6 +134,7 @@ class SimulatedGpu:
     rounds_in_hardware = False
     num_sms = 132
     identity = "simulated"
+    name = "simulated"
     architecture = "none"
     index = 0
 

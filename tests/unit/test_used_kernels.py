@@ -14,11 +14,12 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install anyep
 
 import torch
 
-from anyep.backends.cuda import batch, compiled, used_kernels
+from anyep.backends.cuda import batch, compiled, tuned, used_kernels
 from anyep.backends.cuda.batch import Batches, Input, Launch
 from anyep.backends.cuda.compiled import Machine
 from anyep.backends.cuda.kernels import sums
 from anyep.backends.cuda.moment import Moment
+from anyep.backends.cuda.tiles import RowTile, SumTile
 from anyep.backends.cuda.used_kernels import UsedKernels
 from tests.support.recording_driver import RecordingDriver, recording_driver
 
@@ -134,6 +135,17 @@ def test_ranks_that_add_at_once_lose_nothing(folder: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda machine: UsedKernels(KIND).add(machine), made))
     assert len(names()) == 40
+
+
+def test_what_a_sweep_tries_is_not_remembered(folder: Path) -> None:
+    first, second = machines(2)
+    used = UsedKernels(KIND)
+    with tuned.trial(tuned.Trial(RowTile(8, 512, 16), SumTile(8, 1024, 8))):
+        used.add(first)
+    assert names() == []
+    used.add(second)
+    used.add(first)
+    assert sorted(names()) == ["kernel_0", "kernel_1"]
 
 
 def test_without_a_folder_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from anyep.backends.cache_folder import Folder, Unusable, hash_of_files, open_folder
+from anyep.backends.cuda import tuned
 from anyep.progress import QUIET_S
 
 log = logging.getLogger("anyep")
@@ -198,7 +199,8 @@ class _Progress:
     def show(self, kernel: str) -> None:
         now = time.monotonic()
         self._began = self._began or now
-        if now - self._began > QUIET_S:
+        # A sweep over many tiles shows its own progress.
+        if now - self._began > QUIET_S and not tuned.is_trial():
             # Without a reader, nobody misses the line.
             with contextlib.suppress(OSError, ValueError):
                 print(f"AnyEP: compiling the GPU kernel {kernel}, once per version", file=sys.stderr)

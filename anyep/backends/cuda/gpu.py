@@ -56,6 +56,7 @@ class Gpu:
         self._record_and_wait: Callable[[int, int, int, int], int] = record_and_wait
         properties = torch.cuda.get_device_properties(self.device)
         self.num_sms = int(properties.multi_processor_count)
+        self.name = str(properties.name)
         self.architecture = f"sm{properties.major}{properties.minor}"
         """GPUs of the same one run the same machine code."""
         self.identity = str(properties.uuid)

@@ -32,6 +32,7 @@ from anyep.backends.cuda.routing import GpuCounts, GpuRouting, checked_handle, k
 from anyep.backends.cuda.routing_kernels import RoutingKernels
 from anyep.backends.cuda.row_kernels import RowKernels
 from anyep.backends.cuda.tiles import tiles_for
+from anyep.backends.cuda.tuned import Key, with_tuned
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.core.calls import Call
 from anyep.core.rings import Rings
@@ -86,7 +87,10 @@ class GpuNormalOps:
         self._sms = sms
         self._warned_sms: set[int] = set()
         """Values of `num_sms` above this rank's share for which a warning was logged."""
-        tiles = tiles_for(device_control.num_ranks, bool(gpu_windows.num_bytes))
+        tiles = with_tuned(
+            tiles_for(self.num_ranks, bool(gpu_windows.num_bytes)),
+            Key(self.gpu.name, self.num_ranks, sms.ranks_on_gpu),
+        )
         self.rows = RowKernels(
             device_control.kernels, all_rings, tiles, sms.share_of_sms, self.gpu.rounds_in_hardware
         )

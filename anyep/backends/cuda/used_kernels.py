@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from anyep.backends.cache_folder import Folder, Unusable
-from anyep.backends.cuda import compiled
+from anyep.backends.cuda import compiled, tuned
 from anyep.backends.cuda.compiled import Machine
 
 MOST: Final = 256
@@ -47,9 +47,9 @@ class UsedKernels:
                 yield machine
 
     def add(self, machine: Machine) -> None:
-        """Remember a kernel that is used now."""
+        """Remember a kernel that is used now, unless a sweep only tries it."""
         folder = compiled.folder()
-        if folder is None or not machine.file or machine.file in self._known:
+        if folder is None or not machine.file or machine.file in self._known or tuned.is_trial():
             return
         self._known.add(machine.file)
         with contextlib.suppress(Unusable), folder.locked(_wait_silently, f"lock-{self._name}"):

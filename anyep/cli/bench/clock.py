@@ -65,6 +65,10 @@ class Case:
     spoil: Callable[[Any], None] = spoil_rows
 
 
+class WrongResult(AnyEPError):
+    """A case gave a result that is not right."""
+
+
 Group = AbstractContextManager[Sequence[Case]]
 """Cases that share a Buffer, which lives inside the context; entered on all ranks together."""
 
@@ -275,15 +279,19 @@ class CudaClock:
                     label = case.label
                     swept = f", {label.sms} SMs" if label.sweep == "sms" else ""
                     self._rank.report(f"{tokens} tokens: {label.case}, {label.path}{swept}")
-                    seconds, host = self._seconds_of(case)
+                    self.warm_up(case)
+                    seconds, host = self.seconds_of(case)
                     timings.append(Timing(label, [(0.0, duration) for duration in seconds], host))
         return timings
 
-    def _seconds_of(self, case: Case) -> tuple[list[float], list[float]]:
-        """Seconds per call, for each run or each call; and those of the host, by run, unless a graph is
-        replayed."""
+    def warm_up(self, case: Case) -> None:
+        """Call a case a few times, and check what it gives."""
         for _ in range(WARM_UP):
             check(self._rank, case, (case.checkable or case.work)())
+
+    def seconds_of(self, case: Case) -> tuple[list[float], list[float]]:
+        """Seconds per call of a warm case, for each run or each call; and those of the host, by run, unless a
+        graph is replayed."""
         work = case.work
         if case.in_graph:
             work, result = _captured(case.work)
@@ -349,7 +357,7 @@ def check(rank: Rank, case: Case, result: Any) -> None:
     """Raise if the result is wrong; otherwise spoil it."""
     if not case.is_right(result):
         label = case.label
-        raise AnyEPError(
+        raise WrongResult(
             f"{label.case} ({label.path}, {label.tokens} tokens) gave a wrong result on rank {rank.rank}:"
             " please report this, with the command"
         )

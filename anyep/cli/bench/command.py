@@ -104,7 +104,7 @@ def bench(
         sweep_sms,
         sweep_tokens=sweep_tokens,
     )
-    _check_sizes(setup)
+    check_sizes(setup)
     setup = replace(setup, nodes=nodes_of(counts, device, topk, setup.experts, topk_nodes, network))
     setup = replace(setup, against=_checked_library(against, setup))
     _check_sms(setup)
@@ -122,7 +122,7 @@ def _defaults_of(mode: str, device: str) -> Defaults:
     return USUAL[device, mode]
 
 
-def _check_sizes(setup: Setup) -> None:
+def check_sizes(setup: Setup) -> None:
     for name, value in (
         ("--tokens", setup.tokens),
         ("--hidden", setup.hidden),

@@ -79,10 +79,12 @@ class Traffic:
     @property
     def num_window_bytes(self) -> int | None:
         """Windows for all results that are held at once, on the rank that receives most; the CPU has room."""
-        if self._setup.device == "cpu":
-            return None
+        return None if self._setup.device == "cpu" else self.window_bytes(NUM_WINDOWS)
+
+    def window_bytes(self, num_results: int) -> int:
+        """The bytes of windows for so many results of the rank that receives most."""
         row_bytes = self._setup.row_bytes + 16 * self._setup.topk
-        return align(NUM_WINDOWS * (self.most_rows * row_bytes + 4096), NUM_BUFFER_ALIGNMENT_BYTES)
+        return align(num_results * (self.most_rows * row_bytes + 4096), NUM_BUFFER_ALIGNMENT_BYTES)
 
     @property
     def bytes_elsewhere(self) -> int:
@@ -126,12 +128,17 @@ class Prepared:
 def prepared(
     rank: Rank, setup: Setup, traffic: Traffic, sms: int | None, num_window_bytes: int | None
 ) -> Iterator[Prepared]:
+    """A Buffer, and what a first dispatch through it gives."""
+    with new_buffer(rank, setup, sms, num_window_bytes) as buffer:
+        yield first_dispatch(buffer, setup, traffic)
+
+
+def new_buffer(rank: Rank, setup: Setup, sms: int | None, num_window_bytes: int | None) -> Buffer:
     """A Buffer with these windows, and room for the rings of both calls with this number of SMs."""
     if sms is not None:
         Buffer.set_num_sms(sms)
     sizes = setup.nodes.of_buffer(setup.row_bytes, Buffer.num_sms)
-    with Buffer(rank.group, device=setup.device, num_window_bytes=num_window_bytes, **sizes) as buffer:
-        yield first_dispatch(buffer, setup, traffic)
+    return Buffer(rank.group, device=setup.device, num_window_bytes=num_window_bytes, **sizes)
 
 
 def first_dispatch(buffer: Buffer, setup: Setup, traffic: Traffic) -> Prepared:

@@ -40,7 +40,7 @@ def _table_of(records: Sequence[Record]) -> Table:
     crosses = any(record.bytes_between_nodes is not None for record in records)
     if crosses:
         headings += ["between nodes", "all-to-all's"]
-    table = _empty_table(headings)
+    table = empty_table(headings)
     for record, slowest in zip(records, p99, strict=True):
         cells = [record.case, record.path, str(record.tokens), format_seconds(record.median_s)]
         cells += [format_seconds(slowest)] if slowest else []
@@ -97,14 +97,14 @@ def _table_of_lines(
     """A row per number of a sweep; for each of its lines, these columns, with its name above the first."""
     lines = lines_of(records)
     columns = [(f"{line}\n{headings[0]}", *headings[1:]) for line in lines]
-    table = _empty_table([what_varies, *chain.from_iterable(columns)])
+    table = empty_table([what_varies, *chain.from_iterable(columns)])
     for at_number in zip(*lines.values(), strict=True):
         cells = [cells_of(line, record) for line, record in zip(lines, at_number, strict=True)]
         table.add_row(str(number_of(at_number[0])), *chain.from_iterable(cells))
     return table
 
 
-def _empty_table(headings: Sequence[str]) -> Table:
+def empty_table(headings: Sequence[str]) -> Table:
     from rich import box
     from rich.table import Table
 
