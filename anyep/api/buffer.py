@@ -29,6 +29,7 @@ from anyep.api.low_latency_arguments import Handle as LowLatencyHandle
 from anyep.api.low_latency_arguments import LowLatencyArguments
 from anyep.api.normal_arguments import AT_ONCE, Handle, Layout, NormalArguments, Streams
 from anyep.api.unfilled import Unfilled
+from anyep.backends.base import Rows
 from anyep.connection import Options
 from anyep.control.status import RankStatus
 from anyep.core.calls import Call, Kind
@@ -39,9 +40,6 @@ from anyep.modes.low_latency import LowLatencyMode
 from anyep.modes.normal import Dispatched
 from anyep.session import Session
 from anyep.sizes import Config
-
-Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
 
 _generation = object()
 """Replaced by a new object in a forked child; reading the process id would cost a system call per call."""

@@ -26,6 +26,8 @@ from anyep.sizes import Config, LowLatencySizes, TokenLayout, token_layout
 T = TypeVar("T")
 Work = TypeVar("Work", bound="LowLatencyWork")
 MIN_WINDOW_BYTES: Final = 128
+Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Rows, or a pair of rows and their scales."""
 
 
 # Data
@@ -363,7 +365,7 @@ class NormalOps(Protocol):
     def check_config(self, config: Config) -> None:
         """Warn if the device cannot do what a config requests."""
 
-    def dispatch_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
         """The rows of a dispatch with a handle and no other argument, if one like it was made before, so that
         it can be made with less work. None if not: then nothing has happened."""
 

@@ -15,7 +15,7 @@ from anyep.api.buffer import Buffer
 from anyep.backends.cuda import counted_repeats
 from tests.support.gpu_scenarios import FEW_SMS, NVL_BYTES, attempt, device_of, new_buffer
 from tests.support.places import Place
-from tests.support.repeats import PLACES, Watched, counted_arguments
+from tests.support.repeats import PLACES, Watched, column_major, counted_arguments, pair_of, shifted
 from tests.support.world import RankContext
 
 MANY_TOKENS = 60
@@ -39,6 +39,9 @@ def used_rows(results: list[Any]) -> list[Any]:
 
 
 def are_equal(found: list[Any], right: list[Any]) -> bool:
+    if isinstance(found[0], tuple):
+        # A pair of data and scales.
+        found, right = [*found[0], *found[1:]], [*right[0], *right[1:]]
     return all(
         torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
         for one, other in zip(found, right, strict=True)
@@ -97,17 +100,6 @@ class Change:
         return self.name
 
 
-def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, from an address that is not a multiple of 16."""
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    memory[1:] = tensor.flatten()
-    return memory[1:].view(tensor.shape)
-
-
-def column_major(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.T.contiguous().T
-
-
 def with_(**more: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda given: more
 
@@ -158,11 +150,46 @@ def try_changes(context: RankContext) -> None:
             found = results_of(buffer.dispatch(**arguments))
             assert watched.num_repeats == before + change.is_repeated, change
             right = results_of(watched.step_by_step(lambda of=arguments: buffer.dispatch(**of)))
-            if isinstance(found[0], tuple):
-                found[:1], right[:1] = found[0], right[0]
             if "num_worst_tokens" in arguments:
                 found, right = used_rows(found), used_rows(right)
             assert are_equal(found, right), change
+
+
+PAIRS = [
+    Change("nothing", lambda given: {}, is_repeated=True),
+    Change("other scales", lambda given: {"x": (given["x"][0], given["x"][1] * 2)}, is_repeated=True),
+    Change("the address of scales", lambda given: {"x": (given["x"][0], shifted(given["x"][1]))}, True),
+    Change("the address of data", lambda given: {"x": (shifted(given["x"][0]), given["x"][1])}),
+    Change("a list", lambda given: {"x": list(given["x"])}),
+    Change("integers", lambda given: {"x": (given["x"][0], given["x"][1].view(torch.int32))}),
+    Change("two scales", lambda given: {"x": (given["x"][0], given["x"][1].repeat(1, 2))}),
+    Change(
+        "scales by column", lambda given: {"x": (given["x"][0], column_major(given["x"][1].repeat(1, 2)))}
+    ),
+    Change("another type", lambda given: {"x": (given["x"][0].view(torch.int8), given["x"][1])}),
+    Change("no scales", lambda given: {"x": given["x"][0]}),
+]
+
+
+def try_pairs(context: RankContext) -> None:
+    with new_buffer(context) as buffer:
+        watched = Watched(buffer)
+        good = counted_arguments(buffer, 7, 3, hidden=128)
+        good["x"] = pair_of(good["x"])
+        for change in PAIRS:
+            for _ in range(2):
+                buffer.dispatch(**good)
+            arguments = {**good, **change.arguments(good)}
+            before = watched.num_repeats
+            found = results_of(buffer.dispatch(**arguments))
+            assert watched.num_repeats == before + change.is_repeated, change
+            right = results_of(watched.step_by_step(lambda of=arguments: buffer.dispatch(**of)))
+            assert are_equal(found, right), change
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_pairs(place: Place) -> None:
+    place.world().run(try_pairs, timeout=200)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -15,7 +15,7 @@ from anyep import Config, EventOverlap
 from anyep.api.buffer import Buffer
 from tests.support.gpu_scenarios import FEW_SMS, attempt, good_arguments, new_buffer
 from tests.support.places import Place
-from tests.support.repeats import PLACES, Watched, arguments_for
+from tests.support.repeats import PLACES, Watched, arguments_for, column_major, pair_of, shifted
 from tests.support.world import RankContext
 
 
@@ -79,13 +79,6 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, x], dim=2)[:, :, 0]
 
 
-def shifted(x: torch.Tensor) -> torch.Tensor:
-    """Rows that begin in the middle of 16 bytes."""
-    memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
-    memory[1:] = x.flatten()
-    return memory[1:].view(x.shape)
-
-
 def touched(handle: Any) -> Any:
     handle[3].add_(0)
     return handle
@@ -144,6 +137,48 @@ def try_changes(context: RankContext) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_is_different(place: Place) -> None:
     place.world().run(try_changes, timeout=200)
+
+
+PAIRS = [
+    Change("nothing", is_repeated=True),
+    Change("other scales", lambda x: (x[0], x[1] * 2), is_repeated=True),
+    Change("the address of scales", lambda x: (x[0], shifted(x[1])), is_repeated=True),
+    Change("the address of data", lambda x: (shifted(x[0]), x[1])),
+    Change("a list", list),
+    Change("integers", lambda x: (x[0], x[1].view(torch.int32))),
+    Change("two scales", lambda x: (x[0], x[1].repeat(1, 2))),
+    Change("scales by column", lambda x: (x[0], column_major(x[1].repeat(1, 2)))),
+    Change("another type", lambda x: (x[0].view(torch.int8), x[1])),
+    Change("no scales", lambda x: x[0]),
+]
+
+
+def try_pairs(context: RankContext) -> None:
+    with new_buffer(context) as buffer:
+        watched = Watched(buffer)
+        arguments = arguments_for(buffer, 7, 3, hidden=128)
+        handle = buffer.dispatch(**arguments)[4]
+        pair = pair_of(arguments["x"])
+        for change in PAIRS:
+            for _ in range(2):
+                buffer.dispatch(pair, handle=handle, config=FEW_SMS)
+            x = change.of_x(pair)  # type: ignore[arg-type]
+
+            def send(x: Any = x) -> Any:
+                rows = buffer.dispatch(x, handle=handle, config=FEW_SMS)[0]
+                return rows if isinstance(rows, tuple) else (rows,)
+
+            before = watched.num_repeats
+            found = send()
+            assert watched.num_repeats == before + change.is_repeated, change
+            right = watched.step_by_step(send)
+            assert all(map(torch.equal, found, right)), change
+            assert len(found) == len(right)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_pairs(place: Place) -> None:
+    place.world().run(try_pairs, timeout=200)
 
 
 def mix_up(context: RankContext) -> list[str]:

@@ -70,3 +70,20 @@ def counted_arguments(buffer: Buffer, tokens: int, seed: int, hidden: int = HIDD
         "num_tokens_per_expert": per_expert,
         "config": FEW_SMS,
     }
+
+
+def pair_of(x: torch.Tensor, factor: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data of one byte, and a scale for each row of it, made of these rows."""
+    data = (x.float() * 20 * factor).to(torch.int8).view(torch.uint8)
+    return data, x.float().abs().amax(dim=1, keepdim=True) * factor
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, from an address that is not a multiple of 16."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    memory[1:] = tensor.flatten()
+    return memory[1:].view(tensor.shape)
+
+
+def column_major(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.T.contiguous().T

@@ -286,10 +286,6 @@ class Batches:
         if not (self._known.get(key) or self._add(key, recipes, are_aligned)).run(moment, values):
             raise AssertionError(f"no batch takes the addresses of {list(batch.names)}")
 
-    def known(self, recipes: Recipes) -> Batch | None:
-        """The batch of these recipes, if it was run before."""
-        return self._known.get(recipes)
-
     def made(self, recipes: Recipes) -> Batch:
         """The batch of these recipes, for aligned addresses."""
         return self._known.get(recipes) or self._add(recipes, recipes, {})

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -31,17 +31,18 @@ from anyep.backends.base import (
     window_for,
 )
 from anyep.backends.cuda import constants
-from anyep.backends.cuda.batch import Batch, Recipes
+from anyep.backends.cuda.batch import Prepared, Recipes
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.normal_call import (
     IDS_PART,
+    SCALES_PART,
     WEIGHTS_PART,
     X_PART,
     GpuCall,
     inputs_of_counting,
     inputs_of_unpacking,
 )
-from anyep.backends.cuda.plain import is_aligned, is_plain
+from anyep.backends.cuda.plain import RowKind, is_plain, rows_and_scales
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting, new_routing
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.core.calls import Array, Call, Phase
@@ -62,14 +63,12 @@ class _Kept(NamedTuple):
 
     config: Config
     num_channels: int
-    dtype: torch.dtype
-    hidden: int
+    rows: RowKind
     token: TokenLayout
     source_bytes: int
     num_experts: int
     header: Array
-    recipes: Recipes
-    batch: Batch
+    batch: Prepared
 
 
 class _Spare(NamedTuple):
@@ -109,11 +108,14 @@ class CountedRepeats:
     ) -> None:
         """A call sent its rows into windows; with these kernels, one like it needs no other ones. Only its
         sizes are kept."""
-        x = payload.x
-        batch = self._control.batches.made(recipes)
-        kind = config, config.num_channels, x.dtype, x.shape[1], payload.token, payload.source_bytes
-        self._kept = _Kept(*kind, counts.num_experts, header.copy(), recipes, batch)
-        self._make_room(num_rows)
+        rows = RowKind.of(payload.x, payload.scales)
+        if rows is not None:
+            # Kernels that are missing are compiled now, not in the next call.
+            self._control.batches.made(recipes)
+            batch = Prepared(self._control.batches, recipes)
+            kind = config, config.num_channels, rows, payload.token, payload.source_bytes
+            self._kept = _Kept(*kind, counts.num_experts, header.copy(), batch)
+            self._make_room(num_rows)
 
     def _make_room(self, num_rows: int) -> None:
         """Let the next calls expect about as many rows as this one had."""
@@ -125,20 +127,20 @@ class CountedRepeats:
     ) -> Callable[[Call], Counted | Started] | None:
         """The call, to be made at once; None if it is not like the kept one."""
         kept = self._kept
-        if kept is None or kept.config is not config or not self._is_like(kept, tokens):
+        x, scales = rows_and_scales(tokens.x)
+        if kept is None or kept.config is not config or not self._is_like(kept, x, scales, tokens):
             return None
-        return partial(self._dispatch, ops, kept, tokens)
+        return partial(self._dispatch, ops, kept, x, scales, tokens)
 
-    def _is_like(self, kept: _Kept, tokens: CountedTokens) -> bool:
+    def _is_like(self, kept: _Kept, x: Any, scales: Any, tokens: CountedTokens) -> bool:
         """Whether the steps of the call would be those that are kept, with tensors that need no other
         check."""
-        if tokens.x.__class__ is not torch.Tensor or tokens.x.dim() != 2:
+        if x.__class__ is not torch.Tensor or x.dim() != 2:
             return False
-        count, index, num_ranks = tokens.x.shape[0], self._index, self._control.num_ranks
+        count, index, num_ranks = x.shape[0], self._index, self._control.num_ranks
         by_topk = count, kept.token.num_topk
         return (
-            is_plain(tokens.x, kept.dtype, (count, kept.hidden), index)
-            and is_aligned(tokens.x)
+            kept.rows.is_of(x, scales, count, index)
             and is_plain(tokens.topk_idx, torch.int64, by_topk, index)
             and is_plain(tokens.topk_weights, torch.float32, by_topk, index)
             and is_plain(tokens.num_tokens_per_rank, torch.int32, (num_ranks,), index)
@@ -149,10 +151,16 @@ class CountedRepeats:
         )
 
     def _dispatch(
-        self, ops: GpuNormalOps, kept: _Kept, tokens: CountedTokens, call: Call
+        self,
+        ops: GpuNormalOps,
+        kept: _Kept,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        tokens: CountedTokens,
+        call: Call,
     ) -> Counted | Started:
         control, header, num_topk = self._control, kept.header, kept.token.num_topk
-        routing = self._new_routing(tokens.x.shape[0], kept.num_channels)
+        routing = self._new_routing(x.shape[0], kept.num_channels)
         self._windows.followed = self._stream.caller()
         offers = self._windows.offers(MAX_OFFERS)
         write_offers(header, offers)
@@ -161,11 +169,10 @@ class CountedRepeats:
         ticket = control.next_ticket()
         message = control.headers.keep(header, for_good=False)
         values = inputs_of_counting(message, ticket, counts, routing)
-        values["x"], values["topk_idx"], values["topk_weights"] = tokens[:3]
+        values["x"], values["scales"] = x, scales
+        values["topk_idx"], values["topk_weights"] = tokens.topk_idx, tokens.topk_weights
         values |= inputs_of_unpacking(routing, None, num_topk)
-        moment = self._stream.moment(True, True)
-        if not kept.batch.run(moment, values):
-            control.batches.run_unaligned(kept.batch, kept.recipes, moment, values)
+        kept.batch.run(self._stream.moment(True, True), values)
         self._spare = self._new_spare(routing)
         words = control.wait_for_totals(ticket)
         outcome, num_rows, uses_rings = words[FIRST_TOTAL:AFTER_TOTALS].tolist()
@@ -177,30 +184,31 @@ class CountedRepeats:
         if outcome == 0:
             self._make_room(num_rows)
         if window is None:
-            payload = Payload(tokens.x, None, tokens.topk_idx, tokens.topk_weights, kept.source_bytes)
+            payload = Payload(x, scales, tokens.topk_idx, tokens.topk_weights, kept.source_bytes)
             rest = GpuCall(ops, call, None, False).after_notify(payload, routing, values)
             return Started(rest, payload, counts, routing, header.copy())
         self._windows.allocate_at(window, num_bytes)
-        x, ids, weights = self._results(kept, window, num_rows, num_bytes)
+        received = self._results(kept, window, num_rows, num_bytes)
         if num_rows < room:
             routing = routing._replace(recv_src_idx=routing.recv_src_idx[:num_rows])
         num_local = kept.num_experts // control.num_ranks
         by_expert = words[constants.TOTAL_BY_EXPERT : constants.TOTAL_BY_EXPERT + num_local].tolist()
         control.control.end(call)
-        return Counted(Results(x, routing.recv_src_idx, ids, weights, None), by_expert, routing)
+        rows, new_scales, ids, weights = received
+        return Counted(Results(rows, routing.recv_src_idx, ids, weights, new_scales), by_expert, routing)
 
     def _results(
         self, kept: _Kept, window: int, num_rows: int, num_bytes: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows, ids and weights in a window."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """The rows, scales, ids and weights in a window."""
         offsets, num_topk = window_for(num_rows, kept.token, kept.source_bytes).offsets, kept.token.num_topk
-        parts = (
-            (offsets[X_PART], (num_rows, kept.hidden), kept.dtype),
+        parts = [
+            *kept.rows.parts(num_rows, offsets[X_PART], offsets[SCALES_PART]),
             (offsets[IDS_PART], (num_rows, num_topk), torch.int64),
             (offsets[WEIGHTS_PART], (num_rows, num_topk), torch.float32),
-        )
-        x, ids, weights = self._windows.lend(window, num_bytes, parts)
-        return x, ids, weights
+        ]
+        rows, *scales, ids, weights = self._windows.lend(window, num_bytes, parts)
+        return rows, scales[0] if scales else None, ids, weights
 
     # The tensors of handles
 

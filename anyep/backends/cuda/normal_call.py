@@ -180,7 +180,7 @@ class GpuCall:
             self._recipes.append((control.kernels.barrier, constants.ARRIVED_AT, True))
             self._is_sent = True
             sent = self._launch()
-            if self._previous is None and not self._run_async and payload.scales is None and num_topk:
+            if self._previous is None and not self._run_async and num_topk:
                 recipes = (*sent, (ops.rows.unpack, False, False, True))
                 self._repeatable = payload, counts, config, header, recipes
 
@@ -282,7 +282,7 @@ class GpuCall:
         values["to_ids"], values["to_weights"] = _address(results.topk_idx), _address(results.topk_weights)
         values["to_scales"] = _address(results.scales)
         header = self._header
-        if header is not None and header[NUM_OFFERS] and results.x.shape[0] and payload.scales is None:
+        if header is not None and header[NUM_OFFERS] and results.x.shape[0]:
             of_call = payload, config, routing.num_channels, header
             self._keep = partial(self._ops.repeats.keep_dispatch, *of_call)
         rows = self._ops.rows

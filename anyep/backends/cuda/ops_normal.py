@@ -20,6 +20,7 @@ from anyep.backends.base import (
     CountedTokens,
     DispatchLayout,
     Payload,
+    Rows,
     Started,
 )
 from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
@@ -173,7 +174,7 @@ class GpuNormalOps:
             self._smaller_configs[id(config)] = known
         return known[1]
 
-    def dispatch_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
         routing = self._quiet_routing(handle)
         return self.repeats.dispatch(x, routing, config) if routing is not None else None
 

@@ -6,19 +6,20 @@
 What the steps of a call find out depends on its kind, its config and the type and width of its rows: the
 batch of kernels and the header of the notify message. Later calls of this kind differ in addresses and in
 numbers of rows only: those of a model, for example, whose handles are new in every step. Everything else is
-left to the steps: scales, weights, biases, events, graphs, rows without a window, errors of earlier calls.
+left to the steps: weights, biases, events, graphs, rows without a window, errors of earlier calls.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from anyep.backends.base import CombineInput, Payload, window_bytes
-from anyep.backends.cuda.batch import Batch, Recipes
+from anyep.backends.base import CombineInput, Payload, Rows, window_bytes, window_for
+from anyep.backends.cuda.batch import Prepared, Recipes
 from anyep.backends.cuda.device_control import DeviceControl
-from anyep.backends.cuda.plain import is_aligned, is_plain
+from anyep.backends.cuda.normal_call import SCALES_PART
+from anyep.backends.cuda.plain import RowKind, rows_and_scales
 from anyep.backends.cuda.routing import GpuRouting
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.core.calls import Array, Kind, Phase
@@ -31,12 +32,11 @@ class _Dispatch(NamedTuple):
 
     config: Config
     num_channels: int
-    dtype: torch.dtype
-    hidden: int
+    rows: RowKind
     token: TokenLayout
     source_bytes: int
     header: Array
-    batch: Batch
+    batch: Prepared
 
 
 class _Combine(NamedTuple):
@@ -44,10 +44,9 @@ class _Combine(NamedTuple):
 
     config: Config
     num_channels: int
-    dtype: torch.dtype
-    hidden: int
+    rows: RowKind
     header: Array
-    batch: Batch
+    batch: Prepared
 
 
 class Repeats:
@@ -68,29 +67,29 @@ class Repeats:
         self, payload: Payload, config: Config, num_channels: int, header: Array, recipes: Recipes
     ) -> None:
         """A call with these recipes went through windows. Only its sizes are kept, no rows."""
-        batch = self._control.batches.known(recipes)
-        if batch is not None:
-            x = payload.x
-            kind = config, num_channels, x.dtype, x.shape[1], payload.token, payload.source_bytes
+        rows = RowKind.of(payload.x, payload.scales)
+        if rows is not None:
+            batch = Prepared(self._control.batches, recipes)
+            kind = config, num_channels, rows, payload.token, payload.source_bytes
             self._dispatch = _Dispatch(*kind, header.copy(), batch)
 
     def keep_combine(self, combined: CombineInput, header: Array, recipes: Recipes, is_staged: bool) -> None:
         """The same for a combine; `is_staged` if its rows were copied into a window."""
-        batch = self._control.batches.known(recipes)
-        if batch is not None:
-            x, routing = combined.x, combined.routing
-            kept = combined.config, routing.num_channels, x.dtype, x.shape[1], header.copy(), batch
-            if is_staged:
-                self._staged = _Combine(*kept)
-            else:
-                self._combine = _Combine(*kept)
+        rows = RowKind(combined.x.dtype, combined.x.shape[1])
+        batch = Prepared(self._control.batches, recipes)
+        kept = _Combine(combined.config, combined.routing.num_channels, rows, header.copy(), batch)
+        if is_staged:
+            self._staged = kept
+        else:
+            self._combine = kept
 
     # The later ones
 
-    def dispatch(self, x: torch.Tensor, routing: GpuRouting, config: Config) -> torch.Tensor | None:
+    def dispatch(self, given: Any, routing: GpuRouting, config: Config) -> Rows | None:
         """The received rows; None if the call is not like the kept one, and then nothing has happened."""
         kept, num_tokens = self._dispatch, routing.send_head.shape[0]
-        if kept is None or not self._is_like(kept, x, num_tokens, routing, config):
+        x, scales = rows_and_scales(given)
+        if kept is None or not self._is_like(kept, x, scales, num_tokens, routing, config):
             return None
         num_rows = routing.recv_src_idx.shape[0]
         windows, num_bytes = self._windows, window_bytes(num_rows, kept.token, kept.source_bytes)
@@ -100,36 +99,40 @@ class Repeats:
         control = self._control.control
         call = control.begin(Kind.CACHED_DISPATCH)
         try:
-            (rows,) = windows.lend(window, num_bytes, ((0, (num_rows, kept.hidden), kept.dtype),))
+            scales_at = 0
+            if scales is not None:
+                scales_at = window_for(num_rows, kept.token, kept.source_bytes).offsets[SCALES_PART]
+            rows, *new_scales = windows.lend(window, num_bytes, kept.rows.parts(num_rows, 0, scales_at))
             control.enter(call, Phase.SEND)
             header, state = kept.header, self._control.state
             header[RESULT_ROWS] = num_rows
             write_offers(header, [(window, num_bytes)])
-            self._run(
-                kept.batch,
+            kept.batch.run(
+                self._stream.moment(True, True),
                 {
                     **self._of_routing(header, routing),
                     "x": x,
+                    "scales": scales,
                     "num_tokens": num_tokens,
                     "to_x": rows.data_ptr(),
                     "to_sources": state.data_ptr(),
                     "to_ids": 0,
                     "to_weights": 0,
-                    "to_scales": 0,
+                    "to_scales": new_scales[0].data_ptr() if new_scales else 0,
                 },
             )
             control.end(call)
         except BaseException as error:
             control.fail(call, error)
             raise
-        return rows
+        return (rows, new_scales[0]) if new_scales else rows
 
     def combine(self, x: torch.Tensor, routing: GpuRouting, config: Config) -> torch.Tensor | None:
         """The sums; None if the call is not like the kept one, and then nothing has happened."""
         num_rows = routing.recv_src_idx.shape[0]
         offset = self._windows.offset_of(x) if num_rows and x.__class__ is torch.Tensor else None
         kept = self._combine if offset is not None else self._staged
-        if num_rows == 0 or kept is None or not self._is_like(kept, x, num_rows, routing, config):
+        if num_rows == 0 or kept is None or not self._is_like(kept, x, None, num_rows, routing, config):
             return None
         windows, num_tokens = self._windows, routing.send_head.shape[0]
         copy: torch.Tensor | None = None
@@ -140,16 +143,16 @@ class Repeats:
             if found is None:
                 return None
             window = offset = found
-            copy = windows.tensor(window, (num_rows, kept.hidden), kept.dtype)
+            copy = windows.tensor(window, (num_rows, kept.rows.hidden), kept.rows.dtype)
         control = self._control.control
         call = control.begin(Kind.COMBINE)
         try:
-            sums = self._control.gpu.empty((num_tokens, kept.hidden), kept.dtype)
+            sums = self._control.gpu.empty((num_tokens, kept.rows.hidden), kept.rows.dtype)
             control.enter(call, Phase.SEND)
             header = kept.header
             header[RESULT_ROWS], header[X_OFFSET] = num_rows, offset
-            self._run(
-                kept.batch,
+            kept.batch.run(
+                self._stream.moment(True, True),
                 {
                     **self._of_routing(header, routing),
                     "x": x,
@@ -171,7 +174,8 @@ class Repeats:
     def _is_like(
         self,
         kept: _Dispatch | _Combine,
-        x: torch.Tensor,
+        x: Any,
+        scales: Any,
         num_rows: int,
         routing: GpuRouting,
         config: Config,
@@ -179,8 +183,7 @@ class Repeats:
         """Whether the steps of the call would be those that are kept, with rows that need no other check."""
         return (
             kept.config is config
-            and is_plain(x, kept.dtype, (num_rows, kept.hidden), self._index)
-            and is_aligned(x)
+            and kept.rows.is_of(x, scales, num_rows, self._index)
             and routing.channel_prefix_matrix.shape[1] == kept.num_channels
             and not self._stream.is_capturing()
             and self._control.control.is_quiet
@@ -202,7 +205,3 @@ class Repeats:
             "send_head": routing.send_head,
             "digests": routing.digests,
         }
-
-    def _run(self, batch: Batch, values: dict[str, object]) -> None:
-        if not batch.run(self._stream.moment(True, True), values):
-            raise AssertionError("a repeated call has an address that is not aligned")

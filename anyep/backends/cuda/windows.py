@@ -19,12 +19,11 @@ from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
 from anyep.backends.cuda.constants import WINDOW_BLOCK_BITS
 from anyep.backends.cuda.gpu import Gpu, Use
 from anyep.backends.cuda.heap import SymmetricBlock
+from anyep.backends.cuda.plain import Part
 from anyep.core.freelist import FreeList
 
 Uses = Sequence[Use | None]
 """How the uses of the tensors over a window ended; None for one that died while a graph was captured."""
-Part = tuple[int, tuple[int, ...], torch.dtype]
-"""Where in a window a tensor begins, in bytes, and its shape and type."""
 
 
 class GpuWindows:
