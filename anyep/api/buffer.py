@@ -25,6 +25,7 @@ check_requirements()
 # ruff: noqa: E402 - the imports below need a torch that is new enough
 from anyep import ending, sizes
 from anyep.api import arguments, options
+from anyep.api.arguments import check_events
 from anyep.api.low_latency_arguments import Handle as LowLatencyHandle
 from anyep.api.low_latency_arguments import LowLatencyArguments
 from anyep.api.normal_arguments import AT_ONCE, Handle, Layout, NormalArguments, Streams
@@ -281,7 +282,7 @@ class Buffer:
             ranks]), and an event.
         """
         session, checks = self._check_usable()
-        previous = Streams(previous_event, async_finish, allocate_on_comm_stream).checked()
+        previous = check_events(previous_event, async_finish, allocate_on_comm_stream)
         topk_idx, num_experts = checks.layout(topk_idx, num_experts)
         session.control.check_works()
         layout = session.normal.ops.layout(topk_idx, num_experts, previous, async_finish)

@@ -80,8 +80,10 @@ class NormalArguments:
         self._num_ranks = num_ranks
         self._unfilled = unfilled
         self._last_handle: tuple[Handle, Any] | None = None
-        self._dispatched, self._resent, self._combined = (Accepted(device) for _ in range(3))
-        """What dispatches, dispatches with a handle, and combines have accepted."""
+        self._counted, self._dispatched, self._resent, self._combined = (Accepted(device) for _ in range(4))
+        """What layouts, dispatches, dispatches with a handle, and combines have accepted."""
+        self._num_counted_experts = 0
+        """The number of experts that the last layout accepted."""
         self._last_configs: dict[Tuned, tuple[Config | None, Config, int | None, Config]] = {}
         """For dispatches and for combines, by what tunes them: a user's config, the tuned one, the channels
         of a handle, and the config that was chosen."""
@@ -92,8 +94,15 @@ class NormalArguments:
 
     def layout(self, topk_idx: Any, num_experts: Any) -> tuple[torch.Tensor, int]:
         """The arguments of `get_dispatch_layout`."""
+        is_number = type(num_experts) is int
+        if is_number and num_experts == self._num_counted_experts and self._counted.covers(topk_idx):
+            return topk_idx, num_experts
         check_devices(self._device, topk_idx=topk_idx)
-        return check_topk_idx(topk_idx, None), check_num_experts(num_experts, self._num_ranks)
+        ids, number = check_topk_idx(topk_idx, None), check_num_experts(num_experts, self._num_ranks)
+        if is_number and ids is topk_idx:
+            self._counted.remember(topk_idx)
+            self._num_counted_experts = number
+        return ids, number
 
     def dispatch(
         self,

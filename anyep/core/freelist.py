@@ -14,6 +14,7 @@ slower.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Final
 
 from anyep.sizes import align
@@ -42,33 +43,41 @@ class FreeList:
 
     def allocate(self, num_bytes: int) -> int | None:
         """The offset of a block of at least `num_bytes`, or None if there is none."""
-        offset = first_fit(self._free, num_bytes)
-        if offset is not None:
-            self.allocate_at(offset, num_bytes)
-        return offset
+        for index, (start, size) in enumerate(self._free):
+            if size >= num_bytes:
+                self._take(index, num_bytes)
+                return start
+        return None
 
     def allocate_at(self, offset: int, num_bytes: int) -> None:
         """Take the start of the free block at `offset`."""
         for index, (start, size) in enumerate(self._free):
             if start == offset and size >= num_bytes:
-                # The last block of the heap may end anywhere.
-                taken = min(align(max(num_bytes, 1), ALIGNMENT_BYTES), size)
-                self._free[index : index + 1] = [(start + taken, size - taken)] if size > taken else []
-                self._used[start] = taken
+                self._take(index, num_bytes)
                 return
         raise ValueError(f"there is no free block of {num_bytes} bytes at {offset}")
 
+    def _take(self, index: int, num_bytes: int) -> None:
+        """Take the start of the free block with this index."""
+        start, size = self._free[index]
+        # The last block of the heap may end anywhere.
+        taken = min(align(max(num_bytes, 1), ALIGNMENT_BYTES), size)
+        if size > taken:
+            self._free[index] = (start + taken, size - taken)
+        else:
+            del self._free[index]
+        self._used[start] = taken
+
     def free(self, offset: int) -> None:
         """Free the block that was allocated at `offset`."""
-        self._free.append((offset, self._used.pop(offset)))
-        self._free.sort()
-        merged: list[tuple[int, int]] = []
-        for start, size in self._free:
-            if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((start, size))
-        self._free = merged
+        blocks, end = self._free, offset + self._used.pop(offset)
+        index = bisect_left(blocks, (offset, 0))
+        if index < len(blocks) and blocks[index][0] == end:
+            end += blocks.pop(index)[1]
+        if index > 0 and sum(blocks[index - 1]) == offset:
+            index -= 1
+            offset = blocks.pop(index)[0]
+        blocks.insert(index, (offset, end - offset))
 
     @property
     def used_bytes(self) -> int:

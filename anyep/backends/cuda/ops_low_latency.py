@@ -38,6 +38,7 @@ from anyep.backends.cuda.masks import GpuMasks
 from anyep.backends.cuda.moment import Moment
 from anyep.backends.cuda.order import Order
 from anyep.backends.cuda.slot_kernels import Movers, Signature, SlotKernels, SlotTables, new_state
+from anyep.backends.cuda.templates import template
 from anyep.core import diagnosis, outcomes, records
 from anyep.core.calls import Array, Call, Phase, Stall, name_of_call
 from anyep.core.outcomes import still_missing
@@ -206,7 +207,7 @@ class GpuLowLatencyOps(ending.Part):
         self._in_line((opening, (self._kernels.finish_call,)), new_state(self._gpu, 0))
 
     def allocator(self, outlines: Sequence[Outline]) -> Callable[[], Sequence[torch.Tensor]]:
-        templates = [_template(self._gpu, outline) for outline in outlines]
+        templates = [template(self._gpu, *outline) for outline in outlines]
         empty_like = self._gpu.empty_like
         return lambda: [empty_like(template) for template in templates]
 
@@ -501,16 +502,6 @@ class GpuLowLatencyOps(ending.Part):
     def last_use(self) -> Any:
         """An event after all that was launched outside of graphs."""
         return self._order.done
-
-
-def _template(gpu: Gpu, outline: Outline) -> torch.Tensor:
-    """A tensor without memory, for `empty_like`: torch reads its shape and strides faster than arguments."""
-    shape, dtype, is_transposed = outline
-    stored = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
-    stored_as: torch.Tensor = gpu.empty(stored, dtype)
-    made = stored_as.transpose(-2, -1) if is_transposed else stored_as
-    made.untyped_storage().resize_(0)
-    return made
 
 
 def _signature(header: Array) -> Signature:

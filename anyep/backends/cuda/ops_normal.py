@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ from anyep.backends.base import (
 )
 from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
 from anyep.backends.cuda import constants
+from anyep.backends.cuda.batch import Prepared
 from anyep.backends.cuda.counted_repeats import CountedRepeats
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.normal_call import GpuCall
@@ -32,6 +33,7 @@ from anyep.backends.cuda.repeats import Repeats
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting, checked_handle, known_routing
 from anyep.backends.cuda.routing_kernels import RoutingKernels
 from anyep.backends.cuda.row_kernels import RowKernels
+from anyep.backends.cuda.templates import template
 from anyep.backends.cuda.tiles import tiles_for
 from anyep.backends.cuda.tuned import Key, with_tuned
 from anyep.backends.cuda.windows import GpuWindows
@@ -43,6 +45,7 @@ from anyep.layout import SOURCE_INDEX_BYTES
 from anyep.sizes import Config
 
 log = logging.getLogger("anyep")
+MAX_LAYOUTS: Final = 256
 
 
 class Reporter(Protocol):
@@ -61,6 +64,14 @@ class Sms(Protocol):
     ranks_on_gpu: int
     share_of_sms: int
     least_share_of_sms: int
+
+
+class _Layout(NamedTuple):
+    """What layouts of the same sizes have in common."""
+
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """Templates: tokens per rank and per expert, and which token goes to which rank."""
+    kernel: Prepared
 
 
 class GpuNormalOps:
@@ -104,6 +115,8 @@ class GpuNormalOps:
         self._layout_report = self.gpu.words(constants.NUM_LAYOUT_WORDS)
         """Where the kernel of a layout reports an id that is not an expert."""
         self._told = int(self._layout_report.ctypes.data)
+        self._layouts: dict[tuple[int, int, int], _Layout] = {}
+        """By tokens, choices of each, and experts."""
         self.scratch_digests = self.gpu.table([0] * (2 * self.num_ranks))
         """Digests of a handle without known digests; calls share them, because they run in stream order."""
 
@@ -255,14 +268,13 @@ class GpuNormalOps:
     ) -> DispatchLayout:
         self._raise_layout()
         num_tokens, num_topk = topk_idx.shape
-        num_ranks = self.num_ranks
-        local_experts = num_experts // num_ranks
-        per_rank = self.empty(previous, (num_ranks,), torch.int32)
-        per_expert = self.empty(previous, (num_experts,), torch.int32)
-        in_rank = self.empty(previous, (num_tokens, num_ranks), torch.bool)
-        # No peer takes part: if nothing is to overlap, the kernel runs on the caller's stream.
-        is_apart = run_async or previous is not None or self.gpu.stream.is_capturing()
-        recipe = (self.kernels.count_layout, num_topk, local_experts, self._told)
+        kind = num_tokens, num_topk, num_experts
+        known = self._layouts.get(kind) or self._new_layout(kind)
+        if previous is None:
+            per_rank, per_expert, in_rank = map(self.gpu.empty_like, known.results)
+        else:
+            with self.gpu.on_communication_stream():
+                per_rank, per_expert, in_rank = map(self.gpu.empty_like, known.results)
         values = {
             "topk_idx": topk_idx,
             "by_rank": per_rank,
@@ -271,11 +283,32 @@ class GpuNormalOps:
             "num_tokens": num_tokens,
         }
         stream = self.gpu.stream
-        moment = stream.moment(True, not run_async, previous) if is_apart else stream.beside_caller()
-        self.device_control.batches.run((recipe,), moment, values)
+        # No peer takes part: if nothing is to overlap, the kernel runs on the caller's stream.
+        if run_async or previous is not None or stream.is_capturing():
+            moment = stream.moment(True, not run_async, previous)
+        else:
+            moment = stream.beside_caller()
+        known.kernel.run(moment, values)
+        if not run_async and previous is None:
+            return DispatchLayout(per_rank, None, per_expert, in_rank, None)
         self.keep(run_async, previous, topk_idx, per_rank, per_expert, in_rank)
         event = stream.end(True) if run_async else None
         return DispatchLayout(per_rank, None, per_expert, in_rank, event)
+
+    def _new_layout(self, kind: tuple[int, int, int]) -> _Layout:
+        num_tokens, num_topk, num_experts = kind
+        gpu, num_ranks = self.gpu, self.num_ranks
+        results = (
+            template(gpu, (num_ranks,), torch.int32),
+            template(gpu, (num_experts,), torch.int32),
+            template(gpu, (num_tokens, num_ranks), torch.bool),
+        )
+        recipe = self.kernels.count_layout, num_topk, num_experts // num_ranks, self._told
+        if len(self._layouts) >= MAX_LAYOUTS:
+            # The oldest one.
+            del self._layouts[next(iter(self._layouts))]
+        made = self._layouts[kind] = _Layout(results, Prepared(self.device_control.batches, (recipe,)))
+        return made
 
     def _raise_layout(self) -> None:
         """Raise the error that the kernel of an earlier layout reported."""

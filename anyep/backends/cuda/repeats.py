@@ -21,6 +21,7 @@ from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.normal_call import SCALES_PART
 from anyep.backends.cuda.plain import RowKind, rows_and_scales
 from anyep.backends.cuda.routing import GpuRouting
+from anyep.backends.cuda.templates import template
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.core.calls import Array, Kind, Phase
 from anyep.core.headers import RESULT_ROWS, X_OFFSET, write_offers
@@ -60,6 +61,9 @@ class Repeats:
         self._dispatch: _Dispatch | None = None
         self._combine: _Combine | None = None
         self._staged: _Combine | None = None
+        self._sums_of: tuple[int, int, torch.dtype] | None = None
+        self._sums = template(control.gpu, (0,), torch.uint8)
+        """What the last sums looked like: their rows, columns and type."""
 
     # The earlier call
 
@@ -147,7 +151,7 @@ class Repeats:
         control = self._control.control
         call = control.begin(Kind.COMBINE)
         try:
-            sums = self._control.gpu.empty((num_tokens, kept.rows.hidden), kept.rows.dtype)
+            sums = self._new_sums(num_tokens, kept.rows)
             control.enter(call, Phase.SEND)
             header = kept.header
             header[RESULT_ROWS], header[X_OFFSET] = num_rows, offset
@@ -188,6 +192,12 @@ class Repeats:
             and not self._stream.is_capturing()
             and self._control.control.is_quiet
         )
+
+    def _new_sums(self, num_tokens: int, rows: RowKind) -> torch.Tensor:
+        gpu, wanted = self._control.gpu, (num_tokens, rows.hidden, rows.dtype)
+        if self._sums_of != wanted:
+            self._sums_of, self._sums = wanted, template(gpu, wanted[:2], rows.dtype)
+        return gpu.empty_like(self._sums)
 
     def _next_window(self, num_bytes: int) -> int | None:
         """A window for a call that follows its caller's stream."""

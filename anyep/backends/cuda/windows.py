@@ -161,7 +161,7 @@ class GpuWindows:
         return self._free_lists[offset >> WINDOW_BLOCK_BITS]
 
     def _take_back(self) -> None:
-        if self._gpu.stream.is_capturing():
+        if not self._returned or self._gpu.stream.is_capturing():
             return
         while self._returned:
             window, uses = self._returned.popleft()
