@@ -222,12 +222,12 @@ class NormalArguments:
     def dispatch_again(self, x: Any, handle: Any, config: Config | None, default: Tuned) -> Any:
         """The rows of a dispatch with a handle, made at once if it is like an earlier one; or None."""
         chosen = self._last_config(config, default)
-        return self._mode.ops.dispatch_again(x, handle, chosen) if chosen is not None else None
+        return self._mode.dispatch_again(x, handle, chosen) if chosen is not None else None
 
     def combine_again(self, x: Any, handle: Any, config: Config | None, default: Tuned) -> Any:
         """The same for a combine: its sums."""
         chosen = self._last_config(config, default)
-        return self._mode.ops.combine_again(x, handle, chosen) if chosen is not None else None
+        return self._mode.combine_again(x, handle, chosen) if chosen is not None else None
 
     def counted_again(
         self,
@@ -243,7 +243,9 @@ class NormalArguments:
         chosen = self._last_config(config, default)
         if chosen is None or type(expert_alignment) is not int or expert_alignment < 1:
             return None
-        per_rank, _, in_rank, per_expert = layout
+        per_rank, per_node, in_rank, per_expert = layout
+        if per_node is not None:
+            return None
         tokens = CountedTokens(x, topk_idx, topk_weights, per_rank, in_rank, per_expert)
         return self._mode.counted_again(tokens, chosen, expert_alignment)
 

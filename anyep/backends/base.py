@@ -158,7 +158,7 @@ class CountedTokens(NamedTuple):
     num_tokens_per_expert: Any
 
 
-class Counted(NamedTuple):
+class CountedDispatch(NamedTuple):
     """What such a dispatch found out and fills."""
 
     results: Results
@@ -166,7 +166,7 @@ class Counted(NamedTuple):
     routing: Any
 
 
-class Started(NamedTuple):
+class StartedDispatch(NamedTuple):
     """Such a dispatch after its notify messages were sent; its totals are still to be read."""
 
     call: NormalCall
@@ -206,11 +206,9 @@ class Control(Protocol):
     def own_counters(self, block: ControlBlock, slot_set: int = 0) -> Array: ...
     def counters_at(self, ranks: Sequence[int], block: ControlBlock, writer: int) -> Array: ...
     @property
-    def is_quiet(self) -> bool: ...
-    def begin(self, kind: int) -> Call: ...
+    def works_unobserved(self) -> bool: ...
     def enter(self, call: Call, phase: Phase) -> None: ...
     def end(self, call: Call) -> None: ...
-    def fail(self, call: Call, error: BaseException) -> None: ...
     def guarded(self, call: Call, work: Callable[[], T]) -> T: ...
     def refuse(self, call: Call, error: AnyEPError) -> None: ...
     def exchange(
@@ -365,17 +363,17 @@ class NormalOps(Protocol):
     def check_config(self, config: Config) -> None:
         """Warn if the device cannot do what a config requests."""
 
-    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
-        """The rows of a dispatch with a handle and no other argument, if one like it was made before, so that
-        it can be made with less work. None if not: then nothing has happened."""
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], Rows] | None:
+        """What makes a dispatch with a handle and no other argument, and returns its rows, if one like it was
+        made before, so that it can be made with less work. None if not: then nothing has happened."""
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
-        """The same for a combine: its sums."""
+    def combine_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], torch.Tensor] | None:
+        """The same for a combine; it returns the sums."""
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], Counted | Started] | None:
-        """The same for a dispatch that counts its rows: what makes the call, when it has a number."""
+    ) -> Callable[[Call], CountedDispatch | StartedDispatch] | None:
+        """The same for a dispatch that counts its rows."""
 
     def aligned_payload(self, payload: Payload) -> Payload:
         """The payload with rows aligned as the device requires."""

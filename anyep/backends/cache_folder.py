@@ -174,7 +174,9 @@ class Folder:
             (self.path / name).unlink()
 
     @contextlib.contextmanager
-    def locked(self, on_long_wait: Callable[[int], None], name: str = "lock") -> Iterator[None]:
+    def locked(
+        self, on_long_wait: Callable[[int], None], name: str = "lock", give_up_s: float | None = None
+    ) -> Iterator[None]:
         """Exclude other processes that use the lock of this name: those of this machine, or of all machines
         that share the folder.
 
@@ -189,7 +191,7 @@ class Folder:
             yield
             return
         try:
-            _wait_for_lock(descriptor, on_long_wait)
+            _wait_for_lock(descriptor, on_long_wait, GIVE_UP_S if give_up_s is None else give_up_s)
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"{os.getpid()} {os.getppid()}".encode(), 0)
@@ -221,10 +223,10 @@ def _checksum(identity: str, payload: bytes) -> bytes:
     return hashlib.sha256(identity.encode() + b"\0" + payload).digest()
 
 
-def _wait_for_lock(descriptor: int, on_long_wait: Callable[[int], None]) -> None:
+def _wait_for_lock(descriptor: int, on_long_wait: Callable[[int], None], give_up_s: float) -> None:
     started = time.monotonic()
     has_waited_long = False
-    while time.monotonic() - started < GIVE_UP_S:
+    while time.monotonic() - started < give_up_s:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return

@@ -144,7 +144,7 @@ class ControlPlane(ending.Part):
             raise diagnosis.broken(self._broken) from self._broken
 
     @property
-    def is_quiet(self) -> bool:
+    def works_unobserved(self) -> bool:
         """Whether calls work, and nobody follows their phases."""
         return self._broken is None and self.between_steps is None
 

@@ -12,19 +12,22 @@ here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
 from anyep.backends.base import (
     CombineInput,
+    CountedDispatch,
     CountedTokens,
     NormalCall,
     NormalOps,
     Payload,
     Results,
     Routing,
-    Started,
+    Rows,
+    StartedDispatch,
     TokenCounts,
     Windows,
 )
@@ -125,23 +128,6 @@ class NormalMode:
         by_expert = _aligned_counts(totals.tokens_per_expert, request.expert_alignment)
         return _dispatched(results, by_expert, routing, event)
 
-    def counted_again(self, tokens: CountedTokens, config: Config, alignment: int) -> Dispatched | None:
-        """A dispatch that counts its rows, with less work; None if none like it was made before."""
-        again = self.ops.counted_again(tokens, config)
-        if again is None:
-            return None
-        call = self._control.begin(Kind.DISPATCH)
-
-        def whole_call() -> Dispatched:
-            done = again(call)
-            if isinstance(done, Started):
-                request = Dispatch(done.payload, done.counts, config, 0, alignment)
-                return self._take_counted(done.call, request, done.routing, done.header)
-            by_expert = _aligned_counts(done.tokens_per_expert, alignment)
-            return _dispatched(done.results, by_expert, done.routing, None)
-
-        return self._control.guarded(call, whole_call)
-
     def _dispatch_worst_case(self, ops: NormalCall, request: Dispatch) -> Dispatched:
         """The number of rows is given, so the host does not wait."""
         payload, counts, config, num_rows, _ = request
@@ -213,6 +199,51 @@ class NormalMode:
             return Combined(out, out_weights, ops.end(x, weights, out, out_weights, *rows.biases))
 
         return self._guarded(call, whole_call)
+
+    # Calls like earlier ones, with less work; None where that is not possible
+
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
+        """The rows of a dispatch with a handle."""
+        return self._made_again(Kind.CACHED_DISPATCH, lambda: self.ops.dispatch_again(x, handle, config))
+
+    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+        """The sums of a combine."""
+        return self._made_again(Kind.COMBINE, lambda: self.ops.combine_again(x, handle, config))
+
+    def counted_again(self, tokens: CountedTokens, config: Config, alignment: int) -> Dispatched | None:
+        """The results of a dispatch that counts its rows."""
+
+        def find() -> Callable[[Call], Dispatched] | None:
+            again = self.ops.counted_again(tokens, config)
+            return partial(self._finish_counted, again, config, alignment) if again is not None else None
+
+        return self._made_again(Kind.DISPATCH, find)
+
+    def _finish_counted(
+        self,
+        again: Callable[[Call], CountedDispatch | StartedDispatch],
+        config: Config,
+        alignment: int,
+        call: Call,
+    ) -> Dispatched:
+        done = again(call)
+        if isinstance(done, StartedDispatch):
+            request = Dispatch(done.payload, done.counts, config, 0, alignment)
+            return self._take_counted(done.call, request, done.routing, done.header)
+        by_expert = _aligned_counts(done.tokens_per_expert, alignment)
+        return _dispatched(done.results, by_expert, done.routing, None)
+
+    def _made_again(self, kind: Kind, find: Callable[[], Callable[[Call], T] | None]) -> T | None:
+        """`find` returns what makes the call, once it has a number."""
+        try:
+            again = find()
+        except Exception:
+            # Arguments of which not even this can be found out: checks say what is wrong with them.
+            return None
+        if again is None:
+            return None
+        call = self._control.begin(kind)
+        return self._control.guarded(call, partial(again, call))
 
     def _guarded(self, call: Call, work: Callable[[], T], checks_ids: bool = False) -> T:
         done = self._control.guarded(call, work)

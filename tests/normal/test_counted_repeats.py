@@ -127,6 +127,7 @@ CHANGES = [
     Change("ids by column", lambda given: {"topk_idx": column_major(given["topk_idx"])}),
     Change("no top-k", with_(topk_idx=None, topk_weights=None)),
     Change("the worst case", with_(num_worst_tokens=64)),
+    Change("counts of nodes", lambda given: {"num_tokens_per_rdma_rank": given["num_tokens_per_rank"][:1]}),
     Change("scales", lambda given: {"x": (given["x"].view(torch.uint8), torch.ones(len(given["x"]), 1))}),
     Change("another config", with_(config=Config(FEW_SMS.num_sms, 4, 8))),
     Change("an equal config", with_(config=Config(**vars(FEW_SMS)))),

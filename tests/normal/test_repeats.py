@@ -208,14 +208,21 @@ def mix_up(context: RankContext) -> list[str]:
         buffer.combine(rows, handles[0], config=FEW_SMS)
         said.append(attempt(lambda: buffer.combine(rows[:-1], handles[0], config=FEW_SMS)))
         said.append(attempt(lambda: buffer.combine(rows, handles[0], config=FEW_SMS)))
+        # Tensors without addresses.
+        said.append(attempt(lambda: buffer.combine(rows.float().to_sparse(), handles[0], config=FEW_SMS)))
+        said.append(
+            attempt(lambda: buffer.dispatch(x.float().to_sparse(), handle=handles[0], config=FEW_SMS))
+        )
+        said.append(attempt(lambda: buffer.combine(rows, handles[0], config=FEW_SMS)))
         return said
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_wrong_calls(place: Place) -> None:
     for said in place.world().run(mix_up, timeout=200):
-        mixed, heard, fine, short, wide, apart, few, last = said
-        assert (mixed, fine, last) == ("fine", "fine", "fine")
+        mixed, heard, fine, short, wide, apart, few, good, *sparse, last = said
+        assert (mixed, fine, good, last) == ("fine", "fine", "fine", "fine")
+        assert all("x is sparse: pass x.to_dense()" in message for message in sparse)
         assert "handle" in heard
         assert "rows, but the handle was made for" in short
         assert "float64" in wide
@@ -237,3 +244,27 @@ def end_with_it(context: RankContext) -> str:
 def test_a_destroyed_buffer_repeats_nothing(place: Place) -> None:
     for said in place.world().run(end_with_it, timeout=200):
         assert said == "BufferBroken: this Buffer was destroyed: make a new one"
+
+
+def pass_what_cannot_be_looked_at(context: RankContext) -> list[str]:
+    with new_buffer(context) as buffer:
+        arguments = arguments_for(buffer, 6, 1)
+        x, handle = arguments["x"], buffer.dispatch(**arguments)[4]
+        for _ in range(2):
+            buffer.dispatch(x, handle=handle, config=FEW_SMS)
+        ops = buffer.runtime.normal.ops
+        usual, said = ops._quiet_routing, []
+
+        def fail(handle: Any) -> Any:
+            raise RuntimeError("no routing")
+
+        for look in (fail, usual):
+            ops._quiet_routing = look if context.rank == 0 else usual
+            said.append(attempt(lambda: buffer.dispatch(x, handle=handle, config=FEW_SMS)))
+        return said
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_arguments_that_cannot_be_looked_at(place: Place) -> None:
+    """Such a call is made step by step: the ranks stay in step."""
+    assert place.world().run(pass_what_cannot_be_looked_at, timeout=200) == [["fine"] * 2] * place.num_ranks

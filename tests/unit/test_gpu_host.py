@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -376,6 +377,22 @@ def test_a_call_need_not_wait_for_the_stream_that_it_follows() -> None:
     made.windows.followed = 5
     assert made.windows.used_bytes == 0
     assert (made.gpu.waited_for, made.gpu.forgotten) == ([1], [0, 1])
+
+
+def test_memory_for_outputs_is_no_call() -> None:
+    """Windows that come back meanwhile are free after their use: the next call may not follow that stream."""
+    from anyep.backends.cuda.ops_normal import GpuNormalOps
+
+    made = Windows(8192)
+    gpu = made.gpu
+    gpu.stream.caller = lambda: gpu.current  # type: ignore[attr-defined]
+    gpu.stream.end = lambda run_async: None  # type: ignore[attr-defined]
+    _, rows = made.lend(4096)
+    del rows
+    ops: Any = SimpleNamespace(windows=made.windows, gpu=gpu)
+    outputs = GpuNormalOps.outputs(ops, (16,), torch.uint8)
+    assert made.windows.offset_of(outputs) == 0
+    assert gpu.waited_for == [0]
 
 
 def test_what_only_calls_have_used_is_free_at_once() -> None:

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from anyep.backends.base import (
-    Counted,
+    CountedDispatch,
     CountedTokens,
     Payload,
     Results,
-    Started,
+    StartedDispatch,
     window_bytes,
     window_for,
 )
@@ -104,7 +104,6 @@ class CountedRepeats:
         header: Array,
         recipes: Recipes,
         num_rows: int,
-        last_batch: Recipes,
     ) -> None:
         """A call sent its rows into windows; with these kernels, one like it needs no other ones. Only its
         sizes are kept."""
@@ -124,7 +123,7 @@ class CountedRepeats:
 
     def start(
         self, ops: GpuNormalOps, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], Counted | Started] | None:
+    ) -> Callable[[Call], CountedDispatch | StartedDispatch] | None:
         """The call, to be made at once; None if it is not like the kept one."""
         kept = self._kept
         x, scales = rows_and_scales(tokens.x)
@@ -147,7 +146,7 @@ class CountedRepeats:
             and is_plain(tokens.is_token_in_rank, torch.bool, (count, num_ranks), index)
             and is_plain(tokens.num_tokens_per_expert, torch.int32, (kept.num_experts,), index)
             and not self._stream.is_capturing()
-            and self._control.control.is_quiet
+            and self._control.control.works_unobserved
         )
 
     def _dispatch(
@@ -158,7 +157,7 @@ class CountedRepeats:
         scales: torch.Tensor | None,
         tokens: CountedTokens,
         call: Call,
-    ) -> Counted | Started:
+    ) -> CountedDispatch | StartedDispatch:
         control, header, num_topk = self._control, kept.header, kept.token.num_topk
         routing = self._new_routing(x.shape[0], kept.num_channels)
         self._windows.followed = self._stream.caller()
@@ -186,7 +185,7 @@ class CountedRepeats:
         if window is None:
             payload = Payload(x, scales, tokens.topk_idx, tokens.topk_weights, kept.source_bytes)
             rest = GpuCall(ops, call, None, False).after_notify(payload, routing, values)
-            return Started(rest, payload, counts, routing, header.copy())
+            return StartedDispatch(rest, payload, counts, routing, header.copy())
         self._windows.allocate_at(window, num_bytes)
         received = self._results(kept, window, num_rows, num_bytes)
         if num_rows < room:
@@ -195,7 +194,9 @@ class CountedRepeats:
         by_expert = words[constants.TOTAL_BY_EXPERT : constants.TOTAL_BY_EXPERT + num_local].tolist()
         control.control.end(call)
         rows, new_scales, ids, weights = received
-        return Counted(Results(rows, routing.recv_src_idx, ids, weights, new_scales), by_expert, routing)
+        return CountedDispatch(
+            Results(rows, routing.recv_src_idx, ids, weights, new_scales), by_expert, routing
+        )
 
     def _results(
         self, kept: _Kept, window: int, num_rows: int, num_bytes: int

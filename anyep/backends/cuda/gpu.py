@@ -122,9 +122,10 @@ class Gpu:
         """The same, for `wait_for_use`; None while a graph is captured."""
         if self.stream.is_capturing():
             return None
-        if self._events:
+        try:
             event, raw = self._events.pop()
-        else:
+        except IndexError:
+            # Asking first would not do: another thread may take the last one.
             event = self.last_use()
             raw = self.stream.raw_event(event)
         current = self.stream.caller()

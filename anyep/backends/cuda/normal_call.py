@@ -8,6 +8,7 @@ and a barrier waits until every rank has done its part. Rows without a window go
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +30,7 @@ from anyep.sizes import Config
 if TYPE_CHECKING:
     from anyep.backends.cuda.ops_normal import GpuNormalOps
 
+log = logging.getLogger("anyep")
 X_PART, IDS_PART, WEIGHTS_PART, SCALES_PART = 0, 2, 3, 4
 """The parts of a window that are lent; its second part is copied."""
 FLAGS_OF: Final = {Phase.RECEIVE: constants.ARRIVED_AT, Phase.ACKNOWLEDGE: constants.PULLED_AT}
@@ -103,7 +105,11 @@ class GpuCall:
         recipes = tuple(self._recipes)
         self._ops.device_control.batches.run(recipes, moment, self._values)
         if self._keep is not None:
-            self._keep(recipes)
+            try:
+                self._keep(recipes)
+            except Exception as error:
+                # The call itself is not concerned.
+                log.info("%s cannot be repeated: %s", self._call, error)
         self._recipes.clear()
         self._begins = False
         return recipes
@@ -308,7 +314,8 @@ class GpuCall:
         self._values |= inputs_of_unpacking(routing, ids, payload.token.num_topk)
         num_rows = routing.num_recv_rows
         if self._is_sent and num_rows and self._repeatable is not None:
-            self._keep = partial(self._ops.counted_repeats.keep, *self._repeatable, num_rows)
+            keep = partial(self._ops.counted_repeats.keep, *self._repeatable, num_rows)
+            self._keep = lambda _: keep()
         self._recipes.append((self._ops.rows.unpack, ids is not None, pads))
 
     # Combine

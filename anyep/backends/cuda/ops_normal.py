@@ -16,12 +16,12 @@ import torch
 
 from anyep.backends.base import (
     CombineInput,
-    Counted,
+    CountedDispatch,
     CountedTokens,
     DispatchLayout,
     Payload,
     Rows,
-    Started,
+    StartedDispatch,
 )
 from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
 from anyep.backends.cuda import constants
@@ -187,17 +187,17 @@ class GpuNormalOps:
             self._smaller_configs[id(config)] = known
         return known[1]
 
-    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], Rows] | None:
         routing = self._quiet_routing(handle)
         return self.repeats.dispatch(x, routing, config) if routing is not None else None
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+    def combine_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], torch.Tensor] | None:
         routing = self._quiet_routing(handle)
         return self.repeats.combine(x, routing, config) if routing is not None else None
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], Counted | Started] | None:
+    ) -> Callable[[Call], CountedDispatch | StartedDispatch] | None:
         return self.counted_repeats.start(self, tokens, config) if self._has_no_error() else None
 
     def _quiet_routing(self, handle: Any) -> GpuRouting | None:
@@ -232,7 +232,8 @@ class GpuNormalOps:
 
     def outputs(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
-        self.windows.followed = self.gpu.stream.caller()
+        # No work of a call follows here, for which windows that come back could wait.
+        self.windows.followed = NO_STREAM
         window = self.windows.allocate(num_bytes) if num_bytes else None
         if window is None:
             return self.gpu.empty(shape, dtype)

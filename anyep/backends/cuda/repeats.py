@@ -1,16 +1,19 @@
 """Calls along a handle that are like an earlier one, made again with little work of the host.
 
-    repeats.keep_dispatch(payload, config, header, recipes)      # the earlier call, made step by step
-    rows = repeats.dispatch(x, routing, config)                  # None if it has to be made step by step
+    repeats.keep_dispatch(payload, config, ...)           # the earlier call, made step by step
+    again = repeats.dispatch(x, routing, config)          # None if it has to be made step by step
+    rows = again(call)
 
 What the steps of a call find out depends on its kind, its config and the type and width of its rows: the
 batch of kernels and the header of the notify message. Later calls of this kind differ in addresses and in
 numbers of rows only: those of a model, for example, whose handles are new in every step. Everything else is
-left to the steps: weights, biases, events, graphs, rows without a window, errors of earlier calls.
+left to the steps: weights, biases, events, graphs, no room in the windows, errors of earlier calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +26,7 @@ from anyep.backends.cuda.plain import RowKind, rows_and_scales
 from anyep.backends.cuda.routing import GpuRouting
 from anyep.backends.cuda.templates import template
 from anyep.backends.cuda.windows import GpuWindows
-from anyep.core.calls import Array, Kind, Phase
+from anyep.core.calls import Array, Call, Phase
 from anyep.core.headers import RESULT_ROWS, X_OFFSET, write_offers
 from anyep.sizes import Config, TokenLayout
 
@@ -89,90 +92,97 @@ class Repeats:
 
     # The later ones
 
-    def dispatch(self, given: Any, routing: GpuRouting, config: Config) -> Rows | None:
-        """The received rows; None if the call is not like the kept one, and then nothing has happened."""
+    def dispatch(self, given: Any, routing: GpuRouting, config: Config) -> Callable[[Call], Rows] | None:
+        """What makes the call and returns the received rows; None if the call is not like the kept one."""
         kept, num_tokens = self._dispatch, routing.send_head.shape[0]
         x, scales = rows_and_scales(given)
         if kept is None or not self._is_like(kept, x, scales, num_tokens, routing, config):
             return None
         num_rows = routing.recv_src_idx.shape[0]
-        windows, num_bytes = self._windows, window_bytes(num_rows, kept.token, kept.source_bytes)
-        window = self._next_window(num_bytes) if num_rows else None
-        if window is None:
-            return None
-        control = self._control.control
-        call = control.begin(Kind.CACHED_DISPATCH)
-        try:
-            scales_at = 0
-            if scales is not None:
-                scales_at = window_for(num_rows, kept.token, kept.source_bytes).offsets[SCALES_PART]
-            rows, *new_scales = windows.lend(window, num_bytes, kept.rows.parts(num_rows, 0, scales_at))
-            control.enter(call, Phase.SEND)
-            header, state = kept.header, self._control.state
-            header[RESULT_ROWS] = num_rows
-            write_offers(header, [(window, num_bytes)])
-            kept.batch.run(
-                self._stream.moment(True, True),
-                {
-                    **self._of_routing(header, routing),
-                    "x": x,
-                    "scales": scales,
-                    "num_tokens": num_tokens,
-                    "to_x": rows.data_ptr(),
-                    "to_sources": state.data_ptr(),
-                    "to_ids": 0,
-                    "to_weights": 0,
-                    "to_scales": new_scales[0].data_ptr() if new_scales else 0,
-                },
-            )
-            control.end(call)
-        except BaseException as error:
-            control.fail(call, error)
-            raise
+        window = None
+        if num_rows:
+            window = self._next_window(window_bytes(num_rows, kept.token, kept.source_bytes))
+        return partial(self._send, kept, x, scales, routing, window) if window is not None else None
+
+    def _send(
+        self,
+        kept: _Dispatch,
+        x: torch.Tensor,
+        scales: torch.Tensor | None,
+        routing: GpuRouting,
+        window: int,
+        call: Call,
+    ) -> Rows:
+        control, header, num_rows = self._control.control, kept.header, routing.recv_src_idx.shape[0]
+        num_bytes = window_bytes(num_rows, kept.token, kept.source_bytes)
+        scales_at = 0
+        if scales is not None:
+            scales_at = window_for(num_rows, kept.token, kept.source_bytes).offsets[SCALES_PART]
+        parts = kept.rows.parts(num_rows, 0, scales_at)
+        rows, *new_scales = self._windows.lend(window, num_bytes, parts)
+        control.enter(call, Phase.SEND)
+        header[RESULT_ROWS] = num_rows
+        write_offers(header, [(window, num_bytes)])
+        values = {
+            **self._of_routing(header, routing),
+            "x": x,
+            "scales": scales,
+            "num_tokens": x.shape[0],
+            "to_x": rows.data_ptr(),
+            "to_sources": self._control.state.data_ptr(),
+            "to_ids": 0,
+            "to_weights": 0,
+            "to_scales": new_scales[0].data_ptr() if new_scales else 0,
+        }
+        kept.batch.run(self._stream.moment(True, True), values)
+        control.end(call)
         return (rows, new_scales[0]) if new_scales else rows
 
-    def combine(self, x: torch.Tensor, routing: GpuRouting, config: Config) -> torch.Tensor | None:
-        """The sums; None if the call is not like the kept one, and then nothing has happened."""
+    def combine(self, x: Any, routing: GpuRouting, config: Config) -> Callable[[Call], torch.Tensor] | None:
+        """What makes the call and returns the sums; None if the call is not like a kept one."""
         num_rows = routing.recv_src_idx.shape[0]
-        offset = self._windows.offset_of(x) if num_rows and x.__class__ is torch.Tensor else None
-        kept = self._combine if offset is not None else self._staged
-        if num_rows == 0 or kept is None or not self._is_like(kept, x, None, num_rows, routing, config):
+        # A tensor of another layout may have no address.
+        if not num_rows or x.__class__ is not torch.Tensor or x.layout is not torch.strided:
             return None
-        windows, num_tokens = self._windows, routing.send_head.shape[0]
-        copy: torch.Tensor | None = None
-        num_bytes = x.numel() * x.element_size()
-        window = -1
-        if offset is None:
-            found = self._next_window(num_bytes)
-            if found is None:
-                return None
-            window = offset = found
-            copy = windows.tensor(window, (num_rows, kept.rows.hidden), kept.rows.dtype)
-        control = self._control.control
-        call = control.begin(Kind.COMBINE)
-        try:
-            sums = self._new_sums(num_tokens, kept.rows)
-            control.enter(call, Phase.SEND)
-            header = kept.header
-            header[RESULT_ROWS], header[X_OFFSET] = num_rows, offset
-            kept.batch.run(
-                self._stream.moment(True, True),
-                {
-                    **self._of_routing(header, routing),
-                    "x": x,
-                    "window": copy,
-                    "num_rows": num_rows,
-                    "num_tokens": num_tokens,
-                    "own_x": x.data_ptr(),
-                    "out": sums,
-                },
-            )
-            control.end(call)
-        except BaseException as error:
-            control.fail(call, error)
-            raise
+        offset = self._windows.offset_of(x)
+        kept = self._combine if offset is not None else self._staged
+        if kept is None or not self._is_like(kept, x, None, num_rows, routing, config):
+            return None
+        if offset is not None:
+            return partial(self._sum, kept, x, routing, offset, None)
+        window = self._next_window(x.numel() * x.element_size())
+        if window is None:
+            return None
+        copy = self._windows.tensor(window, (num_rows, kept.rows.hidden), kept.rows.dtype)
+        return partial(self._sum, kept, x, routing, window, copy)
+
+    def _sum(
+        self,
+        kept: _Combine,
+        x: torch.Tensor,
+        routing: GpuRouting,
+        offset: int,
+        copy: torch.Tensor | None,
+        call: Call,
+    ) -> torch.Tensor:
+        """`offset` is where the rows are in the windows, or where they are copied to."""
+        control, header, num_tokens = self._control.control, kept.header, routing.send_head.shape[0]
+        sums = self._new_sums(num_tokens, kept.rows)
+        control.enter(call, Phase.SEND)
+        header[RESULT_ROWS], header[X_OFFSET] = x.shape[0], offset
+        values = {
+            **self._of_routing(header, routing),
+            "x": x,
+            "window": copy,
+            "num_rows": x.shape[0],
+            "num_tokens": num_tokens,
+            "own_x": x.data_ptr(),
+            "out": sums,
+        }
+        kept.batch.run(self._stream.moment(True, True), values)
+        control.end(call)
         if copy is not None:
-            windows.give_back(window, num_bytes)
+            self._windows.give_back(offset, x.numel() * x.element_size())
         return sums
 
     def _is_like(
@@ -190,7 +200,7 @@ class Repeats:
             and kept.rows.is_of(x, scales, num_rows, self._index)
             and routing.channel_prefix_matrix.shape[1] == kept.num_channels
             and not self._stream.is_capturing()
-            and self._control.control.is_quiet
+            and self._control.control.works_unobserved
         )
 
     def _new_sums(self, num_tokens: int, rows: RowKind) -> torch.Tensor:

@@ -55,6 +55,10 @@ LEAST_COLUMNS: Final = 64
 MOST_GBPS: Final = 1e9
 
 
+class Damaged(Unusable):
+    """The file is not one that `anyep tune` writes."""
+
+
 class Invalid(ValueError):
     """An entry is not one that `anyep tune` writes; the message says why."""
 
@@ -180,7 +184,7 @@ def raw_entries() -> list[object]:
     except (ValueError, KeyError, TypeError, RecursionError):
         entries = None
     if not isinstance(entries, list):
-        raise Unusable(f"{file} is damaged")
+        raise Damaged(f"{file} is damaged")
     return entries
 
 
@@ -218,7 +222,10 @@ def remove() -> bool:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Exclude other processes that store entries; where folders cannot be locked, none waits."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise Unusable(f"{folder} cannot be used: {error.strerror}") from error
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -271,21 +278,21 @@ def find(key: Key) -> Entry | None:
     try:
         mine = [raw for raw in raw_entries() if _key_or_none(raw) == key]
     except Unusable as reason:
-        _warn(str(reason))
+        _warn(str(reason), WHAT_TO_DO if isinstance(reason, Damaged) else "")
         return None
     if not mine:
         return None
     try:
         return Entry.from_json(mine[-1])
     except Invalid as reason:
-        _warn(f"the entry of {key} in {path()} cannot be used: {reason}")
+        _warn(f"the entry of {key} in {path()} cannot be used: {reason}", WHAT_TO_DO)
         return None
 
 
-def _warn(reason: str) -> None:
+def _warn(reason: str, advice: str) -> None:
     if reason not in _warned:
         _warned.add(reason)
-        log.warning("%s; the built-in tile sizes are used: %s", reason, WHAT_TO_DO)
+        log.warning("%s; the built-in tile sizes are used%s", reason, advice and f": {advice}")
 
 
 # Checks

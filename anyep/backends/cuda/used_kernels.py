@@ -23,7 +23,9 @@ from anyep.backends.cuda import compiled, tuned
 from anyep.backends.cuda.compiled import Machine
 
 MOST: Final = 256
-"""Kernels that are remembered for a kind of Buffer; the oldest ones are forgotten first."""
+"""Kernels that are remembered for a kind of Buffer; those that were added first are forgotten first."""
+PATIENCE_S: Final = 1.0
+"""The list is a help only: a call does not wait long for a process that holds it."""
 IDENTITY: Final = "used kernels"
 
 
@@ -52,7 +54,7 @@ class UsedKernels:
         if folder is None or not machine.file or machine.file in self._known or tuned.is_trial():
             return
         self._known.add(machine.file)
-        with contextlib.suppress(Unusable), folder.locked(_wait_silently, f"lock-{self._name}"):
+        with contextlib.suppress(Unusable), folder.locked(_wait_silently, f"lock-{self._name}", PATIENCE_S):
             others = [entry for entry in self._read(folder) if entry[0] != machine.file]
             entries = [*others, (machine.file, machine.identity)][-MOST:]
             folder.write(self._name, IDENTITY, json.dumps(entries).encode())
