@@ -49,7 +49,7 @@ class Accepted:
             # As in `_kind_of`: a function would be called for every tensor of every call.
             elif (
                 tensor.__class__ is not torch.Tensor
-                or tensor.requires_grad
+                or (tensor.requires_grad and torch.is_grad_enabled())
                 or tensor.layout is not STRIDED
                 or tensor.is_neg()
                 or (tensor.dtype, tensor.device, tensor.shape, tensor.stride()) != kind
@@ -62,7 +62,7 @@ def _kind_of(tensor: Any) -> Kind | None:
     """What checks look at, of a tensor that calls take without making another one of it; else None."""
     if (
         tensor.__class__ is torch.Tensor
-        and not tensor.requires_grad
+        and not (tensor.requires_grad and torch.is_grad_enabled())
         and tensor.layout is STRIDED
         and not tensor.is_neg()
     ):

@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from anyep import Config, EventOverlap
+from anyep import Config, EventOverlap, autograd
 from anyep.api.buffer import Buffer
 from anyep.backends.cuda import counted_repeats
 from tests.support.gpu_scenarios import FEW_SMS, NVL_BYTES, attempt, device_of, new_buffer
 from tests.support.places import Place
-from tests.support.repeats import PLACES, Watched, column_major, counted_arguments, pair_of, shifted
+from tests.support.repeats import (
+    PLACES,
+    Watched,
+    column_major,
+    counted_arguments,
+    pair_of,
+    shifted,
+    without_gradients,
+)
 from tests.support.world import RankContext
 
 MANY_TOKENS = 60
@@ -196,6 +204,44 @@ def test_pairs(place: Place) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_whatever_is_different(place: Place) -> None:
     place.world().run(try_changes, timeout=200)
+
+
+def train(context: RankContext) -> None:
+    """Calls of `anyep.autograd`, forth and back, and of autograd functions of others."""
+    with new_buffer(context) as buffer:
+        watched = Watched(buffer)
+        arguments = counted_arguments(buffer, 7, 3)
+        num_experts = 2 * buffer.group_size
+
+        def step() -> list[torch.Tensor]:
+            x, weights = (arguments[name].clone().requires_grad_() for name in ("x", "topk_weights"))
+            rows, _, row_weights, handle = autograd.dispatch(
+                buffer, x, arguments["topk_idx"], weights, num_experts
+            )
+            total, _ = autograd.combine(buffer, rows * 2, handle)
+            (total.float().sum() + row_weights.sum()).backward()  # type: ignore[no-untyped-call]
+            assert x.grad is not None
+            assert weights.grad is not None
+            return [rows.detach(), total.detach(), x.grad, weights.grad]
+
+        right = watched.step_by_step(step)
+        step()
+        before = watched.num_repeats
+        found = step()
+        assert watched.num_repeats >= before + 2
+        assert all(map(torch.equal, found, right))
+        arguments["x"].requires_grad_()
+        arguments["topk_weights"].requires_grad_()
+        del arguments["config"]
+        before = watched.num_repeats
+        dispatched = without_gradients(lambda: buffer.dispatch(**arguments))
+        assert watched.num_repeats == before + 1
+        assert torch.equal(dispatched[0], right[0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_training(place: Place) -> None:
+    place.world().run(train, timeout=200)
 
 
 def run_out_of_room(context: RankContext, window_bytes: int | None) -> None:

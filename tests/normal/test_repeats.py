@@ -15,7 +15,15 @@ from anyep import Config, EventOverlap
 from anyep.api.buffer import Buffer
 from tests.support.gpu_scenarios import FEW_SMS, attempt, good_arguments, new_buffer
 from tests.support.places import Place
-from tests.support.repeats import PLACES, Watched, arguments_for, column_major, pair_of, shifted
+from tests.support.repeats import (
+    PLACES,
+    Watched,
+    arguments_for,
+    column_major,
+    pair_of,
+    shifted,
+    without_gradients,
+)
 from tests.support.world import RankContext
 
 
@@ -179,6 +187,31 @@ def try_pairs(context: RankContext) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_pairs(place: Place) -> None:
     place.world().run(try_pairs, timeout=200)
+
+
+def require_gradients(context: RankContext) -> None:
+    with new_buffer(context) as buffer:
+        watched = Watched(buffer)
+        arguments = arguments_for(buffer, 7, 3)
+        x, handle = arguments["x"].requires_grad_(), buffer.dispatch(**arguments)[4]
+
+        def there_and_back() -> Any:
+            rows = buffer.dispatch(x, handle=handle, config=FEW_SMS)[0]
+            outputs = (rows * 2).requires_grad_()  # type: ignore[operator]
+            return rows, buffer.combine(outputs, handle, config=FEW_SMS)[0]
+
+        without_gradients(there_and_back)
+        before = watched.num_repeats
+        found = without_gradients(there_and_back)
+        assert watched.num_repeats == before + 2
+        right = watched.step_by_step(lambda: without_gradients(there_and_back))
+        assert all(map(torch.equal, found, right))
+        assert not any(each.requires_grad for each in found)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_in_autograd_functions(place: Place) -> None:
+    place.world().run(require_gradients, timeout=200)
 
 
 def mix_up(context: RankContext) -> list[str]:

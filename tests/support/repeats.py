@@ -87,3 +87,9 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 
 def column_major(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.T.contiguous().T
+
+
+def without_gradients(call: Callable[[], Any]) -> Any:
+    """As autograd functions make calls: arguments may require gradients."""
+    with torch.no_grad():
+        return call()

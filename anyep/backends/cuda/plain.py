@@ -27,7 +27,8 @@ def is_plain(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...], device_ind
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and tensor.get_device() == device_index
-        and not tensor.requires_grad
+        # In autograd functions, which disable gradients, it says nothing.
+        and not (tensor.requires_grad and torch.is_grad_enabled())
         and not tensor.is_neg()
     )
 
