@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from anyep.errors import AnyEPError
+from gpu_ranks import AnyEPError, join, outputs_of
 
 NUM_EXPERTS, TOPK, HIDDEN = 256, 8, 7168
 CALLS, WARM_UP = 20, 6
@@ -97,9 +94,7 @@ def measure(rank: int, num_ranks: int, store: str, tokens: int, rounds: int) -> 
 
     from anyep.backends.cuda import batch
 
-    torch.cuda.set_device(0)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
-    group: Any = dist.group.WORLD
+    group = join(rank, num_ranks, store)
     times: dict[str, Times] = {way: {} for way in WAYS}
     calls = {}
     for way, as_graph in WAYS.items():
@@ -153,7 +148,8 @@ def main() -> int:
         measure(options.rank, options.ranks, options.store, options.tokens, options.rounds)
         return 0
     try:
-        found = measured(options)
+        arguments = "--tokens", options.tokens, "--rounds", options.rounds
+        found: Found = json.loads(outputs_of(__file__, options.ranks, arguments)[0])
     except AnyEPError as error:
         parser.error(str(error))
     if options.json:
@@ -163,25 +159,6 @@ def main() -> int:
     for name, by_way in found.items():
         print(f"{name:32}" + "".join(f"{by_way[way][0]:10.1f} ({by_way[way][1]:5.1f})" for way in WAYS))
     return 0
-
-
-def measured(options: argparse.Namespace) -> Found:
-    """Start the ranks, and return what rank 0 prints."""
-    from anyep.cli.gpus import placed
-
-    with placed("cuda", options.ranks) as placement, tempfile.TemporaryDirectory() as folder:
-        own = [sys.executable, __file__, "--store", f"{folder}/store", "--ranks", str(options.ranks)]
-        own += ["--tokens", str(options.tokens), "--rounds", str(options.rounds)]
-        environment = {**os.environ, **placement.environment}
-        ranks = [
-            subprocess.Popen([*own, "--rank", str(rank)], env=environment, stdout=subprocess.PIPE)
-            for rank in range(options.ranks)
-        ]
-        outputs = [rank.communicate()[0] for rank in ranks]
-        if any(rank.returncode for rank in ranks):
-            raise AnyEPError("a rank has failed, see above")
-    found: Found = json.loads(outputs[0])
-    return found
 
 
 if __name__ == "__main__":
