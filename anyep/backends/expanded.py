@@ -23,14 +23,14 @@ class ExpertPlaces(NamedTuple):
     """int32 [local experts]: the rows of each."""
     ends: torch.Tensor
     """int32 [local experts]: where each expert's rows end, before the padding of its group."""
-    slots: torch.Tensor
+    positions: torch.Tensor
     """int32 [received rows, top-k]: the row of each copy, -1 for none. Rows may have a stride."""
 
     @staticmethod
-    def allocate(num_local_experts: int, slots: torch.Tensor) -> ExpertPlaces:
-        """New counts on the device of `slots`."""
-        counts, ends = torch.empty((2, num_local_experts), dtype=torch.int32, device=slots.device)
-        return ExpertPlaces(counts, ends, slots)
+    def allocate(num_local_experts: int, positions: torch.Tensor) -> ExpertPlaces:
+        """New counts on the device of `positions`."""
+        counts, ends = torch.empty((2, num_local_experts), dtype=torch.int32, device=positions.device)
+        return ExpertPlaces(counts, ends, positions)
 
 
 class RowTensors(NamedTuple):

@@ -50,7 +50,7 @@ def test_there_and_back(case: Case) -> None:
     compile_kernels(Group.EXPANDED)
     run = Run(case, "numba")
     run.place()
-    assert torch.equal(run.places.slots, case.right_slots())
+    assert torch.equal(run.places.positions, case.right_positions())
     expanded = run.expand(case.starts[-1])
     for part, right in zip(expanded, right_expansion(case, case.starts[-1]), strict=True):
         assert_same(part, right)

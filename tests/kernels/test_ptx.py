@@ -284,7 +284,9 @@ def copy_for_peers() -> Source:
 # Rows by expert
 
 EXPAND_TYPES = {
-    **dict.fromkeys(("received.counts", "slots.words", "tile_counts", "before", "counts", "ends"), "*i32"),
+    **dict.fromkeys(
+        ("received.counts", "positions.words", "tile_counts", "before", "counts", "ends"), "*i32"
+    ),
     **dict.fromkeys(("compact.x", "compact.scales", "expanded.x", "expanded.scales"), "*i32"),
     **dict.fromkeys(("weights", "out_weights", "compact.weights", "expanded.weights"), "*fp32"),
     "ids": "*i64",

@@ -32,9 +32,9 @@ class Expander:
     def place(self, ids: torch.Tensor, num_rows: int, alignment: int, places: ExpertPlaces) -> int:
         """Fill the places from the local ids of the first `num_rows` rows; returns the rows of the expanded
         result, which include padding."""
-        slots = tuple(_slots(places))
+        positions = tuple(_positions(places))
         counts, ends = places.counts.numpy(), places.ends.numpy()
-        return int(cpu.place_by_expert(ids.numpy(), num_rows, alignment, counts, ends, slots))
+        return int(cpu.place_by_expert(ids.numpy(), num_rows, alignment, counts, ends, positions))
 
     def expand(
         self,
@@ -48,8 +48,8 @@ class Expander:
         padding becomes 0."""
         row_bytes = compact.x.shape[1] * compact.x.element_size()
         num_bytes = expanded.x.shape[0] * row_bytes
-        slots, rows, out = _slots(places), _compact(compact), _expanded(expanded)
-        groups_of_call = tuple(map(tuple, (slots, rows, out)))
+        positions, rows, out = _positions(places), _compact(compact), _expanded(expanded)
+        groups_of_call = tuple(map(tuple, (positions, rows, out)))
         streaming = int(num_bytes >= WORTH_STREAMING_BYTES and _can_stream(expanded.x, row_bytes))
         worth_splitting = num_bytes >= WORTH_SPLITTING_BYTES
         self._team.run(
@@ -75,18 +75,18 @@ class Expander:
             *(out.data_ptr(), _address(compact.weights)),
             *(x.shape[1], row_bytes, _DTYPES[x.dtype]),
         )
-        slots, sums = tuple(_slots(places)), tuple(rows)
+        positions, sums = tuple(_positions(places)), tuple(rows)
         streaming = int(num_bytes >= WORTH_STREAMING_BYTES and _can_stream(out, row_bytes))
         self._team.run(
-            lambda first, end: cpu.reduce_expanded(first, end, slots, sums, streaming),
+            lambda first, end: cpu.reduce_expanded(first, end, positions, sums, streaming),
             num_rows,
             worth_splitting=num_bytes >= WORTH_SPLITTING_BYTES,
         )
 
 
-def _slots(places: ExpertPlaces) -> groups.ExpertSlots:
-    slots = places.slots
-    return groups.ExpertSlots(slots.data_ptr(), slots.stride(0), slots.shape[1])
+def _positions(places: ExpertPlaces) -> groups.Positions:
+    positions = places.positions
+    return groups.Positions(positions.data_ptr(), positions.stride(0), positions.shape[1])
 
 
 def _compact(rows: RowTensors) -> groups.CompactRows:

@@ -17,7 +17,7 @@ import torch
 
 from anyep.backends.cuda.batch import Input, Launch
 from anyep.backends.cuda.kernels import expand
-from anyep.backends.cuda.kernels.groups import CompactRows, ExpandedRows, ExpertSlots, Received
+from anyep.backends.cuda.kernels.groups import CompactRows, ExpandedRows, Positions, Received
 from anyep.backends.cuda.row_kernels import DTYPE_CODES
 from anyep.backends.cuda.tiles import block_of
 from anyep.backends.expanded import ExpertPlaces, RowTensors
@@ -33,12 +33,12 @@ REDUCE_TILE: Final = (8, 1024)
 REDUCE_WARPS: Final = 16
 GATHERED_ROWS: Final = 256
 PROGRAMS_PER_SM: Final = 8
-ALIGNED_SLOTS: Final = 4
+ALIGNED_NUMBERS: Final = 4
 """Numbers of 4 bytes in 16 bytes."""
 
 COUNTS: Final = Input("received", torch.int32)
 RECEIVED: Final = Received(COUNTS, Input("received_at"), Input("received_room"))
-SLOTS: Final = Input("slots", torch.int32)
+POSITIONS: Final = Input("positions", torch.int32)
 IDS: Final = Input("received_ids", torch.int64)
 TILE_COUNTS: Final = Input("tile_counts", torch.int32)
 TILES_BEFORE: Final = Input("tiles_before", torch.int32)
@@ -77,14 +77,14 @@ class ExpandKernels:
         )
 
     def place_by_expert(self, num_topk: int, local_experts: int, expands: bool) -> Launch:
-        """Find where each expert's rows end, and (`expands`) the slot of each choice."""
+        """Find where each expert's rows end, and (`expands`) the position of each choice."""
         constants = {
             "EXPANDS": expands,
             "TILE_ROWS": PLACED_ROWS,
             "EXPERT_BLOCK": PLACED_EXPERTS,
             "ALL_EXPERTS": block_of(local_experts),
         }
-        slots = _slots(num_topk) if expands else ExpertSlots(COUNTS, 0, 0, num_topk)
+        positions = _positions(num_topk) if expands else Positions(COUNTS, 0, 0, num_topk)
         return Launch(
             expand.place_by_expert,
             PLACE_WARPS,
@@ -92,7 +92,7 @@ class ExpandKernels:
             (NUM_TILES if expands else 1, _expert_blocks(local_experts)),
             (
                 *(IDS, RECEIVED, TILES_BEFORE, EXPERT_COUNTS, EXPERT_ENDS),
-                *(slots, local_experts, ALIGNMENT),
+                *(positions, local_experts, ALIGNMENT),
             ),
         )
 
@@ -130,7 +130,7 @@ class ExpandKernels:
             constants,
             (self._num_programs,),
             (
-                *(RECEIVED, _slots(num_topk), compact, expanded),
+                *(RECEIVED, _positions(num_topk), compact, expanded),
                 *(EXPERT_ENDS, row_words, local_experts, ALIGNMENT),
             ),
         )
@@ -155,14 +155,14 @@ class ExpandKernels:
             constants,
             (self._num_programs,),
             (
-                *(RECEIVED, _slots(num_topk), Input("expanded_x", bits), weights_of[0]),
+                *(RECEIVED, _positions(num_topk), Input("expanded_x", bits), weights_of[0]),
                 *(Input("compact_x", bits), weights_of[1], hidden, EXPANDED_ROOM),
             ),
         )
 
 
-def _slots(num_topk: int) -> ExpertSlots:
-    return ExpertSlots(SLOTS, Input("first_slot"), Input("slot_stride"), num_topk)
+def _positions(num_topk: int) -> Positions:
+    return Positions(POSITIONS, Input("first_position"), Input("position_stride"), num_topk)
 
 
 def _expert_blocks(local_experts: int) -> int:
@@ -180,19 +180,18 @@ def inputs_of_expansion(
     """The inputs of these kernels. `received` is where the number of received rows is: a tensor of int32
     counts, and an index. The local ids of the rows are needed to place them."""
     counts, at = received
-    slots, room = places.slots, compact.x.shape[0]
+    positions, room = places.positions, compact.x.shape[0]
     # Kernels are compiled for pointers to multiples of 16 bytes.
-    first = slots.storage_offset() % ALIGNED_SLOTS
-    from_aligned = slots.as_strided(
-        (room * slots.stride(0) if room else 0,), (1,), slots.storage_offset() - first
-    )
+    first = positions.storage_offset() % ALIGNED_NUMBERS
+    extent = first + (room - 1) * positions.stride(0) + positions.shape[1] if room else 0
+    from_aligned = positions.as_strided((extent,), (1,), positions.storage_offset() - first)
     values: dict[str, Any] = {
         "received": counts,
         "received_at": at,
         "received_room": room,
-        "slots": from_aligned,
-        "first_slot": first,
-        "slot_stride": slots.stride(0),
+        "positions": from_aligned,
+        "first_position": first,
+        "position_stride": positions.stride(0),
         "expert_counts": places.counts,
         "expert_ends": places.ends,
         "expert_alignment": alignment,

@@ -23,8 +23,8 @@ from tests.support.depth import IS_DEEP
 
 GUARD = 7
 NUM_PROGRAMS = 3
-FIRST_SLOT = 2
-"""Slots lie behind the two other columns of a table."""
+FIRST_POSITION = 2
+"""Positions lie behind the two other columns of a table."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class Case:
             starts.append(starts[-1] + self.padded(count))
         return starts
 
-    def right_slots(self) -> torch.Tensor:
-        slots = torch.full(self.roomy_ids.shape, -1, dtype=torch.int32)
+    def right_positions(self) -> torch.Tensor:
+        positions = torch.full(self.roomy_ids.shape, -1, dtype=torch.int32)
         for expert, copies in enumerate(self.copies):
             for index, (row, choice) in enumerate(copies):
-                slots[row, choice] = self.starts[expert] + index
-        return slots
+                positions[row, choice] = self.starts[expert] + index
+        return positions
 
 
 def example(**changes: Any) -> Case:
@@ -143,8 +143,8 @@ class Run:
         case = self.case
         self.device = torch.device("cpu" if self.backend == "numba" else self.backend)
         room = len(case.roomy_ids)
-        self.metadata = self.guarded((room, FIRST_SLOT + case.ids.shape[1]), torch.int32)
-        self.places = ExpertPlaces.allocate(case.num_experts, self.metadata[:, FIRST_SLOT:])
+        self.metadata = self.guarded((room, FIRST_POSITION + case.ids.shape[1]), torch.int32)
+        self.places = ExpertPlaces.allocate(case.num_experts, self.metadata[:, FIRST_POSITION:])
         self.received = torch.tensor([-5, len(case.ids)], dtype=torch.int32, device=self.device)
         self.compact = RowTensors(*map(self.there, case.compact))
         self.ids = case.roomy_ids.to(self.device)
@@ -249,17 +249,17 @@ def is_slow(backend: str) -> bool:
 
 @deeper
 def check_places(backend: str) -> None:
-    """place_by_expert and the kernels before it: counts, ends and slots."""
+    """place_by_expert and the kernels before it: counts, ends and positions."""
     assert example().counts == [2, 2]
-    assert example().right_slots().tolist() == [[0, 4], [5, -1], [1, -1]]
+    assert example().right_positions().tolist() == [[0, 4], [5, -1], [1, -1]]
     for case in cases(is_slow(backend)):
         run = Run(case, backend)
         run.place()
         assert run.places.counts.tolist() == case.counts
         starts_and_counts = zip(case.starts, case.counts, strict=False)
         assert run.places.ends.tolist() == [start + count for start, count in starts_and_counts]
-        assert torch.equal(run.places.slots.cpu(), case.right_slots())
-        assert (run.metadata[:, :FIRST_SLOT] == GUARD).all()
+        assert torch.equal(run.places.positions.cpu(), case.right_positions())
+        assert (run.metadata[:, :FIRST_POSITION] == GUARD).all()
 
 
 def check_counts(backend: str) -> None:
@@ -301,18 +301,18 @@ def right_expansion(case: Case, num_rows: int) -> RowTensors:
     compact = case.compact
     for expert, copies in enumerate(case.copies):
         end = case.starts[expert] + len(copies)
-        for slot in range(case.starts[expert], case.starts[expert + 1]):
-            if slot >= num_rows or (slot >= end and not case.pads):
+        for position in range(case.starts[expert], case.starts[expert + 1]):
+            if position >= num_rows or (position >= end and not case.pads):
                 continue
-            if slot >= end:
-                x[slot], weights[slot], scales[slot] = 0, 0, 0
+            if position >= end:
+                x[position], weights[position], scales[position] = 0, 0, 0
                 continue
-            row, choice = copies[slot - case.starts[expert]]
-            x[slot] = compact.x[row]
+            row, choice = copies[position - case.starts[expert]]
+            x[position] = compact.x[row]
             if compact.weights is not None:
-                weights[slot] = compact.weights[row, choice]
+                weights[position] = compact.weights[row, choice]
             if compact.scales is not None:
-                scales[slot] = compact.scales[row]
+                scales[position] = compact.scales[row]
     return RowTensors(x, weights if case.has_weights else None, scales if case.num_scales else None)
 
 
@@ -348,23 +348,23 @@ def special_rows(num_rows: int, case: Case) -> RowTensors:
 
 
 def right_reduction(case: Case, experts: RowTensors) -> RowTensors:
-    slots = case.right_slots()
+    positions = case.right_positions()
     bits = torch.int32 if case.dtype.itemsize == 4 else torch.int16
     x = torch.full(case.compact.x.shape, GUARD, dtype=bits).view(case.dtype)
-    weights = torch.full(slots.shape, float(GUARD))
+    weights = torch.full(positions.shape, float(GUARD))
     for row in range(len(case.ids)):
-        copies = [slot for slot in slots[row].tolist() if slot >= 0]
+        copies = [position for position in positions[row].tolist() if position >= 0]
         total = torch.zeros(case.hidden, dtype=case.dtype)
         if len(copies) == 1:
             total = experts.x[copies[0]]
         elif copies:
             added = experts.x[copies[0]].float()
-            for slot in copies[1:]:
-                added = added + experts.x[slot].float()
+            for position in copies[1:]:
+                added = added + experts.x[position].float()
             total = with_one_nan(added.to(case.dtype))
         x[row] = total
         if experts.weights is not None:
-            weights[row] = torch.where(slots[row] >= 0, experts.weights[slots[row].clamp(min=0)], 0.0)
+            weights[row] = torch.where(positions[row] >= 0, experts.weights[positions[row].clamp(min=0)], 0.0)
     return RowTensors(x, weights if case.has_weights else None)
 
 

@@ -232,12 +232,12 @@ class NodeHandle(NamedTuple):
     send_nvl_head: Words2D
 
 
-class ExpertSlots(NamedTuple):
+class Positions(NamedTuple):
     """Where the copies of each received row lie, by choice; -1 for none. They are int32 numbers."""
 
     address: Number
     stride: Number
-    """From one row's slots to the next one's, in numbers."""
+    """From one row's positions to the next one's, in numbers."""
     num_topk: Number
 
 
@@ -292,7 +292,7 @@ GROUP_TYPES: Final = {
     for group in (
         *(RingStack, Slots, Bells, Payload, Outputs, Sums, RingTokens, RingResults, RingSums, NodeTokens),
         *(Relayed, Received, Pushed, NodeSums, NodeHandle),
-        *(ExpertSlots, CompactRows, ExpandedRows, ReducedRows),
+        *(Positions, CompactRows, ExpandedRows, ReducedRows),
     )
 }
 """The types of groups, by the names that signatures use."""

@@ -5,9 +5,9 @@ with the rows it works out where each copy goes: `count_tiles`, `add_tiles`, `pl
 writes the copies. A combine goes the other way: `reduce_expanded` adds up the copies of a token before they
 leave the rank. The results are those of the CPU's kernels.
 
-The row of copy (row, choice) is its slot, -1 where the expert is elsewhere. Within an expert, slots ascend
-with the rows, which lie in the order (source rank, token). The number of received rows may be known on the
-GPU only; the host gives the room for them.
+The row of copy (row, choice) is its position, -1 where the expert is elsewhere. Within an expert, positions
+ascend with the rows, which lie in the order (source rank, token). The number of received rows may be known on
+the GPU only; the host gives the room for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from anyep.backends.cuda.kernels.floats import BF16, FP16, FP32, as_floats, bf16_of_float, fp16_of_float
-from anyep.backends.cuda.kernels.groups import CompactRows, ExpandedRows, ExpertSlots, Received
+from anyep.backends.cuda.kernels.groups import CompactRows, ExpandedRows, Positions, Received
 
 
 @triton.jit
@@ -96,14 +96,14 @@ def add_tiles(
     tl.store(counts + experts, total, mask=is_expert)
 
 
-@triton.jit(do_not_specialize=["received", "slots", "num_experts", "alignment"])
+@triton.jit(do_not_specialize=["received", "positions", "num_experts", "alignment"])
 def place_by_expert(
     ids,
     received: Received,
     before,
     counts,
     ends,
-    slots: ExpertSlots,
+    positions: Positions,
     num_experts,
     alignment,
     EXPANDS: tl.constexpr,
@@ -111,16 +111,16 @@ def place_by_expert(
     EXPERT_BLOCK: tl.constexpr,
     ALL_EXPERTS: tl.constexpr,
 ):
-    """Find the slot of each choice, and where each expert's rows end.
+    """Find the position of each choice, and where each expert's rows end.
 
     The group of an expert starts at a multiple of `alignment`, and ends at `ends`, without its padding. The
-    slots of rows past the received ones are -1. There is one program per tile and `EXPERT_BLOCK` experts;
+    positions of rows past the received ones are -1. There is one program per tile and `EXPERT_BLOCK` experts;
     `ALL_EXPERTS` is a power of two that holds all. If EXPANDS is not set, `ends` are the inclusive prefix
-    sums of the aligned counts, there are no slots, and one tile is enough.
+    sums of the aligned counts, there are no positions, and one tile is enough.
 
     Example:
         With ids [[0, 1], [1, -1], [0, -1]], tiles of 2 rows, before [[0, 0], [1, 2]], counts [2, 2] and
-        alignment 4: ends [2, 6] and slots [[0, 4], [5, -1], [1, -1]]. Not expanded, ends are [4, 8].
+        alignment 4: ends [2, 6] and positions [[0, 4], [5, -1], [1, -1]]. Not expanded, ends are [4, 8].
     """
     tile, block = tl.program_id(0), tl.program_id(1)
     every = tl.arange(0, ALL_EXPERTS)
@@ -137,12 +137,12 @@ def place_by_expert(
         rows = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
         is_row = rows < num_received(received)
         chosen = tl.zeros((TILE_ROWS, EXPERT_BLOCK), tl.int32)
-        num_topk = slots.num_topk
+        num_topk = positions.num_topk
         for choice in range(num_topk):
             chosen += chosen_experts(ids, rows, is_row, choice, num_topk, experts)
         starts += tl.load(before + tile * num_experts + experts, mask=is_expert, other=0)
         place = starts[None, :] + tl.cumsum(chosen, axis=0) - chosen
-        to = slots.words + slots.first + rows.to(tl.int64) * slots.stride
+        to = positions.words + positions.first + rows.to(tl.int64) * positions.stride
         for choice in range(num_topk):
             of_choice = chosen_experts(ids, rows, is_row, choice, num_topk, experts)
             of_choice = tl.where(is_expert[None, :], of_choice, 0)
@@ -157,10 +157,10 @@ def place_by_expert(
                 tl.store(to + choice, tl.full((TILE_ROWS,), -1, tl.int32), mask=is_stored)
 
 
-@triton.jit(do_not_specialize=["received", "slots", "compact", "expanded", "num_experts", "alignment"])
+@triton.jit(do_not_specialize=["received", "positions", "compact", "expanded", "num_experts", "alignment"])
 def expand_rows(
     received: Received,
-    slots: ExpertSlots,
+    positions: Positions,
     compact: CompactRows,
     expanded: ExpandedRows,
     ends,
@@ -174,15 +174,15 @@ def expand_rows(
     TILE_WORDS: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
-    """Read each row once and write it to all its slots, with its weight for each choice, and its scales.
+    """Read each row once and write it to all its positions, with its weight for each choice, and its scales.
 
     x is read as words of 4 bytes. A program takes tiles of `TILE_ROWS` rows, and a tile in pieces of
     `TILE_WORDS` columns. `SCALE_BLOCK` is a power of two that holds a row's scales, 0 if there are none.
     `UNROLLED` choices are handled at a time. With PADS the padding of each group becomes 0.
 
     Example:
-        With slots [[0, 4], [5, -1]], row 0 goes to rows 0 and 4 with its weights 0 and 1, and row 1 to row 5
-        with its weight 0. With ends [2, 6] and alignment 4, padding is rows 2, 3, 6 and 7.
+        With positions [[0, 4], [5, -1]], row 0 goes to rows 0 and 4 with its weights 0 and 1, and row 1 to
+        row 5 with its weight 0. With ends [2, 6] and alignment 4, padding is rows 2, 3, 6 and 7.
     """
     num_rows = num_received(received)
     num_pieces = tl.cdiv(row_words, TILE_WORDS)
@@ -202,22 +202,22 @@ def expand_rows(
             is_scale = is_first & (scale < compact.num_scales)
             at = rows[:, None] * compact.num_scales + scale[None, :]
             carried = tl.load(compact.scales + at, mask=is_row[:, None] & is_scale[None, :])
-        for first in range(0, slots.num_topk, UNROLLED):
+        for first in range(0, positions.num_topk, UNROLLED):
             for offset in tl.static_range(UNROLLED):
                 choice = first + offset
-                of_choice = slots.first + rows * slots.stride + choice
-                is_choice = is_row & (choice < slots.num_topk)
-                slot = tl.load(slots.words + of_choice, mask=is_choice, other=-1)
-                slot = slot.to(tl.int64)
-                is_there = (slot >= 0) & (slot < expanded.num_rows)
-                target = expanded.x + slot[:, None] * row_words + words[None, :]
+                of_choice = positions.first + rows * positions.stride + choice
+                is_choice = is_row & (choice < positions.num_topk)
+                position = tl.load(positions.words + of_choice, mask=is_choice, other=-1)
+                position = position.to(tl.int64)
+                is_there = (position >= 0) & (position < expanded.num_rows)
+                target = expanded.x + position[:, None] * row_words + words[None, :]
                 tl.store(target, values, mask=is_there[:, None] & is_word[None, :])
                 if HAS_WEIGHTS:
                     is_stored = is_there & is_first
-                    weight = tl.load(compact.weights + rows * slots.num_topk + choice, mask=is_stored)
-                    tl.store(expanded.weights + slot, weight, mask=is_stored)
+                    weight = tl.load(compact.weights + rows * positions.num_topk + choice, mask=is_stored)
+                    tl.store(expanded.weights + position, weight, mask=is_stored)
                 if SCALE_BLOCK:
-                    to = slot[:, None] * expanded.stride_row + scale[None, :] * expanded.stride_scale
+                    to = position[:, None] * expanded.stride_row + scale[None, :] * expanded.stride_scale
                     tl.store(expanded.scales + to, carried, mask=is_there[:, None] & is_scale[None, :])
     if PADS:
         pad_groups(
@@ -274,10 +274,10 @@ def pad_groups(
                 tl.store(expanded.scales + to, tl.zeros((TILE_ROWS, SCALE_BLOCK), tl.int32), mask=is_scale)
 
 
-@triton.jit(do_not_specialize=["received", "slots", "room"])
+@triton.jit(do_not_specialize=["received", "positions", "room"])
 def reduce_expanded(
     received: Received,
-    slots: ExpertSlots,
+    positions: Positions,
     x,
     weights,
     out,
@@ -293,13 +293,13 @@ def reduce_expanded(
 ):
     """Add up the copies of each row in the order of its choices, in float32, and round once.
 
-    The weight of each choice is gathered, 0 where it has no slot. Sums start with the first copy. A row with
-    one copy is that copy, bit for bit; one without any is 0. x has `room` rows. `TOPK_BLOCK` is a power of
-    two that holds a row's choices, 0 if there are no weights; these are gathered in chunks of `CHUNK_ROWS`.
+    The weight of each choice is gathered, 0 where it has no position. Sums start with the first copy. A row
+    with one copy is that copy, bit for bit; one without any is 0. x has `room` rows. `TOPK_BLOCK` is a power
+    of two that holds a row's choices, 0 if there are no weights, which are gathered `CHUNK_ROWS` at a time.
 
     Example:
-        With slots [[0, 4], [5, -1]] and the values and weights [1, ?, ?, ?, 2, 3], the rows are [3, 3] and
-        their weights [[1, 2], [3, 0]].
+        With positions [[0, 4], [5, -1]] and the values and weights [1, ?, ?, ?, 2, 3], the rows are [3, 3]
+        and their weights [[1, 2], [3, 0]].
     """
     num_rows = num_received(received)
     num_pieces = tl.cdiv(hidden, TILE_VALUES)
@@ -310,14 +310,14 @@ def reduce_expanded(
         rows = rows.to(tl.int64)
         columns = (tile % num_pieces * TILE_VALUES + tl.arange(0, TILE_VALUES)).to(tl.int32)
         is_column = columns < hidden
-        add_copies(slots, x, out, rows, is_row, columns, is_column, hidden, room, DTYPE, IN_HARDWARE)
+        add_copies(positions, x, out, rows, is_row, columns, is_column, hidden, room, DTYPE, IN_HARDWARE)
     if TOPK_BLOCK:
-        gather_weights(slots, weights, out_weights, num_rows, room, TOPK_BLOCK, CHUNK_ROWS)
+        gather_weights(positions, weights, out_weights, num_rows, room, TOPK_BLOCK, CHUNK_ROWS)
 
 
 @triton.jit
 def add_copies(
-    slots,
+    positions,
     x,
     out,
     rows,
@@ -332,7 +332,7 @@ def add_copies(
     """Add up one piece of the copies of some rows.
 
     Example:
-        With one choice and slots [[3], [-1]], the piece of row 3 goes to row 0 as it is, and zeros to row 1.
+        With positions [[3], [-1]], the piece of row 3 goes to row 0 as it is, and zeros go to row 1.
     """
     target = out + rows[:, None] * hidden + columns[None, :]
     is_value = is_row[:, None] & is_column[None, :]
@@ -341,12 +341,12 @@ def add_copies(
     sums = (nothing + 0x80000000).to(tl.float32, bitcast=True)
     bits = nothing
     num_copies = tl.zeros((rows.shape[0],), tl.int32)
-    for choice in range(slots.num_topk):
-        at = slots.first + rows * slots.stride + choice
-        slot = tl.load(slots.words + at, mask=is_row, other=-1).to(tl.int64)
-        is_there = (slot >= 0) & (slot < room)
+    for choice in range(positions.num_topk):
+        at = positions.first + rows * positions.stride + choice
+        position = tl.load(positions.words + at, mask=is_row, other=-1).to(tl.int64)
+        is_there = (position >= 0) & (position < room)
         is_copy = is_there[:, None] & is_column[None, :]
-        values = tl.load(x + slot[:, None] * hidden + columns[None, :], mask=is_copy, other=0)
+        values = tl.load(x + position[:, None] * hidden + columns[None, :], mask=is_copy, other=0)
         sums += as_floats(values, is_copy, DTYPE)
         num_copies += is_there.to(tl.int32)
         if DTYPE == FP32:
@@ -367,23 +367,23 @@ def add_copies(
 
 @triton.jit
 def gather_weights(
-    slots, weights, out_weights, num_rows, room, TOPK_BLOCK: tl.constexpr, CHUNK_ROWS: tl.constexpr
+    positions, weights, out_weights, num_rows, room, TOPK_BLOCK: tl.constexpr, CHUNK_ROWS: tl.constexpr
 ):
     """Put the weight of each copy back to its row and choice; 0 where there is no copy.
 
     Example:
-        With slots [[1, -1]] and the weights [2, 3], row 0 has the weights [3, 0].
+        With positions [[1, -1]] and the weights [2, 3], row 0 has the weights [3, 0].
     """
     choices = tl.arange(0, TOPK_BLOCK)
-    is_choice = (choices < slots.num_topk)[None, :]
+    is_choice = (choices < positions.num_topk)[None, :]
     # Last programs first: they had fewer tiles.
     first_chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     for chunk in range(first_chunk, tl.cdiv(num_rows, CHUNK_ROWS), tl.num_programs(0)):
         rows = chunk * CHUNK_ROWS + tl.arange(0, CHUNK_ROWS)
         is_weight = (rows < num_rows)[:, None] & is_choice
         rows = rows.to(tl.int64)
-        at = slots.first + rows[:, None] * slots.stride + choices[None, :]
-        slot = tl.load(slots.words + at, mask=is_weight, other=-1).to(tl.int64)
-        is_copy = (slot >= 0) & (slot < room)
-        found = tl.load(weights + slot, mask=is_copy, other=0.0)
-        tl.store(out_weights + rows[:, None] * slots.num_topk + choices[None, :], found, mask=is_weight)
+        at = positions.first + rows[:, None] * positions.stride + choices[None, :]
+        position = tl.load(positions.words + at, mask=is_weight, other=-1).to(tl.int64)
+        is_copy = (position >= 0) & (position < room)
+        found = tl.load(weights + position, mask=is_copy, other=0.0)
+        tl.store(out_weights + rows[:, None] * positions.num_topk + choices[None, :], found, mask=is_weight)

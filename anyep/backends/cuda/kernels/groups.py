@@ -132,14 +132,14 @@ class Received(NamedTuple):
     """The number of rows is at most this."""
 
 
-class ExpertSlots(NamedTuple):
+class Positions(NamedTuple):
     """Where the copies of each received row lie, by choice; -1 for none."""
 
     words: Any
     first: Any
-    """The index of the first row's first slot."""
+    """The index of the first row's first position."""
     stride: Any
-    """From one row's slots to the next one's."""
+    """From one row's positions to the next one's."""
     num_topk: Any
 
 
