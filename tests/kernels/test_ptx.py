@@ -203,7 +203,10 @@ INT32 = (
     *("by_expert", "channel_prefix", "recv_channel_prefix", "routing", "send_head", "x", "words"),
     "source",
 )
-INT64 = ("digests", "topk_idx", "constants", "heaps", "bases", "state", "targets", "ids")
+INT64 = (
+    *("digests", "topk_idx", "constants", "heaps", "bases", "state", "targets", "inboxes", "net_rows"),
+    "ids",
+)
 NUMBERS_OF_64_BITS = ("told", "offset", "row_bytes", "own_x")
 TYPES = {
     "in_rank": "*i8",

@@ -15,13 +15,18 @@ class Tables(NamedTuple):
 
     constants: Any
     heaps: Any
-    """The address of each rank's heap."""
+    """Where this rank writes words for each rank: memory laid out like that rank's control region."""
     state: Any
     """The state of the call."""
     targets: Any
     """Where each rank's results, or its rows for a combine, lie in this call."""
     bases: Any
     """The address of each rank's blocks of windows."""
+    inboxes: Any
+    """Where the words arrive that each rank writes for this one: memory laid out like a control region."""
+    net_rows: Any
+    """Where rows for the relay on each node are written, by node: the address to which the offset of the
+    rings is added, and the index of the ring among those of a channel."""
 
 
 class Payload(NamedTuple):
