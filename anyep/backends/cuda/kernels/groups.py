@@ -127,6 +127,48 @@ class Biases(NamedTuple):
     second: Any
 
 
+class Received(NamedTuple):
+    """How many rows a rank has received: one of several counts in the GPU's memory."""
+
+    counts: Any
+    at: Any
+    """The index of the count."""
+    room: Any
+    """The number of rows is at most this."""
+
+
+class Positions(NamedTuple):
+    """Where the copies of each received row lie, by choice; -1 for none."""
+
+    words: Any
+    first: Any
+    """The index of the first row's first position."""
+    stride: Any
+    """From one row's positions to the next one's."""
+    num_topk: Any
+
+
+class CompactRows(NamedTuple):
+    """Rows as they are received, with weights by choice, and scales row by row."""
+
+    x: Any
+    weights: Any
+    scales: Any
+    num_scales: Any
+
+
+class ExpandedRows(NamedTuple):
+    """Rows by expert, with one weight each, and scales of any strides."""
+
+    x: Any
+    weights: Any
+    scales: Any
+    stride_row: Any
+    stride_scale: Any
+    num_rows: Any
+    """The room; nothing is written or read past it."""
+
+
 class LowLatencyCall(NamedTuple):
     """The tables of a low-latency call; its state is its own."""
 
