@@ -25,7 +25,19 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install anyep
 from anyep.backends import cpu
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.batch import OPTIONS
-from anyep.backends.cuda.kernels import counting, digests, notify, rings, slots, sums, windows
+from anyep.backends.cuda.expand_kernels import (
+    ADDED_TILES,
+    EXPAND_TILE,
+    EXPAND_WARPS,
+    GATHERED_ROWS,
+    PLACE_WARPS,
+    PLACED_EXPERTS,
+    PLACED_ROWS,
+    REDUCE_TILE,
+    REDUCE_WARPS,
+    UNROLLED_CHOICES,
+)
+from anyep.backends.cuda.kernels import counting, digests, expand, notify, rings, slots, sums, windows
 from anyep.backends.cuda.kernels.groups import RingResults
 from anyep.backends.cuda.slot_kernels import CAST_BLOCKS
 from anyep.backends.cuda.tiles import RowTile, SumTile
@@ -191,7 +203,10 @@ INT32 = (
     *("by_expert", "channel_prefix", "recv_channel_prefix", "routing", "send_head", "x", "words"),
     "source",
 )
-INT64 = ("digests", "topk_idx", "constants", "heaps", "bases", "state", "targets", "ids")
+INT64 = (
+    *("digests", "topk_idx", "constants", "heaps", "bases", "state", "targets", "inboxes", "net_rows"),
+    "ids",
+)
 NUMBERS_OF_64_BITS = ("told", "offset", "row_bytes", "own_x")
 TYPES = {
     "in_rank": "*i8",
@@ -267,6 +282,50 @@ def copy_for_peers() -> Source:
     source = normal(sums.copy_for_peers, 32, **how)
     moves = partial(moves_words_of_128_bits, 4, 1)
     return replace(source, aspects=(*source.aspects, moves, needs_no_more_registers))
+
+
+# Rows by expert
+
+EXPAND_TYPES = {
+    **dict.fromkeys(
+        ("received.counts", "positions.words", "tile_counts", "before", "counts", "ends"), "*i32"
+    ),
+    **dict.fromkeys(("compact.x", "compact.scales", "expanded.x", "expanded.scales"), "*i32"),
+    **dict.fromkeys(("weights", "out_weights", "compact.weights", "expanded.weights"), "*fp32"),
+    "ids": "*i64",
+    "room": "i64",
+}
+PLACING = {"TILE_ROWS": PLACED_ROWS, "EXPERT_BLOCK": PLACED_EXPERTS}
+
+
+def by_expert(kernel: Any, num_warps: int, *aspects: Callable[[str], None], **how: Any) -> Source:
+    types = EXPAND_TYPES | how.pop("types", {})
+    return Source(
+        kernel, types, how, {"num_warps": num_warps, **OPTIONS}, (needs_no_more_registers, *aspects)
+    )
+
+
+def expand_rows(pads: bool, has_more: bool) -> Source:
+    rows, words = EXPAND_TILE
+    tile = {"TILE_ROWS": rows, "TILE_WORDS": words, "UNROLLED": UNROLLED_CHOICES}
+    # A row is read once, and written for each of the choices that are handled at a time.
+    moves = partial(moves_words_of_128_bits, 1, UNROLLED_CHOICES)
+    how = {"HAS_WEIGHTS": has_more, "SCALE_BLOCK": 64 if has_more else 0, "PADS": pads}
+    return by_expert(expand.expand_rows, EXPAND_WARPS, moves, **how, **tile)
+
+
+def reduce_expanded(dtype: int, topk_block: int) -> Source:
+    rows, values = REDUCE_TILE
+    bits = "*fp32" if dtype == cpu.FP32 else "*u16"
+    how = {"DTYPE": dtype, "TOPK_BLOCK": topk_block, "CHUNK_ROWS": GATHERED_ROWS, "IN_HARDWARE": True}
+    moves = partial(moves_words_of_128_bits, 1, 1)
+    return by_expert(
+        *(expand.reduce_expanded, REDUCE_WARPS, moves, adds_up),
+        types={"x": bits, "out": bits},
+        TILE_ROWS=rows,
+        TILE_VALUES=values,
+        **how,
+    )
 
 
 COUNTING = {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 32, "TILE_TOKENS": 2048}
@@ -437,6 +496,18 @@ KERNELS: dict[str, Source] = {
     "combine of bf16 through rings in one stage": ring_combine(4, 16, 1, cpu.BF16),
     "combine of fp16 through rings": ring_combine(2, 32, 3, cpu.FP16, num_biases=1),
     "combine of float32 through rings": ring_combine(2, 16, 3, cpu.FP32, num_biases=2),
+    "count_tiles": by_expert(expand.count_tiles, PLACE_WARPS, **PLACING),
+    "add_tiles": by_expert(
+        expand.add_tiles, PLACE_WARPS, TILE_BLOCK=ADDED_TILES, EXPERT_BLOCK=PLACED_EXPERTS
+    ),
+    "place_by_expert": by_expert(
+        expand.place_by_expert, PLACE_WARPS, EXPANDS=True, ALL_EXPERTS=256, **PLACING
+    ),
+    "expand_rows": expand_rows(False, False),
+    "expand_rows with weights, scales and padding": expand_rows(True, True),
+    "reduce_expanded of bf16": reduce_expanded(cpu.BF16, 0),
+    "reduce_expanded of fp16": reduce_expanded(cpu.FP16, 8),
+    "reduce_expanded of float32": reduce_expanded(cpu.FP32, 8),
     **SLOTS,
 }
 

@@ -193,7 +193,7 @@ def test_leaves_of_arguments() -> None:
     words, counts = torch.zeros(4, dtype=torch.int64), Input("counts", torch.int32)
     is_aligned = words.data_ptr() % 16 == 0
     arguments = (
-        groups.Tables(words, words, words, words, words),
+        groups.Tables(*[words] * 7),
         groups.Prefixes(counts, counts, counts, Input("digests", torch.int64)),
         groups.Counts(counts, counts, words),
         groups.HostWords(Input("message"), 1, 16, Input("ticket")),
@@ -201,7 +201,7 @@ def test_leaves_of_arguments() -> None:
         1,
     )
     leaves: list[Any] = leaves_of(Launch(notify.exchange_notify, 1, {}, (1,), arguments), {"digests": False})
-    assert leaves[0] == groups.Tables(*[Leaf("*i64", is_aligned)] * 5)
+    assert leaves[0] == groups.Tables(*[Leaf("*i64", is_aligned)] * 7)
     assert leaves[1] == groups.Prefixes(*[Leaf("*i32", True)] * 3, Leaf("*i64", False))
     assert leaves[3] == groups.HostWords(*[Leaf("i64", False)] * 4)
     assert leaves[4:] == [Leaf("i32", False)] * 2

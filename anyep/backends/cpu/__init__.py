@@ -18,6 +18,13 @@ from anyep.backends.cpu.kernels.counting import (
 )
 from anyep.backends.cpu.kernels.driver_calls import run_batch
 from anyep.backends.cpu.kernels.event_calls import record_and_wait
+from anyep.backends.cpu.kernels.expand import (
+    count_received,
+    expand_rows,
+    place_by_expert,
+    reduce_expanded,
+    zero_padding,
+)
 from anyep.backends.cpu.kernels.masks import adopt_masks, post_requests, read_requests
 from anyep.backends.cpu.kernels.node_handles import (
     first_difference,
@@ -78,9 +85,11 @@ __all__ = [
     "compile_kernels",
     "copy_rows",
     "count_layout",
+    "count_received",
     "count_rows",
     "dispatch_between_nodes",
     "dispatch_through_rings",
+    "expand_rows",
     "fill_handle",
     "first_contradiction",
     "first_difference",
@@ -91,6 +100,7 @@ __all__ = [
     "open_block",
     "pack_tokens",
     "pad_ids",
+    "place_by_expert",
     "place_in_nodes",
     "place_tokens",
     "plan_lanes",
@@ -105,6 +115,7 @@ __all__ = [
     "read_records",
     "read_requests",
     "record_and_wait",
+    "reduce_expanded",
     "run_batch",
     "send_to_windows",
     "send_tokens",
@@ -112,4 +123,5 @@ __all__ = [
     "stage_rows",
     "sum_tokens",
     "unpack_window",
+    "zero_padding",
 ]

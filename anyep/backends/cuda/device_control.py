@@ -27,8 +27,10 @@ from anyep.backends.cuda.kernels.groups import Tables
 from anyep.backends.cuda.pinned import Headers
 from anyep.core.calls import Array
 from anyep.core.headers import NUM_WORDS, Field, signature
+from anyep.core.relay import RelayPlan
 from anyep.layout import ControlRegion
 from anyep.sizes import NUM_MAX_LOCAL_EXPERTS
+from anyep.topology import Topology
 
 SPIN_S: Final = 200e-6
 NAP_S: Final = 50e-6
@@ -50,6 +52,8 @@ class DeviceControl:
         self.rank, self.num_ranks = control.rank, control.num_ranks
         self.heap = heap
         self.heaps = gpu.table(self.heap.addresses)
+        self.inboxes = gpu.table([self.heap.address] * self.num_ranks)
+        self.net_rows = gpu.table(self._net_rows())
         self.state = gpu.table([0] * constants.NUM_STATES)
         self.targets = gpu.table([0] * (constants.TARGET_WORDS * self.num_ranks))
         """The addresses of each rank's results, or of its rows for a combine, in this call."""
@@ -73,7 +77,10 @@ class DeviceControl:
             self.kernels = ControlKernels(
                 self.rank,
                 self.num_ranks,
-                Tables(self.constants, self.heaps, self.state, self.targets, self.bases),
+                Tables(
+                    *(self.constants, self.heaps, self.state, self.targets, self.bases),
+                    *(self.inboxes, self.net_rows),
+                ),
                 int(self.totals.ctypes.data),
                 int(self.rows_of.ctypes.data),
             )
@@ -95,6 +102,13 @@ class DeviceControl:
         host_abort_at = self.region.blocks.abort.start + HOST_ABORT
         address = torch.tensor([region + host_abort_at], dtype=torch.int64, device="cpu")
         self.heap.tensor(host_abort_at, (1,), torch.int64).copy_(address)
+
+    def _net_rows(self) -> list[int]:
+        """By node: the heap of this rank's relay there, which has a ring for each node; this node's is for
+        rows from here."""
+        topology = Topology(self.num_ranks, self.region.ranks_per_node)
+        plan = RelayPlan(topology, self.rank)
+        return [word for relay in plan.relays for word in (self.heap.addresses[relay], plan.node)]
 
     def _constants(self) -> list[int]:
         region = self.region

@@ -115,6 +115,7 @@ class Call:
         self.report = pinned_words(constants.REPORTED_HEADERS + HEADER_WORDS * self.num_ranks)
         self.constants = int64(self._constants(timeout_ns), device)
         self.addresses = int64([heap.data_ptr() for heap in self.heaps], device)
+        self.inboxes = self.addresses[me].repeat(self.num_ranks)
         self.state = state_of(device)
         self.places = guarded((self.num_ranks, constants.TARGET_WORDS), torch.int64, device)
         blocks = torch.arange(constants.MAX_WINDOW_BLOCKS) << 30
@@ -209,7 +210,10 @@ class Call:
         def start() -> None:
             launch(
                 *(notify.exchange_notify, self.device, 1),
-                Tables(self.constants, self.addresses, self.state, self.places, self.bases),
+                Tables(
+                    *(self.constants, self.addresses, self.state, self.places, self.bases),
+                    *(self.inboxes, self.addresses),
+                ),
                 Prefixes(*([*filled, self.digests] if filled else [prefix, *[self.state] * 2, self.digests])),
                 Counts(*counts, topk_idx if topk_idx is not None else self.state),
                 HostWords(
@@ -427,10 +431,11 @@ def check_steps_of_notify(device: str) -> None:
     here[constants.RANK], here[constants.OWN_HEAP] = 1, 1000
     here[constants.MAILBOX_AT], here[constants.BOX_STRIDE], here[constants.NOTIFY_STRIDE] = 100, 200, 50
     heaps, answers = int64([0, 1000], device), int64([GUARD] * 8, device)
+    inboxes = int64([1000, 1000], device)
     headers = torch.zeros(2, HEADER_WORDS, dtype=torch.int64)
     headers[:, Field.ROW_BYTES] = torch.tensor([64, 32])
     launch(
-        *(ask_steps, device, 1, Tables(here, heaps, heaps, heaps, heaps), headers.to(device)),
+        *(ask_steps, device, 1, Tables(here, *[heaps] * 4, inboxes, heaps), headers.to(device)),
         *(headers[0].to(device), torch.tensor([outcomes.LATE, 0], dtype=torch.int32, device=device), answers),
         num_warps=1,
     )

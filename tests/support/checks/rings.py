@@ -222,7 +222,7 @@ class Ranks:
         here[constants.ABORT_AT], here[constants.TIMEOUT_NS] = ABORT_AT, timeout_ns
         here[constants.TAIL_AT], here[constants.HEAD_AT] = TAIL_AT, self.sizes.head_at
         here[constants.RING_STRIDE] = STRIDE
-        return Tables(self.there(here), self.bases, self.states[rank], targets, self.bases)
+        return Tables(self.there(here), self.bases, self.states[rank], targets, *[self.bases] * 3)
 
     @property
     def area(self) -> RingArea:
@@ -802,7 +802,7 @@ def check_parts(device: str) -> None:
     answers = there([0] * 25, torch.int64)
     launch(
         *(ask_parts, device, 4),
-        Tables(here, heaps, heaps, heaps, heaps),
+        Tables(here, *[heaps] * 6),
         RingArea(rows_at=96, ring_rows=3, slot_bytes=16, num_channels=3),
         Prefixes(there([[0, 2], [0, 3]], torch.int32), heaps, there([[0, 1], [0, 0]], torch.int32), heaps),
         there([[4, 0], [-1, 1]], torch.int32),

@@ -36,6 +36,8 @@ class Group(StrEnum):
     NODES = "nodes"
     """Normal mode between nodes needs these in addition to those of normal mode."""
     LOW_LATENCY = "low_latency"
+    EXPANDED = "expanded"
+    """Buffers that group rows by expert need these in addition to those of normal mode."""
     GPU = "gpu"
     """Buffers on GPUs need these in addition to those that every Buffer uses."""
     CASTS = "casts"
@@ -52,6 +54,7 @@ _GROUP_OF_MODULE: Final = {
     "relay_combine": Group.NODES,
     "signals": Group.NODES,
     "slots": Group.LOW_LATENCY,
+    "expand": Group.EXPANDED,
     "driver_calls": Group.GPU,
     "event_calls": Group.GPU,
     "casts": Group.CASTS,

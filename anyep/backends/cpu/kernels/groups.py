@@ -232,6 +232,51 @@ class NodeHandle(NamedTuple):
     send_nvl_head: Words2D
 
 
+class Positions(NamedTuple):
+    """Where the copies of each received row lie, by choice; -1 for none. They are int32 numbers."""
+
+    address: Number
+    stride: Number
+    """From one row's positions to the next one's, in numbers."""
+    num_topk: Number
+
+
+class CompactRows(NamedTuple):
+    """Rows as they are received: the addresses of rows, weights by choice, and scales, row by row."""
+
+    x: Number
+    row_bytes: Number
+    weights: Number
+    scales: Number
+    num_scales: Number
+
+
+class ExpandedRows(NamedTuple):
+    """Rows by expert: the addresses of rows, of one weight per row, and of scales."""
+
+    x: Number
+    num_rows: Number
+    """The room; nothing is written past it."""
+    weights: Number
+    scales: Number
+    stride_row: Number
+    """From one row's scales to the next one's, in words of 4 bytes; `stride_scale` from scale to scale."""
+    stride_scale: Number
+
+
+class ReducedRows(NamedTuple):
+    """Rows by expert and their weights, and where their sums and the weights by choice go."""
+
+    x: Number
+    num_rows: Number
+    weights: Number
+    out: Number
+    out_weights: Number
+    hidden: Number
+    row_bytes: Number
+    dtype: Number
+
+
 def plain(*arguments: Any) -> tuple[Any, ...]:
     """The arguments of a call, with plain tuples in place of groups."""
     return tuple(tuple(each) if isinstance(each, tuple) else each for each in arguments)
@@ -247,6 +292,7 @@ GROUP_TYPES: Final = {
     for group in (
         *(RingStack, Slots, Bells, Payload, Outputs, Sums, RingTokens, RingResults, RingSums, NodeTokens),
         *(Relayed, Received, Pushed, NodeSums, NodeHandle),
+        *(Positions, CompactRows, ExpandedRows, ReducedRows),
     )
 }
 """The types of groups, by the names that signatures use."""

@@ -28,6 +28,18 @@ def copy_bytes(typing_context: Any, destination: Any, source: Any, num_bytes: An
     return types.void(types.int64, types.int64, types.int64), generate
 
 
+@intrinsic
+def fill_with_zeros(typing_context: Any, destination: Any, num_bytes: Any) -> Any:
+    """memset to 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, count = arguments
+        cgutils.memset(builder, builder.inttoptr(to, cgutils.voidptr_t), count, 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
 _WORD = ir.VectorType(ir.IntType(32), 4)
 _WORD_BYTES = 16
 _WORDS_AT_ONCE = 8

@@ -71,6 +71,12 @@ def load_rows(pointers, mask, DTYPE: tl.constexpr, STARTS_FROM_ZERO: tl.constexp
     The bf16 0x3F80 and the fp16 0x3C00 are loaded as 1.0.
     """
     values = tl.load(pointers, mask=mask, other=0)
+    return as_floats(values, mask, DTYPE, STARTS_FROM_ZERO)
+
+
+@triton.jit
+def as_floats(values, mask, DTYPE: tl.constexpr, STARTS_FROM_ZERO: tl.constexpr = False):
+    """Loaded values as float32; masked-out ones as `load_rows` says."""
     if DTYPE == FP16:
         values = values.to(tl.float16, bitcast=True).to(tl.float32)
     elif DTYPE != FP32:

@@ -15,13 +15,18 @@ class Tables(NamedTuple):
 
     constants: Any
     heaps: Any
-    """The address of each rank's heap."""
+    """Where this rank writes words for each rank: memory laid out like that rank's control region."""
     state: Any
     """The state of the call."""
     targets: Any
     """Where each rank's results, or its rows for a combine, lie in this call."""
     bases: Any
     """The address of each rank's blocks of windows."""
+    inboxes: Any
+    """Where the words arrive that each rank writes for this one: memory laid out like a control region."""
+    net_rows: Any
+    """Where rows for the relay on each node are written, by node: the address to which the offset of the
+    rings is added, and the index of the ring among those of a channel."""
 
 
 class Payload(NamedTuple):
@@ -120,6 +125,48 @@ class Biases(NamedTuple):
 
     first: Any
     second: Any
+
+
+class Received(NamedTuple):
+    """How many rows a rank has received: one of several counts in the GPU's memory."""
+
+    counts: Any
+    at: Any
+    """The index of the count."""
+    room: Any
+    """The number of rows is at most this."""
+
+
+class Positions(NamedTuple):
+    """Where the copies of each received row lie, by choice; -1 for none."""
+
+    words: Any
+    first: Any
+    """The index of the first row's first position."""
+    stride: Any
+    """From one row's positions to the next one's."""
+    num_topk: Any
+
+
+class CompactRows(NamedTuple):
+    """Rows as they are received, with weights by choice, and scales row by row."""
+
+    x: Any
+    weights: Any
+    scales: Any
+    num_scales: Any
+
+
+class ExpandedRows(NamedTuple):
+    """Rows by expert, with one weight each, and scales of any strides."""
+
+    x: Any
+    weights: Any
+    scales: Any
+    stride_row: Any
+    stride_scale: Any
+    num_rows: Any
+    """The room; nothing is written or read past it."""
 
 
 class LowLatencyCall(NamedTuple):

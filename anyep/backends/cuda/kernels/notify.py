@@ -17,6 +17,7 @@ from anyep.backends.cuda.kernels.atomics import is_aborted, release_max, tell_ho
 from anyep.backends.cuda.kernels.counting import LAST_PLACE, wrong_word
 from anyep.backends.cuda.kernels.digests import mixed_channels, mixed_rows
 from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
+from anyep.backends.cuda.kernels.links import close_messages, raise_flags
 from anyep.core import outcomes
 from anyep.core.headers import MAX_OFFERS as MOST_OFFERS
 from anyep.core.headers import REFUSED_BY_COUNTS as BY_COUNTS
@@ -149,8 +150,8 @@ def stop_everyone(constants, heaps, ranks, is_rank):
     rank = tl.load(constants + RANK)
     there = tl.load(heaps + ranks, mask=is_rank, other=0)
     given_up = there + tl.load(constants + GIVEN_UP_AT) + rank * tl.load(constants + FLAG_STRIDE)
-    release_max(words_at(given_up), 1, is_rank)
-    release_max(words_at(there + tl.load(constants + ABORT_AT)), rank + 1, is_rank)
+    raise_flags(heaps, given_up, 1, ranks, is_rank)
+    raise_flags(heaps, there + tl.load(constants + ABORT_AT), rank + 1, ranks, is_rank)
 
 
 @triton.jit
@@ -492,15 +493,15 @@ def mailboxes(tables, call, ranks, is_rank):
     """The addresses of this rank's messages at all peers, and of theirs here; two mailboxes alternate.
 
     Example:
-        On rank 1, with heaps at 0 and 1000, mailboxes at 100 and 300, and 50 bytes for each message, the
-        messages of call 5 lie at 350 and 1350, and those from the peers at 1300 and 1350.
+        On rank 1, with heaps at 0 and 1000, inboxes at 1000, mailboxes at 100 and 300, and 50 bytes for each
+        message, the messages of call 5 lie at 350 and 1350, and those from the peers at 1300 and 1350.
     """
     constants = tables.constants
     box = call % 2 * tl.load(constants + BOX_STRIDE) + tl.load(constants + MAILBOX_AT)
     stride = tl.load(constants + NOTIFY_STRIDE)
     heaps = tl.load(tables.heaps + ranks, mask=is_rank, other=0)
     there = heaps + box + tl.load(constants + RANK) * stride
-    return there, tl.load(constants + OWN_HEAP) + box + ranks * stride
+    return there, tl.load(tables.inboxes + ranks, mask=is_rank, other=0) + box + ranks * stride
 
 
 @triton.jit
@@ -655,7 +656,7 @@ def exchange_notify(
         )
     elif not IS_REFUSED:
         post_digests(there, prefixes.digests, is_told, NUM_RANKS, RANK_BLOCK)
-    release_max(words_at(there), call, is_told)
+    close_messages(tables, there, call, ranks, is_told)
 
     headers = words_at(here)
     seen = wait_for_all(headers, is_told, call, tl.load(constants + TIMEOUT_NS), abort)

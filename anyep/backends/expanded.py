@@ -1,0 +1,57 @@
+"""The tensors of the expanded layout, which every backend fills: one row per (token, local expert).
+
+places = ExpertPlaces.allocate(num_local_experts, metadata[:, 2:])
+num_rows = expander.place(ids, num_received, alignment, places)
+expander.expand(RowTensors(x, weights, scales), num_received, places, RowTensors(*expanded), alignment)
+expander.reduce(RowTensors(*expanded), num_received, places, RowTensors(x, weights))
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+SCALE_ROWS = 4
+"""Column-major scales have a stride that is a multiple of so many rows."""
+
+
+class ExpertPlaces(NamedTuple):
+    """Which rows each local expert has, and where the copies of each received row lie among them."""
+
+    counts: torch.Tensor
+    """int32 [local experts]: the rows of each."""
+    ends: torch.Tensor
+    """int32 [local experts]: where each expert's rows end, before the padding of its group."""
+    positions: torch.Tensor
+    """int32 [received rows, top-k]: the row of each copy, -1 for none. Rows may have a stride."""
+
+    @staticmethod
+    def allocate(num_local_experts: int, positions: torch.Tensor) -> ExpertPlaces:
+        """New counts on the device of `positions`."""
+        counts, ends = torch.empty((2, num_local_experts), dtype=torch.int32, device=positions.device)
+        return ExpertPlaces(counts, ends, positions)
+
+
+class RowTensors(NamedTuple):
+    """Rows with what belongs to them. Compact rows have a weight for each choice and contiguous scales;
+    expanded rows have one weight each, and scales with any strides."""
+
+    x: torch.Tensor
+    weights: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    """4 bytes each."""
+
+
+def empty_scales(
+    num_rows: int, num_scales: int, dtype: torch.dtype, is_column_major: bool, device: torch.device
+) -> torch.Tensor:
+    """Room for the scales of rows; column by column, each column begins at a multiple of 4 scales.
+
+    >>> empty_scales(5, 3, torch.float32, True, torch.device("cpu")).stride()
+    (1, 8)
+    """
+    if not is_column_major:
+        return torch.empty((num_rows, num_scales), dtype=dtype, device=device)
+    stride = -(-num_rows // SCALE_ROWS) * SCALE_ROWS
+    return torch.empty((num_scales, stride), dtype=dtype, device=device).T[:num_rows]
