@@ -61,7 +61,7 @@ for lane in "${!lanes[@]}"; do
     pids[lane]=$!
 done
 # How far each part is, every half minute, until all have ended.
-while sleep 30 && kill -0 "${pids[@]}" 2>/dev/null; do
+while sleep 30 >/dev/null 2>&1 && kill -0 "${pids[@]}" 2>/dev/null; do
     for lane in "${!lanes[@]}"; do
         echo "$((SECONDS - started)) s, part $lane: $(tail -c 80 "$logs/shard-$shard-$lane.log" | tail -1)"
     done

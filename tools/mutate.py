@@ -418,7 +418,7 @@ def compiled_kernels(tree: Tree) -> str:
 
 
 def kernels_reached(root: Path, file: str, source: str) -> set[str]:
-    """The CPU kernels, such as "notify messages.announce", that a change of a file makes different: they use
+    """The CPU kernels, such as "notify.signal", that a change of a file makes different: they use
     what is changed, or what uses it. Kernels know nothing of files that they do not import: these reach
     none."""
     modules = modules_of_kernels(root)

@@ -167,7 +167,7 @@ def test_read_headers() -> None:
     assert not notify.read_headers(addresses, int64([5, 0, 7]), 1, 3, headers)
 
 
-def test_announce_and_await() -> None:
+def test_signal_and_await() -> None:
     words = int64([0, 0])
     addresses = words.ctypes.data + 8 * np.arange(2)
     wake_ups = int64([7 << 32 | 3, 8 << 32 | 3])
@@ -182,7 +182,7 @@ def test_announce_and_await() -> None:
         notify.await_counters(addresses, 5, missing, 0, cpu.MAX_POLLS, NO_WAKE_UP[0], 7, waited, started) == 1
     )
     assert missing.tolist() == [False, True, False]
-    assert 10**9 <= waited[0] < 60 * 10**9
+    assert 10**9 <= waited[0] <= time.monotonic_ns() - started
     assert waited[1:].tolist() == [0, 0]
     assert notify.await_counters(addresses, 4, missing, 0, 1, NO_WAKE_UP[0], 7, np.zeros(0, np.int64), 0) == 0
 
