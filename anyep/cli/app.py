@@ -15,6 +15,7 @@ from anyep.cli.doctor import doctor
 from anyep.cli.interrupts import INTERRUPTED
 from anyep.cli.plan import plan
 from anyep.cli.run import run
+from anyep.cli.selftest.command import selftest
 from anyep.cli.tune.command import tune
 from anyep.cli.warmup import warmup
 from anyep.errors import AnyEPError, InvalidCall
@@ -49,6 +50,7 @@ app.command()(_hearing_interrupts(demo))
 app.command()(_hearing_interrupts(bench))
 app.command()(_hearing_interrupts(tune))
 app.command()(_hearing_interrupts(doctor))
+app.command()(_hearing_interrupts(selftest))
 app.command()(_hearing_interrupts(warmup))
 # Options end at the script's name: the arguments after it belong to the script.
 app.command(context_settings={"allow_interspersed_args": False})(_hearing_interrupts(run))

@@ -267,3 +267,13 @@ def test_an_ended_demo_leaves_nothing_behind(ending: int) -> None:
     while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.1)
+
+
+def test_selftest(tmp_path: Path) -> None:
+    """All cases on the GPU, in a CUDA graph, too; and a rank on it that is killed."""
+    file = tmp_path / "report.json"
+    finished = anyep("selftest", "--quick", "--device", "cuda", "--ranks", "2", "--json", str(file))
+    record = json.loads(file.read_text())
+    assert finished.returncode == 0, [check for check in record["checks"] if check["state"] == "failed"]
+    assert any("CUDA graph" in check["name"] for check in record["checks"])
+    assert {finding["name"] for finding in record["hosts"][0]["findings"]} >= {"gpu", "gpudirect"}

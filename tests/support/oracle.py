@@ -102,7 +102,7 @@ def combine(
     hidden = expert_rows[0].shape[1]
     total = torch.zeros(num_tokens, hidden, dtype=torch.float32, device="cpu")
     if biases:
-        total = biases[0].float()
+        total = biases[0].float().clone()
         for bias in biases[1:]:
             total = total + bias.float()
     for expert_rank in range(num_ranks):
