@@ -6,31 +6,67 @@
     while engine.num_done(1) < ticket:                 # from then on the memory may be overwritten
         engine.poll()
 
-No order between two puts may be relied upon. The signals of a put are visible after its bytes. Nothing
-arrives and nothing leaves unless the process polls.
+The bytes of puts may arrive in any order, bit by bit. The signals of a put are visible after its bytes and
+after those of every earlier put to the same peer, since a counter speaks for all that was counted before.
+Nothing arrives and nothing leaves unless the process polls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from enum import StrEnum
+from typing import Final, Protocol
+
+REGION_BITS: Final = 40
+"""In a place, the number of a region is stored above these bits of the offset."""
+OFFSET_MASK: Final = (1 << REGION_BITS) - 1
+
+
+class MemoryKind(StrEnum):
+    """Where memory is, as engines name it."""
+
+    HOST = "DRAM"
+    GPU = "VRAM"
+
 
 Piece = tuple[int, int, int]
-"""Own address, offset in the peer's heap, bytes."""
+"""Own address, place in the peer's memory, bytes."""
 Signal = tuple[int, int]
 """Offset of a 64-bit word in the peer's heap, and the value that it is raised to."""
 
 
+def place(region: int, offset: int) -> int:
+    """Where something lies in a peer's memory; region 0 is its heap.
+
+    >>> place(0, 128), place(2, 128) == (2 << 40) + 128
+    (128, True)
+    """
+    return (region << REGION_BITS) + offset
+
+
+def split_place(at: int) -> tuple[int, int]:
+    """The region and the offset of a place.
+
+    >>> split_place(place(2, 128))
+    (2, 128)
+    """
+    return at >> REGION_BITS, at & OFFSET_MASK
+
+
 class Engine(Protocol):
-    """Puts data into the heaps of ranks on other hosts, and receives what they put into this rank's."""
+    """Puts data into the memory of ranks on other hosts, and receives what they put into this rank's."""
 
     lost: dict[int, str]
     """Ranks to which a transfer has failed, with the error message."""
     bytes_put: dict[int, int]
     num_puts: dict[int, int]
 
-    def register(self, address: int, num_bytes: int) -> None:
-        """Allow puts from this memory. Must be called before `describe`."""
+    def register(self, address: int, num_bytes: int, kind: MemoryKind = ..., device: int = ...) -> None:
+        """Allow puts from this memory; `device` is the index of its GPU. Must be called before `describe`."""
+
+    def expose(self, address: int, num_bytes: int, kind: MemoryKind = ..., device: int = ...) -> int:
+        """The same, and allow peers to put into it; returns the number of its region, for `place`. All ranks
+        expose the same regions in the same order."""
 
     def describe(self) -> bytes:
         """What peers need to know about this rank; they pass it to `connect`."""
@@ -39,7 +75,7 @@ class Engine(Protocol):
         """Register the ranks on other hosts, each with its description."""
 
     def put(self, peer: int, pieces: Sequence[Piece], signals: Sequence[Signal] = ()) -> int:
-        """Start to copy pieces; signals are stored after them. Returns a ticket: 1, 2, 3 for each peer."""
+        """Start to copy pieces; signals are stored after them. Returns a ticket, which grows by peer."""
 
     def num_done(self, peer: int) -> int:
         """Puts up to this ticket are done here: their memory may be overwritten."""

@@ -13,6 +13,10 @@ nothing arrives, and nothing leaves, unless it does.
 A put is one WRITE whose notification carries the signals. A small put is only a notification, which carries
 the pieces, too, and arrives in half the time. Notifications may overtake each other (a small put is done
 before a large one), so they are numbered and the receiver applies them in order.
+
+Peers put into the heap, and into what was given to `expose`; this and what is sent from may be memory of a
+GPU: `engine.register(x.data_ptr(), x.nbytes, MemoryKind.GPU)`. NIXL copies between one kind of memory and
+another in a transfer of its own, so a put may have several parts. Bytes of a GPU are never in notifications.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -36,23 +40,48 @@ from anyep.backends.cpu.heap import Block
 from anyep.backends.cpu.kernels.signals import raise_words
 from anyep.errors import InvalidCall, NotSupported, PeerLost
 from anyep.nixl_packages import load_nixl
-from anyep.transport.base import Piece, Signal
+from anyep.transport.base import OFFSET_MASK, MemoryKind, Piece, Signal, split_place
 
 _LOOK: Final = (
     "see whether UCX_NET_DEVICES and UCX_TLS, where they are set, name what is there and up;"
     " NIXL_LOG_LEVEL=INFO and UCX_LOG_LEVEL=INFO tell more"
 )
-_DESCRIPTION: Final = struct.Struct("<QQQ")
-"""Before the agent's metadata: rank, address and size of the heap."""
+_DESCRIPTION: Final = struct.Struct("<QI")
+"""Before the agent's metadata: the rank, and the number of regions that peers can put into."""
+_REGION: Final = struct.Struct("<QQ4sI")
+"""Then these regions: address, size, kind of memory, and the index of its GPU."""
 _HEADER: Final = struct.Struct("<cQ")
 """Before a notification's content: its kind, and the ticket of the put."""
 _SIGNALS: Final = struct.Struct("<I")
 """Then the number of signals, and the signals: offset and value."""
 _PIECE: Final = struct.Struct("<QI")
 """Then the pieces that are in the notification: offset, bytes, and the bytes."""
+_ON_HOSTS: Final = (MemoryKind.HOST, MemoryKind.HOST)
 MOST_INLINE_BYTES: Final = 6144
 _PUT: Final = b"p"
 _WORDS: Final = b"w"
+
+
+class _Range(NamedTuple):
+    """A range of memory, and where it is."""
+
+    address: int
+    num_bytes: int
+    kind: MemoryKind
+    device: int
+
+
+Descriptor = tuple[int, int, int]
+"""Address, bytes, and the index of the GPU, as NIXL takes them."""
+
+
+class _Copies(NamedTuple):
+    """The pieces of a put between one kind of memory here and one there."""
+
+    own: list[Descriptor]
+    there: list[Descriptor]
+    places: list[int]
+    """What names the memory there, for a notification."""
 
 
 @dataclass
@@ -61,8 +90,8 @@ class _Peer:
 
     rank: int
     agent: str
-    heap_address: int
-    heap_bytes: int
+    regions: list[_Range]
+    """What this rank can put into; the first one is the heap."""
     last_heard: float
     num_tickets: int = 0
     num_done: int = 0
@@ -77,7 +106,8 @@ class NixlEngine:
     """Puts data into the heaps of ranks on other hosts, and receives what they put into this rank's."""
 
     def __init__(self, rank: int, heap: Block) -> None:
-        """`heap` is this rank's own memory, which peers put into; it may also be the source of puts."""
+        """`heap` is this rank's own memory, which peers put into; it may also be the source of puts. It is in
+        the host's memory, since signals are stored there."""
         self.lost: dict[int, str] = {}
         """Ranks to which a transfer has failed, with the error message."""
         self.bytes_put: dict[int, int] = {}
@@ -89,76 +119,82 @@ class NixlEngine:
         self._rank_of: dict[str, int] = {}
         self._heard: list[tuple[int, bytes]] = []
         self._registered: list[Any] = []
-        self._own_ranges: list[tuple[int, int]] = []
+        self._own_ranges: list[_Range] = []
+        self._exposed: list[_Range] = []
+        """What peers can put into."""
         self._agent = _make_agent(f"anyep {rank} {secrets.token_hex(8)}")
-        self.register(heap.address, heap.num_bytes)
+        self.expose(heap.address, heap.num_bytes)
 
-    def register(self, address: int, num_bytes: int) -> None:
-        """Allow puts from this memory. Must be called before `describe`."""
+    def register(
+        self, address: int, num_bytes: int, kind: MemoryKind = MemoryKind.HOST, device: int = 0
+    ) -> None:
+        """Allow puts from this memory; `device` is the index of its GPU. Must be called before `describe`."""
         if num_bytes == 0:
             return
         with self._lock:
-            region = [(address, num_bytes, 0, "")]
-            self._registered.append(self._agent.register_memory(region, "DRAM"))
-            self._own_ranges.append((address, address + num_bytes))
+            region = [(address, num_bytes, device, "")]
+            self._registered.append(self._agent.register_memory(region, kind.value))
+            self._own_ranges.append(_Range(address, num_bytes, kind, device))
+
+    def expose(
+        self, address: int, num_bytes: int, kind: MemoryKind = MemoryKind.HOST, device: int = 0
+    ) -> int:
+        """Allow puts from this memory, and of peers into it. Returns the number of its region, by which peers
+        name it (`place`); the heap is region 0. Must be called before `describe`."""
+        self.register(address, num_bytes, kind, device)
+        self._exposed.append(_Range(address, num_bytes, kind, device))
+        return len(self._exposed) - 1
 
     def describe(self) -> bytes:
         """What peers need to know about this rank; they pass it to `connect`."""
         with self._lock:
-            head = _DESCRIPTION.pack(self._rank, self._heap.address, self._heap.num_bytes)
+            head = _DESCRIPTION.pack(self._rank, len(self._exposed))
+            for address, num_bytes, kind, device in self._exposed:
+                head += _REGION.pack(address, num_bytes, kind.encode(), device)
             return head + bytes(self._agent.get_agent_metadata())
 
     def connect(self, descriptions: Mapping[int, bytes]) -> None:
         """Register the ranks on other hosts, each with its description."""
         with self._lock:
             for rank, description in descriptions.items():
-                told_rank, address, num_bytes = _DESCRIPTION.unpack_from(description)
+                told_rank, num_regions = _DESCRIPTION.unpack_from(description)
                 if told_rank != rank:
                     raise InvalidCall(f"the description of rank {rank} is that of rank {told_rank}")
-                agent = _text(self._agent.add_remote_agent(description[_DESCRIPTION.size :]))
-                self._peers[rank] = _Peer(rank, agent, address, num_bytes, time.monotonic())
+                end = _DESCRIPTION.size + num_regions * _REGION.size
+                regions = [
+                    _Range(address, num_bytes, MemoryKind(kind.decode()), device)
+                    for address, num_bytes, kind, device in _REGION.iter_unpack(
+                        description[_DESCRIPTION.size : end]
+                    )
+                ]
+                agent = _text(self._agent.add_remote_agent(description[end:]))
+                self._peers[rank] = _Peer(rank, agent, regions, time.monotonic())
                 self._rank_of[agent] = rank
                 self.bytes_put[rank] = self.num_puts[rank] = 0
                 with self._losing(rank):
                     self._agent.make_connection(agent)
 
     def put(self, peer: int, pieces: Sequence[Piece], signals: Sequence[Signal] = ()) -> int:
-        """Start to copy pieces: own address, offset in the peer's heap, bytes. Signals are stored after them.
+        """Start to copy pieces (own address, place in the peer's memory, bytes); then signals are stored.
 
-        A signal is an offset in the peer's heap and the value that the 64-bit word there is raised to. It
-        does not become visible before all pieces and signals of this and of every earlier put to this peer.
+        A place is an offset in the peer's heap, or in another region that it has exposed (`place`). A signal
+        is an offset in the peer's heap and the value that the 64-bit word there is raised to. It does not
+        become visible before all pieces and signals of this and of every earlier put to this peer.
 
-        Returns at once, with a ticket: 1, 2, 3 and so on for each peer. The pieces must not change until
-        `num_done(peer)` has reached the ticket.
+        Returns at once, with a ticket, which grows with every put to a peer. The pieces must not change
+        until `num_done(peer)` has reached the ticket.
         """
         with self._lock:
             if self._is_closed:
                 raise InvalidCall("the engine is closed: nothing can be sent any more")
             other = self._peers[peer]
             self._raise_if_lost(peer)
-            joined = list(join_pieces(pieces))
-            for own, offset, num_bytes in joined:
-                self._check_own(own, num_bytes)
-                _check_range(other, offset, num_bytes)
+            parts = self._parts(other, pieces)
             for offset, _ in signals:
-                _check_range(other, offset, 8)
-            other.num_tickets += 1
-            ticket = other.num_tickets
-            total = sum(num_bytes for _, _, num_bytes in joined)
-            content = _HEADER.pack(_PUT, ticket) + _SIGNALS.pack(len(signals))
-            content += np.array(signals, np.int64).tobytes()
-            with self._losing(peer):
-                if total > MOST_INLINE_BYTES:
-                    self._start(other, ticket, joined, content)
-                else:
-                    for own, offset, num_bytes in joined:
-                        content += _PIECE.pack(offset, num_bytes) + ctypes.string_at(own, num_bytes)
-                    self._agent.send_notif(other.agent, content)
-                    self._finish(other)
-                self.bytes_put[peer] += total
-                self.num_puts[peer] += total > 0
+                _find_there(other, offset, 8)
+            self._send(other, parts, signals)
             self._raise_if_lost(peer)
-            return ticket
+            return other.num_tickets
 
     def num_done(self, peer: int) -> int:
         """Puts up to this ticket are done here: their memory may be overwritten.
@@ -228,14 +264,55 @@ class NixlEngine:
     def _is_closed(self) -> bool:
         return self._agent is None
 
-    def _start(
-        self, peer: _Peer, ticket: int, pieces: Sequence[tuple[int, int, int]], content: bytes
+    def _parts(self, peer: _Peer, pieces: Sequence[Piece]) -> dict[tuple[MemoryKind, MemoryKind], _Copies]:
+        """The pieces of a put, checked, by the kinds of memory here and there."""
+        parts: dict[tuple[MemoryKind, MemoryKind], _Copies] = {}
+        for address, at, num_bytes in join_pieces(pieces):
+            own, there = self._find_own(address, num_bytes), _find_there(peer, at, num_bytes)
+            part = parts.get((own.kind, there.kind))
+            if part is None:
+                part = parts[own.kind, there.kind] = _Copies([], [], [])
+            part.own.append((address, num_bytes, own.device))
+            part.there.append((there.address + (at & OFFSET_MASK), num_bytes, there.device))
+            part.places.append(at)
+        return parts
+
+    def _send(
+        self, peer: _Peer, parts: Mapping[tuple[MemoryKind, MemoryKind], _Copies], signals: Sequence[Signal]
     ) -> None:
-        here = self._agent.get_xfer_descs([(own, size, 0) for own, _, size in pieces], "DRAM")
-        base = peer.heap_address
-        there = self._agent.get_xfer_descs([(base + offset, size, 0) for _, offset, size in pieces], "DRAM")
+        """Send one part after the other; the signals come with the last one, and are not stored before all
+        parts have arrived."""
+        with self._losing(peer.rank):
+            for number, (kinds, copies) in enumerate(parts.items(), 1):
+                self._send_part(peer, kinds, copies, signals if number == len(parts) else ())
+            if not parts:
+                self._send_part(peer, _ON_HOSTS, _Copies([], [], []), signals)
+
+    def _send_part(
+        self, peer: _Peer, kinds: tuple[MemoryKind, MemoryKind], copies: _Copies, signals: Sequence[Signal]
+    ) -> None:
+        """Send copies between one kind of memory here and one there, and signals."""
+        peer.num_tickets += 1
+        content = _HEADER.pack(_PUT, peer.num_tickets) + _SIGNALS.pack(len(signals))
+        content += np.array(signals, np.int64).tobytes()
+        total = sum(num_bytes for _, num_bytes, _ in copies.own)
+        if kinds == _ON_HOSTS and total <= MOST_INLINE_BYTES:
+            for (address, num_bytes, _), at in zip(copies.own, copies.places, strict=True):
+                content += _PIECE.pack(at, num_bytes) + ctypes.string_at(address, num_bytes)
+            self._agent.send_notif(peer.agent, content)
+            self._finish(peer)
+        else:
+            self._start(peer, kinds, copies, content)
+        self.bytes_put[peer.rank] += total
+        self.num_puts[peer.rank] += total > 0
+
+    def _start(
+        self, peer: _Peer, kinds: tuple[MemoryKind, MemoryKind], copies: _Copies, content: bytes
+    ) -> None:
+        here = self._agent.get_xfer_descs(copies.own, kinds[0].value)
+        there = self._agent.get_xfer_descs(copies.there, kinds[1].value)
         transfer = self._agent.initialize_xfer("WRITE", here, there, peer.agent, content)
-        peer.running.append((ticket, transfer))
+        peer.running.append((peer.num_tickets, transfer))
         if self._agent.transfer(transfer) == "ERR":
             raise RuntimeError("the transfer could not be started")
 
@@ -273,17 +350,22 @@ class NixlEngine:
         (num_signals,) = _SIGNALS.unpack_from(content)
         start = _SIGNALS.size + 16 * num_signals
         while start < len(content):
-            offset, num_bytes = _PIECE.unpack_from(content, start)
+            at, num_bytes = _PIECE.unpack_from(content, start)
             start += _PIECE.size
-            ctypes.memmove(self._heap.address + offset, content[start : start + num_bytes], num_bytes)
+            region, offset = split_place(at)
+            address = self._exposed[region].address + offset
+            ctypes.memmove(address, content[start : start + num_bytes], num_bytes)
             start += num_bytes
         if num_signals:
             words = np.frombuffer(content, np.int64, 2 * num_signals, _SIGNALS.size).reshape(-1, 2).T.copy()
             raise_words(self._heap.address, words[0], words[1])
 
-    def _check_own(self, address: int, num_bytes: int) -> None:
-        if not any(start <= address and address + num_bytes <= end for start, end in self._own_ranges):
-            raise InvalidCall(f"{num_bytes} bytes at {address:#x} cannot be sent: register that memory first")
+    def _find_own(self, address: int, num_bytes: int) -> _Range:
+        """The registered memory that has these bytes."""
+        for own in self._own_ranges:
+            if own.address <= address and address + num_bytes <= own.address + own.num_bytes:
+                return own
+        raise InvalidCall(f"{num_bytes} bytes at {address:#x} cannot be sent: register that memory first")
 
     def _raise_if_lost(self, peer: int) -> None:
         if peer in self.lost:
@@ -332,12 +414,19 @@ def _make_agent(name: str) -> Any:
         raise NotSupported(f"NIXL cannot be used here ({error}): {_LOOK}") from error
 
 
-def _check_range(peer: _Peer, offset: int, num_bytes: int) -> None:
-    if not 0 <= offset <= offset + num_bytes <= peer.heap_bytes:
+def _find_there(peer: _Peer, at: int, num_bytes: int) -> _Range:
+    """The memory of a peer that has these bytes."""
+    region, offset = split_place(at)
+    if not 0 <= region < len(peer.regions):
+        raise InvalidCall(f"rank {peer.rank} has no memory {region}: it has exposed {len(peer.regions)}")
+    found = peer.regions[region]
+    if offset + num_bytes > found.num_bytes:
+        what = "the heap" if region == 0 else f"memory {region}"
         raise InvalidCall(
-            f"{num_bytes} bytes at {offset} are not in the heap of rank {peer.rank},"
-            f" which has {peer.heap_bytes} bytes"
+            f"{num_bytes} bytes at {offset} are not in {what} of rank {peer.rank},"
+            f" which has {found.num_bytes} bytes"
         )
+    return found
 
 
 def _text(name: str | bytes) -> str:

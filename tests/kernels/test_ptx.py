@@ -43,7 +43,7 @@ from anyep.backends.cuda.slot_kernels import CAST_BLOCKS
 from anyep.backends.cuda.tiles import RowTile, SumTile
 from anyep.cli.tune.candidates import ROW_TILES, SUM_TILES
 from anyep.core import formats
-from tests.support.checks import cast_kernels
+from tests.support.checks import cast_kernels, commands
 from tests.support.checks.casts import FP8_MODES
 from tests.support.ptx import machine_code_of, ptx_of, spilled_bytes
 
@@ -363,6 +363,26 @@ def ring_combine(num_ranks: int, num_warps: int, stages: int, dtype: int, num_bi
     return Source(rings.combine_through_rings, types, blocks | tile | kind, options, aspects)
 
 
+# Commands
+
+
+def adds_nothing(text: str) -> None:
+    """Words of the host are loaded: to add 0 to them could undo what the host stores at the same time."""
+    assert not re.search(r"(atom|red)\S*\.add", text)
+    assert re.search(r"ld\.global\S*acquire", text)
+
+
+WORDS = dict.fromkeys(("constants", "commands", "was_put", "words", "wanted", "found"), "*i64")
+COMMANDS = {
+    # Commands, and the abort flag while they wait for room.
+    "put": Source(
+        commands.put_many, WORDS, {"room": 8}, {"num_warps": 4}, (partial(releases, 2, 2), adds_nothing)
+    ),
+    "words of the host": Source(
+        commands.acquire_some, WORDS, {"count": 8}, {"num_warps": 8}, (adds_nothing,)
+    ),
+}
+
 # Low latency
 
 RANKS = {"NUM_RANKS": 8, "RANK_BLOCK": 8}
@@ -496,6 +516,7 @@ KERNELS: dict[str, Source] = {
     "combine of bf16 through rings in one stage": ring_combine(4, 16, 1, cpu.BF16),
     "combine of fp16 through rings": ring_combine(2, 32, 3, cpu.FP16, num_biases=1),
     "combine of float32 through rings": ring_combine(2, 16, 3, cpu.FP32, num_biases=2),
+    **COMMANDS,
     "count_tiles": by_expert(expand.count_tiles, PLACE_WARPS, **PLACING),
     "add_tiles": by_expert(
         expand.add_tiles, PLACE_WARPS, TILE_BLOCK=ADDED_TILES, EXPERT_BLOCK=PLACED_EXPERTS

@@ -20,6 +20,7 @@ from anyep.backends.cpu.kernels.signals import raise_words
 from anyep.errors import InvalidCall, PeerLost
 from anyep.nixl_packages import NAMES, find_nixl
 from anyep.transport import NixlEngine
+from anyep.transport.base import MemoryKind, place
 from tests.support.namespaces import TwoHosts
 from tests.support.patience import scaled
 from tests.support.places import Place
@@ -127,6 +128,68 @@ def check_puts(context: RankContext) -> None:
         assert (arrived[5000:] == expected[2900:]).all()
         side.wait(lambda peer=peer: engine.is_idle(peer))
         assert engine.num_done(peer) == 1
+
+
+class WithoutGpu:
+    """NIXL's agent, which is told that the memory of a GPU is memory of the host, as it is here."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def register_memory(self, region: Any, kind: str) -> Any:
+        assert kind in ("DRAM", "VRAM")
+        return self._agent.register_memory(region, "DRAM")
+
+    def get_xfer_descs(self, region: Any, kind: str) -> Any:
+        assert kind in ("DRAM", "VRAM")
+        return self._agent.get_xfer_descs(region, "DRAM")
+
+
+def check_regions(context: RankContext) -> None:
+    """Puts into memory that is exposed besides the heap; rows of a GPU travel apart from other bytes."""
+    rank, num_ranks = context.rank, context.num_ranks
+    peer = (rank + num_ranks // 2) % num_ranks
+    heap, rows, more = OwnBlock("test", 4096), OwnBlock("rows", 1 << 20), OwnBlock("more", 4096)
+    engine = NixlEngine(rank, heap)
+    engine._agent = WithoutGpu(engine._agent)
+    regions = [
+        engine.expose(rows.address, rows.num_bytes, MemoryKind.GPU),
+        engine.expose(more.address, more.num_bytes),
+    ]
+    assert regions == [1, 2]
+    everyone: list[Any] = [None] * num_ranks
+    dist.all_gather_object(everyone, engine.describe(), group=context.group)
+    engine.connect({peer: everyone[peer]})
+    rows.array(0, 1 << 19, np.uint8)[:] = 1 + rank
+    heap.array(1024, 100, np.uint8)[:] = 11 + rank
+    pieces = [
+        (rows.address, place(1, 1 << 19), 1 << 19),
+        (heap.address + 1024, 2048, 100),
+        (heap.address + 1024, place(2, 8), 100),
+    ]
+    engine.put(peer, pieces, [(0, 5)])
+    assert (engine.bytes_put[peer], engine.num_puts[peer]) == ((1 << 19) + 200, 2)
+    # Small, but not in a notification, which the host would have to copy to the GPU.
+    engine.put(peer, [(rows.address, place(1, 1 << 19), 64)], [(8, 6)])
+    deadline = time.monotonic() + MAX_WAIT_S
+    while heap.array(8, 1)[0] != 6 or not engine.is_idle(peer):
+        engine.poll()
+        assert time.monotonic() < deadline
+    assert heap.array(0, 1)[0] == 5
+    assert (rows.array(1 << 19, 1 << 19, np.uint8) == 1 + peer).all()
+    assert (heap.array(2048, 100, np.uint8) == 11 + peer).all()
+    assert (more.array(8, 100, np.uint8) == 11 + peer).all()
+    for at, problem in (
+        (place(3, 0), f"rank {peer} has no memory 3: it has exposed 3"),
+        (place(2, 4090), f"8 bytes at 4090 are not in memory 2 of rank {peer}"),
+    ):
+        with pytest.raises(InvalidCall, match=problem):
+            engine.put(peer, [(heap.address, at, 8)])
+    dist.barrier(group=context.group)
+    engine.close()
 
 
 def check_signals_only_grow(context: RankContext) -> None:
@@ -313,6 +376,10 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 def test_pieces_and_signals_arrive(world: World) -> None:
     world.run(check_puts)
+
+
+def test_regions(world: World) -> None:
+    world.run(check_regions)
 
 
 def test_signals_only_grow(world: World) -> None:

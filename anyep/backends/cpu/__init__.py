@@ -6,6 +6,7 @@ A backend is this list of names; the modes use nothing else of it.
 from anyep.backends.cpu.compilation import compile_kernels
 from anyep.backends.cpu.heap import BlockAddress, OwnBlock, PrivateBlock, SharedBlock, open_block
 from anyep.backends.cpu.kernels.atomics import MAX_POLLS
+from anyep.backends.cpu.kernels.commands import take_commands
 from anyep.backends.cpu.kernels.compiler import Group
 from anyep.backends.cpu.kernels.counting import (
     check_handle,
@@ -122,6 +123,7 @@ __all__ = [
     "signal",
     "stage_rows",
     "sum_tokens",
+    "take_commands",
     "unpack_window",
     "zero_padding",
 ]

@@ -14,7 +14,7 @@ import numpy
 
 from anyep.backends.cache_folder import Unusable, hash_of_files
 
-HASHED_MODULES: Final = ("core/digests", "core/formats", "errors", "layout", "sizes")
+HASHED_MODULES: Final = ("core/commands", "core/digests", "core/formats", "errors", "layout", "sizes")
 """The modules of anyep, besides those of the kernels, whose constants kernels contain."""
 _PACKAGE: Final = Path(__file__).parents[2]
 

@@ -38,6 +38,14 @@ OWN_HEAP: Final = 15
 AT_HOST: Final = 16
 """The address of this rank's control region in the host's memory, laid out like that of the heap; 0 if
 kernels cannot read it."""
+COMMANDS: Final = 28
+"""The address of the rings of commands in memory of the host (anyep/core/commands.py); 0 without a proxy."""
+COMMANDS_TAKEN: Final = 29
+"""The address of the counts of commands that the proxy has taken, also in memory of the host."""
+COMMAND_SLOTS: Final = 30
+COMMAND_COUNTS: Final = 31
+"""The address of two words per writer, in memory of the GPU: the commands that it has written, and the
+last one that its ring is known to have room for."""
 NUM_CONSTANTS: Final = 32
 
 # The state of a call.

@@ -36,7 +36,7 @@ LOW_BITS = (1 << LOW_BIT_COUNT) - 1
 MAX_RANKS = 1 << 31
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 CLOCK_MONOTONIC = 1
-_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 _PAUSE = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}.get(
     platform.machine()
 )
@@ -140,7 +140,7 @@ def sleep_on(address, seen, sleepers):
             _futex_wait(address, seen)
         add(sleepers, -1)
     else:
-        _usleep(types.uint32(100))
+        usleep(types.uint32(100))
 
 
 @inlined
@@ -175,7 +175,7 @@ def sleep_until_woken(wake_up):
         if 0 < remaining < MAX_RANKS:
             _futex_wait(wake_up, remaining)
     else:
-        _usleep(types.uint32(100))
+        usleep(types.uint32(100))
     store_release(wake_up, 0)
 
 

@@ -40,6 +40,8 @@ class Group(StrEnum):
     """Buffers that group rows by expert need these in addition to those of normal mode."""
     GPU = "gpu"
     """Buffers on GPUs need these in addition to those that every Buffer uses."""
+    PROXY = "proxy"
+    """Buffers on GPUs whose ranks cannot all reach each other's memory need these in addition."""
     CASTS = "casts"
     """Only tests call these directly: they show what other kernels do with a row."""
 
@@ -54,6 +56,7 @@ _GROUP_OF_MODULE: Final = {
     "relay_combine": Group.NODES,
     "signals": Group.NODES,
     "slots": Group.LOW_LATENCY,
+    "commands": Group.PROXY,
     "expand": Group.EXPANDED,
     "driver_calls": Group.GPU,
     "event_calls": Group.GPU,
