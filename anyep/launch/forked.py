@@ -104,7 +104,7 @@ class ForkedRank:
         return ending_in_words(self._process.exitcode)
 
     def kill(self) -> None:
-        """End the process and what it has started; it is gone after `close`."""
+        """End the process and what it has started; `close` waits for it."""
         if self._process.exitcode is None:
             signal_group(self.pid, signal.SIGKILL)
             self._process.kill()

@@ -259,6 +259,11 @@ class LowLatencyMode:
     def _call_is_over(self) -> None:
         self._num_open -= 1
 
+    def check_can_receive(self, call: Call) -> None:
+        """Refuse to receive a call in a graph that does not send it: nothing would have been received."""
+        if not call.is_captured:
+            self.ops.check_not_captured(f"the hook of {call}, which was sent outside,")
+
     def receive(self, call: Call, work: LowLatencyWork) -> None:
         """What a hook does."""
         if call.is_captured:
@@ -336,9 +341,10 @@ class _Hook:
         self._left: tuple[LowLatencyMode, Call, LowLatencyWork] | None = (mode, call, work)
 
     def __call__(self) -> None:
-        left, self._left = self._left, None
-        if left is not None:
-            mode, call, work = left
+        if self._left is not None:
+            mode, call, work = self._left
+            mode.check_can_receive(call)
+            self._left = None
             mode.receive(call, work)
 
     def __del__(self) -> None:

@@ -347,6 +347,12 @@ def test_show_with_an_entry_of_another_version(base: Path) -> None:
     assert "an entry that is not used: its version is 9" in anyep("tune", "--show").stdout
 
 
+def test_show_with_words_that_look_like_markup(base: Path) -> None:
+    entries = [ENTRY.as_json() | {"version": "[/x]"}]
+    tuned.store([ENTRY]).write_text(json.dumps({"entries": entries}))
+    assert "an entry that is not used: its version is '[/x]'" in anyep("tune", "--show").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

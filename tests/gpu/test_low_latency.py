@@ -15,6 +15,7 @@ import torch
 
 from anyep.api.buffer import Buffer
 from anyep.backends.cuda import postponed
+from anyep.errors import InvalidCall
 from tests.support import low_latency_oracle, oracle
 from tests.support.cases import ROUTINGS
 from tests.support.gpu import NEEDS_GPU, let_die_in_a_capture
@@ -206,6 +207,25 @@ def use_several_streams(context: RankContext) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_halves_on_other_streams(num_ranks: int) -> None:
     Place("cuda", num_ranks).world().run(use_several_streams, timeout=TIMEOUT_S)
+
+
+def receive_in_a_graph(context: RankContext) -> None:
+    """A hook of a call that was sent before the capture: a graph would receive it in every replay."""
+    case = Case((6,) * context.num_ranks, hidden=256)
+    with new_buffer(context, case) as buffer:
+        check_case(context.rank, case, buffer)
+        mine = on("cuda", inputs_of(case)[context.rank])
+        dispatch = (mine.x, mine.topk_idx, case.max_tokens, case.num_experts)
+        *_, hook = buffer.low_latency_dispatch(*dispatch, use_fp8=False, return_recv_hook=True)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(InvalidCall, match="call it before"):
+            hook()
+        hook()
+        check_case(context.rank, case, buffer)
+
+
+def test_a_hook_in_a_later_graph() -> None:
+    Place("cuda", 2).world().run(receive_in_a_graph, timeout=TIMEOUT_S)
 
 
 # The end of a Buffer

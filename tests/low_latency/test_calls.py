@@ -233,6 +233,29 @@ def test_hooks_hide_the_waiting(place: Place) -> None:
     place.world().run(decode, place, 4 if place.device == "cpu" else 1)
 
 
+def weights_with_gradients(context: RankContext, place: Place) -> None:
+    """Grad mode belongs to a thread: a hook, or the thread of the stream, may have another one than the call."""
+    case = small_case(place)
+    buffer = laid_out(context, case)
+    mine = inputs_of(case)[context.rank]
+    rows, _, handle, received = dispatch_by_hook(buffer, case, context.rank)
+    received()
+    results = []
+    for how in ({}, {"async_finish": True}, {"return_recv_hook": True}):
+        given = mine.topk_weights.clone().requires_grad_() if how else mine.topk_weights
+        with torch.no_grad():
+            combined, event, hook = buffer.low_latency_combine(rows, mine.topk_idx, given, handle, **how)
+        if hook is not None:
+            hook()
+        event.current_stream_wait()
+        results.append(combined)
+    assert all(torch.equal(combined, results[0]) for combined in results)
+
+
+def test_weights_with_gradients() -> None:
+    CPU.world().run(weights_with_gradients, CPU)
+
+
 PAUSE_S = 0.2
 
 

@@ -555,3 +555,41 @@ def test_the_free_list_merges_and_reuses() -> None:
     exact = FreeList(640)
     assert exact.allocate(640) == 0
     assert exact.blocks() == []
+
+
+# Tensors with gradients, where grad mode is off
+
+
+def weights_with_gradients(context: RankContext) -> None:
+    """Grad mode belongs to a thread: calls that another thread finishes must not depend on it."""
+    mine = inputs_of(CASE)[context.rank]
+    assert mine.topk_weights is not None
+    buffer = buffer_for(context, None)
+    expected = dispatch(buffer, CASE, context.rank)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mine.topk_idx, CASE.num_experts)
+    counts = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert}
+    with torch.no_grad():
+        for run_async in (False, True):
+            rows, _, weights, _, handle, event = buffer.dispatch(
+                mine.x.clone().requires_grad_(),
+                **counts,
+                is_token_in_rank=in_rank,
+                topk_idx=mine.topk_idx,
+                topk_weights=mine.topk_weights.clone().requires_grad_(),
+                async_finish=run_async,
+            )
+            event.current_stream_wait()
+            assert torch.equal(rows, expected[0])
+            assert torch.equal(weights, expected[2])
+            sums = [
+                buffer.combine(rows, handle, topk_weights=given, async_finish=run_async)
+                for given in (weights, weights.clone().requires_grad_())
+            ]
+            for *_, event in sums:
+                event.current_stream_wait()
+            assert torch.equal(sums[0][0], sums[1][0])
+            assert torch.equal(sums[0][1], sums[1][1])
+
+
+def test_weights_with_gradients() -> None:
+    get_world(3).run(weights_with_gradients)

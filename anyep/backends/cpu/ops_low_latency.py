@@ -457,7 +457,8 @@ class CpuLowLatencyOps:
         topk_idx = combined.topk_idx.numpy()
         arguments = (
             topk_idx,
-            combined.topk_weights.numpy(),
+            # A hook, or the stream's thread, may run this in another grad mode than the call's.
+            combined.topk_weights.detach().numpy(),
             ranges,
             at.lists_of_peers[slot_set],
             at.list_strides,

@@ -219,6 +219,8 @@ def ids_of(payload: Payload) -> Array:
 
 def payload_group(payload: Payload, experts_per_rank: int) -> groups.Payload:
     """What the kernels of a dispatch send."""
+    # A stream's thread runs this in grad mode, whatever the caller's thread has: hence `detach`.
+    weights = payload.topk_weights.detach().numpy() if payload.topk_weights is not None else NO_WEIGHTS
     scales = payload.scales
     scales_at = stride_token = stride_scale = num_scales = 0
     if scales is not None:
@@ -228,7 +230,7 @@ def payload_group(payload: Payload, experts_per_rank: int) -> groups.Payload:
         *(payload.x.data_ptr(), payload.token.hidden_bytes),
         *(scales_at, stride_token, stride_scale, num_scales),
         topk_idx=ids_of(payload),
-        topk_weights=payload.topk_weights.numpy() if payload.topk_weights is not None else NO_WEIGHTS,
+        topk_weights=weights,
         experts_per_rank=experts_per_rank,
     )
 

@@ -190,15 +190,21 @@ def compile_now(
     )
 
 
+PAUSE_S: Final = 10.0
+"""Compilations this far apart have nothing to do with each other."""
+
+
 class _Progress:
     """Says on stderr which kernels this process compiles, once that takes long."""
 
     def __init__(self) -> None:
-        self._began: float | None = None
+        self._began = self._last = -PAUSE_S
 
     def show(self, kernel: str) -> None:
         now = time.monotonic()
-        self._began = self._began or now
+        if now - self._last > PAUSE_S:
+            self._began = now
+        self._last = now
         # A sweep over many tiles shows its own progress.
         if now - self._began > QUIET_S and not tuned.is_trial():
             # Without a reader, nobody misses the line.

@@ -15,6 +15,7 @@ call goes on step by step from there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -172,7 +173,9 @@ class CountedRepeats:
         values["topk_idx"], values["topk_weights"] = tokens.topk_idx, tokens.topk_weights
         values |= inputs_of_unpacking(routing, None, num_topk)
         kept.batch.run(self._stream.moment(True, True), values)
-        self._spare = self._new_spare(routing)
+        # This call needs none of it.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._spare = self._new_spare(routing)
         words = control.wait_for_totals(ticket)
         outcome, num_rows, uses_rings = words[FIRST_TOTAL:AFTER_TOTALS].tolist()
         window = None

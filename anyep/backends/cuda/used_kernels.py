@@ -54,6 +54,9 @@ class UsedKernels:
         if folder is None or not machine.file or machine.file in self._known or tuned.is_trial():
             return
         self._known.add(machine.file)
+        if any(machine.file == file for file, _ in self._read(folder)):
+            # Ranks of one machine use the same kernels: most find them in the list, without the lock.
+            return
         with contextlib.suppress(Unusable), folder.locked(_wait_silently, f"lock-{self._name}", PATIENCE_S):
             others = [entry for entry in self._read(folder) if entry[0] != machine.file]
             entries = [*others, (machine.file, machine.identity)][-MOST:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from anyep.backends.cuda.tuned import Entry, Rates
@@ -104,17 +105,19 @@ def print_entries(file: str, entries: Sequence[Entry | str]) -> None:
     from anyep.cli.console import console_for_results
 
     console = console_for_results()
-    console.print(file)
+    # What a file says is no markup.
+    show = partial(console.print, markup=False)
+    show(file)
     for entry in entries:
         if isinstance(entry, str):
-            console.print(f"an entry that is not used: {entry}")
+            show(f"an entry that is not used: {entry}")
             continue
         measured = entry.measured
-        console.print(f"{entry.key}, measured {measured.at}")
-        console.print(f"  dispatch: {chosen_in_words(entry.dispatch, entry.dispatch_rates)}")
-        console.print(f"  combine: {chosen_in_words(entry.combine, entry.combine_rates)}")
-        console.print(f"  SMs: {entry.recommended_sms} per rank are enough (Buffer.set_num_sms)")
-        console.print(
+        show(f"{entry.key}, measured {measured.at}")
+        show(f"  dispatch: {chosen_in_words(entry.dispatch, entry.dispatch_rates)}")
+        show(f"  combine: {chosen_in_words(entry.combine, entry.combine_rates)}")
+        show(f"  SMs: {entry.recommended_sms} per rank are enough (Buffer.set_num_sms)")
+        show(
             f"  with {measured.tokens} tokens per rank, hidden {measured.hidden}, top-{measured.topk} of"
             f" {measured.experts} experts, {measured.sms} SMs; torch {measured.torch}, triton"
             f" {measured.triton}, anyep {measured.anyep}"
