@@ -234,7 +234,7 @@ def test_hooks_hide_the_waiting(place: Place) -> None:
 
 
 def weights_with_gradients(context: RankContext, place: Place) -> None:
-    """Grad mode belongs to a thread: a hook, or the thread of the stream, may have another one than the call."""
+    """Grad mode belongs to a thread: that of a hook, or of the stream, may be another than the call's."""
     case = small_case(place)
     buffer = laid_out(context, case)
     mine = inputs_of(case)[context.rank]
