@@ -116,6 +116,7 @@ LAYERS = (
     ("version", "errors", "machine", "launch", "progress", "ending", "nixl_packages", "requirements"),
     ("sizes", "settings"),
     ("topology", "layout", "events", "core", "join"),
+    ("planning",),
     ("backends",),
     ("transport",),
     ("control",),
