@@ -126,6 +126,7 @@ LAYERS = (
     ),
     ("sizes", "settings"),
     ("topology", "layout", "events", "core", "join"),
+    ("planning",),
     ("backends",),
     ("transport",),
     ("control",),
