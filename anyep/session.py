@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from anyep.backends import cpu
 from anyep.backends.base import Heap, Windows
-from anyep.backends.cpu.between_nodes import BetweenNodes, CallRings, Proxy, Traffic
+from anyep.backends.cpu.between_nodes import BetweenNodes, CallRings, Proxy
 from anyep.backends.cpu.lifetime import CpuLifetime
 from anyep.backends.cpu.memory import WarmMemory
 from anyep.backends.cpu.ops_low_latency import CpuLowLatencyOps
@@ -23,6 +23,7 @@ from anyep.connection import Connection, Options, connect, made_on_all_ranks, rd
 from anyep.control.plane import ControlPlane
 from anyep.core.relay import RelayPlan
 from anyep.core.rings import NetworkRings, NodeRings, Rings
+from anyep.core.traffic import Traffic
 from anyep.join.rendezvous import Rendezvous
 from anyep.layout import ControlRegion
 from anyep.machine import num_cores
@@ -67,11 +68,11 @@ class Session:
     def __init__(self, group: Any, rendezvous: Rendezvous, check_options: Callable[[], Options]) -> None:
         self.low_latency: LowLatencyMode | None = None
         self.lifetime: Lifetime | None = None
-        self.traffic = Traffic()
-        """What this rank has sent where there are several nodes."""
         connection = connect(rendezvous, check_options)
         self.options = connection.options
         self.topology = connection.topology
+        self.traffic = Traffic.of(self.topology, rendezvous.rank)
+        """What this rank has sent."""
         self.region: ControlRegion = connection.region
         self.control = ControlPlane(
             rendezvous,
@@ -79,6 +80,7 @@ class Session:
             connection.heaps,
             connection.pids,
             connection.options.timeout_s,
+            self.traffic,
             # With a core for every rank, polling at once pays off; else the awaited rank needs the core.
             NUM_SPINS if rendezvous.num_ranks <= num_cores() else 0,
             connection.transport,
@@ -132,7 +134,11 @@ class Session:
             remote = None
             if connection.transport is not None:
                 remote = LowLatencyTransport(
-                    connection.transport, self.region, control.rank, self.heap.address
+                    connection.transport,
+                    self.region,
+                    control.rank,
+                    self.heap.address,
+                    self.traffic.low_latency,
                 )
             low_latency_ops = CpuLowLatencyOps(
                 control,
@@ -155,11 +161,8 @@ class Session:
             return WithinNode(mover)
         plan = RelayPlan(self.topology, mover.rank)
         if transport is None:
-            way = BetweenNodes(mover, plan)
-        else:
-            way = BetweenNodes(mover, plan, transport.ranks, _proxies(transport, self.region, plan.node))
-        self.traffic = way.traffic
-        return way
+            return BetweenNodes(mover, plan)
+        return BetweenNodes(mover, plan, transport.ranks, _proxies(transport, self.region, plan.node))
 
     def _start_on_gpu(self, group: Any, rendezvous: Rendezvous, connection: Connection) -> None:
         # Imported here, since machines without a GPU need no Triton.

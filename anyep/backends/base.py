@@ -18,6 +18,7 @@ import torch
 from anyep.core import formats
 from anyep.core.calls import Array, Call, Phase, Stall
 from anyep.core.records import Format
+from anyep.core.traffic import Traffic
 from anyep.errors import AnyEPError
 from anyep.events import EventHandle, EventOverlap
 from anyep.layout import SOURCE_INDEX_BYTES, ControlBlock, LowLatencySlots, Window, window_of
@@ -201,6 +202,7 @@ class Control(Protocol):
     doorbells: Array
     wake_ups: Array
     regions: list[int]
+    traffic: Traffic
 
     def peer_counters(self, block: ControlBlock, slot_set: int = 0) -> Array: ...
     def own_counters(self, block: ControlBlock, slot_set: int = 0) -> Array: ...

@@ -27,6 +27,7 @@ from anyep.control.status import RankStatus, State, StatusBlock
 from anyep.core import diagnosis
 from anyep.core.calls import Array, Call, Phase, Stall, Topic
 from anyep.core.headers import NUM_WORDS, SIGNATURE, Field, signature
+from anyep.core.traffic import Traffic
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
 from anyep.join.rendezvous import Rendezvous
 from anyep.layout import (
@@ -69,12 +70,14 @@ class ControlPlane(ending.Part):
         heaps: Sequence[Block],
         pids: Sequence[int],
         timeout_s: float,
+        traffic: Traffic,
         num_spins: int,
         transport: Transport | None = None,
     ) -> None:
         self.transport = transport
         """To the ranks on other hosts, if there are any."""
         self.num_spins = num_spins
+        self.traffic = traffic
         self.rank = rendezvous.rank
         self.num_ranks = rendezvous.num_ranks
         self.timeout_s = timeout_s
@@ -272,11 +275,13 @@ class ControlPlane(ending.Part):
             by_channel,
             by_expert,
         )
+        num_counts = len(rows) + by_channel.shape[1] + len(by_expert) // self.num_ranks
+        num_count_bytes = 4 * num_counts if counts is not None else 0
+        # The call number closes the message: it is a counter.
+        num_bytes = NOTIFY_HEADER_BYTES - COUNTER_BYTES + num_count_bytes
+        self.traffic.normal.add_message(slice(None), num_bytes)
         if self.transport is not None:
-            num_counts = len(rows) + by_channel.shape[1] + len(by_expert) // self.num_ranks
-            self._send_messages(
-                self.transport, call, pieces, 4 * num_counts if counts is not None else 0, refusal
-            )
+            self._send_messages(self.transport, call, pieces, num_count_bytes, refusal)
 
     def _send_messages(
         self, transport: Transport, call: Call, pieces: Pieces, num_count_bytes: int, refusal: str

@@ -202,8 +202,9 @@ class GpuProxy(ending.Part):
 def puts_of(commands: Iterable[list[int]]) -> Mapping[int, tuple[list[Piece], dict[int, int]]]:
     """One put for each rank: the pieces of all commands, and the highest value of each counter.
 
-    >>> puts_of([[3, 4096, 0, 128, 64, 5], [1, 0, 0, 0, 8, 1], [3, 5120, 256, 128, 64, 6], [3, 64, 8, 8,
-    -1, 0]]) {3: ([(4096, 0, 128), (5120, 256, 128), (64, 8, 8)], {64: 6}), 1: ([], {8: 1})}
+    >>> commands = [[3, 4096, 0, 128, 64, 5], [1, 0, 0, 0, 8, 1], [3, 5120, 256, 128, 64, 6]]
+    >>> puts_of(commands)
+    {3: ([(4096, 0, 128), (5120, 256, 128)], {64: 6}), 1: ([], {8: 1})}
     """
     puts: dict[int, tuple[list[Piece], dict[int, int]]] = {}
     for peer, source, place, num_bytes, counter_at, counter in commands:

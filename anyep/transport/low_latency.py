@@ -13,37 +13,39 @@ from __future__ import annotations
 
 import numpy as np
 
-from anyep.backends.cpu.ops_low_latency import SlotAddresses
+from anyep.backends.cpu.ops_low_latency import COUNT_MASK, SlotAddresses
 from anyep.core.calls import Array, Call
+from anyep.core.traffic import Sent
 from anyep.layout import COUNTER_BYTES, NUM_SLOT_SETS, RECORD_HEADER_BYTES, TEXT_BYTES, ControlRegion
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES
 from anyep.transport.base import Piece
 from anyep.transport.remote import Transport
 
-COUNT_MASK = (1 << 32) - 1
-
 
 class LowLatencyTransport:
     """Puts the data of a call into the memory of the remote ranks."""
 
-    def __init__(self, transport: Transport, region: ControlRegion, own_rank: int, heap_address: int) -> None:
+    def __init__(
+        self, transport: Transport, region: ControlRegion, own_rank: int, heap_address: int, sent: Sent
+    ) -> None:
         self.ranks = transport.ranks
         self._transport = transport
         self._rank = own_rank
         self._heap_address = heap_address
+        self._sent = sent
         self._record, self._packed = (
             region.blocks.record,
             region.blocks.packed,
         )
 
     def tokens(
-        self, at: SlotAddresses, slot_set: int, topk_idx: Array, num_payload_bytes: int
+        self, at: SlotAddresses, slot_set: int, topk_idx: Array, payload_bytes: int, scale_bytes: int
     ) -> dict[int, list[Piece]]:
         """The rows of a dispatch for each rank, each token once, and its lists."""
         slots = at.slots
         # The id -1 (no expert) gives rank -1.
         chosen = topk_idx // slots.num_local_experts
-        num_bytes = LOW_LATENCY_HEADER_BYTES + num_payload_bytes
+        num_bytes = LOW_LATENCY_HEADER_BYTES + payload_bytes + scale_bytes
         own = int(at.messages[slot_set][self._rank])
         pieces: dict[int, list[Piece]] = {}
         for rank in self.ranks:
@@ -51,6 +53,7 @@ class LowLatencyTransport:
             offsets = (np.flatnonzero((chosen == rank).any(axis=1)) * at.message_bytes).tolist()
             pieces[rank] = [(own + offset, there + offset, num_bytes) for offset in offsets]
             pieces[rank].append(self._lists(at, slot_set, rank))
+            self._sent.add_rows(rank, len(offsets), payload_bytes, num_bytes - payload_bytes)
         return pieces
 
     def rows(self, at: SlotAddresses, slot_set: int, layout_range: Array) -> dict[int, list[Piece]]:
@@ -66,6 +69,8 @@ class LowLatencyTransport:
                 there = slots.slot_offset(slot_set, expert, self._rank, 0)
                 pieces[rank].append((own + row * message_bytes, there, int(counts[expert]) * message_bytes))
             self._ranges(rank, slot_set, len(counts))[:] = counts
+            payload_bytes = message_bytes - LOW_LATENCY_HEADER_BYTES
+            self._sent.add_rows(rank, counts.sum(), payload_bytes, LOW_LATENCY_HEADER_BYTES)
         return pieces
 
     def post(self, call: Call, pieces: dict[int, list[Piece]], num_experts: int, refusal: str = "") -> None:
@@ -86,6 +91,7 @@ class LowLatencyTransport:
                 num_bytes = RECORD_HEADER_BYTES + TEXT_BYTES
             here = self._transport.address(rank) + start
             record = (here + COUNTER_BYTES, start + COUNTER_BYTES, num_bytes - COUNTER_BYTES)
+            self._sent.add_message(rank, num_bytes - COUNTER_BYTES)
             self._transport.put(rank, [*pieces.get(rank, ()), record], [(start, call.number)])
 
     def tell_packed(self, call: Call) -> None:
@@ -97,6 +103,7 @@ class LowLatencyTransport:
     def _lists(self, at: SlotAddresses, slot_set: int, rank: int) -> Piece:
         lists = at.remote_lists
         here = self._heap_address + lists.outgoing(slot_set, rank)
+        self._sent.add_message(rank, lists.num_bytes)
         return here, lists.incoming(slot_set, self._rank), lists.num_bytes
 
     def _ranges(self, rank: int, slot_set: int, num_experts: int) -> Array:

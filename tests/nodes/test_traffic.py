@@ -123,6 +123,10 @@ class Routed:
         sources = [self.rank, *self.relays.values()]
         return int(sum(self.wants(source, self.node).sum() for source in sources))
 
+    def rows_returned(self) -> int:
+        """Rows that this rank received, and gives back to the relays on its node."""
+        return int(sum(mask[:, self.rank].sum() for mask in self.masks))
+
 
 @pytest.mark.parametrize("num_window_bytes", [None, 0])
 @pytest.mark.parametrize("per_node", [1, 2])
@@ -144,9 +148,13 @@ def check(measured: list[tuple[Sent, Sent, Sent]], routing: str, per_node: int) 
         assert dispatched.bytes_between == again.bytes_between == there * TOKEN.token_bytes
         assert combined.rows_between == back
         assert combined.bytes_between == back * TOKEN.token_bytes
-        for sent in (dispatched, again, combined):
-            assert sent.rows_within == routed.rows_passed_on()
-            assert sent.bytes_within == routed.rows_passed_on() * 2 * HIDDEN
+        for sent, rows in (
+            (dispatched, routed.rows_passed_on()),
+            (again, routed.rows_passed_on()),
+            (combined, routed.rows_returned()),
+        ):
+            assert sent.rows_within == rows
+            assert sent.bytes_within == rows * 2 * HIDDEN
 
 
 @pytest.mark.xdist_group("hosts")

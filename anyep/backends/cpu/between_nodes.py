@@ -8,7 +8,6 @@ from which a proxy forwards them through an engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -51,16 +50,6 @@ class Proxy(Protocol):
     def forward(self) -> None: ...
 
 
-@dataclass
-class Traffic:
-    """What this rank has sent in normal mode: rows and bytes, within its node and to other nodes."""
-
-    rows_within_node: int = 0
-    bytes_within_node: int = 0
-    rows_between_nodes: int = 0
-    bytes_between_nodes: int = 0
-
-
 class BetweenNodes:
     """How rows travel where some ranks are on other nodes; `remote` are the ranks on other hosts."""
 
@@ -74,7 +63,6 @@ class BetweenNodes:
         new_proxy: Callable[[Mapping[int, int], CallRings], Proxy] | None = None,
     ) -> None:
         assert mover.rings.network is not None
-        self.traffic = Traffic()
         self._network: NetworkRings = mover.rings.network
         self._mover = mover
         self._plan = plan
@@ -197,7 +185,9 @@ class BetweenNodes:
             counts = counts.reshape(per_node + 1, channels)
             counts[:per_node] = places.by_channel[node * per_node : (node + 1) * per_node]
             counts[per_node] = places.by_node_channel[node]
-        return {relay: [(offset, 4 * (per_node + 1) * channels)] for relay in plan.relays}
+        num_bytes = 4 * (per_node + 1) * channels
+        self._mover.control.traffic.normal.add_message(plan.relays, num_bytes)
+        return {relay: [(offset, num_bytes)] for relay in plan.relays}
 
     def _read_counts(self, call: Call, channels: int) -> Array:
         """[node, rank of this node, channel]: the rows that this rank relays; then the tokens."""
@@ -276,7 +266,10 @@ class BetweenNodes:
         )
         if in_window.any():
             mover.signal_arrival(call)
-        self._count_traffic(rings, token, int(relayed_to.sum()))
+        beside = sum(payload.bytes_per_row[1:].tolist())
+        self._count_traffic(
+            rings, token, relayed_to, np.where(in_window, beside, token.token_bytes - token.hidden_bytes)
+        )
 
     # Combine
 
@@ -331,7 +324,9 @@ class BetweenNodes:
                 lanes.relayed_to * ~in_window,
             ),
         )
-        self._count_traffic(rings, token, int(lanes.relayed_to.sum()))
+        # A rank with a window lets its relays read rows and weights; another pushes whole entries of rings.
+        beside = 4 * token.num_topk if mine else token.token_bytes - token.hidden_bytes
+        self._count_traffic(rings, token, before[:, :, -1].sum(axis=0), beside)
 
     # Rings
 
@@ -400,13 +395,14 @@ class BetweenNodes:
             rings.progress,
         )
 
-    def _count_traffic(self, rings: CallRings, token: TokenLayout, rows_within_node: int) -> None:
-        """Count the traffic; the rows sent over the network are those put into its rings."""
-        between = int(rings.net_sent.sum())
-        self.traffic.rows_between_nodes += between
-        self.traffic.bytes_between_nodes += between * token.token_bytes
-        self.traffic.rows_within_node += rows_within_node
-        self.traffic.bytes_within_node += rows_within_node * token.hidden_bytes
+    def _count_traffic(
+        self, rings: CallRings, token: TokenLayout, to_ranks: Array, beside_bytes: Array | int
+    ) -> None:
+        """Count what was put into the rings of the network, and rows to ranks of this node."""
+        sent, payload_bytes = self._mover.control.traffic.normal, token.hidden_bytes
+        between = rings.net_sent.sum(axis=0)
+        sent.add_rows(self._plan.relays, between, payload_bytes, token.token_bytes - payload_bytes)
+        sent.add_rows(self._mover.node_slice, to_ranks, payload_bytes, beside_bytes)
 
 
 class CallRings:

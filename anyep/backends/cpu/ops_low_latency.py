@@ -36,9 +36,16 @@ from anyep.core.calls import Array, Call, Phase, Topic, name_of_call
 from anyep.core.records import REFUSAL_TEXTS, Format
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle
-from anyep.layout import NUM_SLOT_SETS, ControlRegion, LowLatencySlots
+from anyep.layout import (
+    COUNTER_BYTES,
+    NUM_SLOT_SETS,
+    RECORD_HEADER_BYTES,
+    ControlRegion,
+    LowLatencySlots,
+)
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
+COUNT_MASK: Final = (1 << 32) - 1
 NO_STATS: Final = np.zeros(0, np.int32)
 NOT_TIMED: Final = np.zeros(0, np.int64)
 Pieces = dict[int, list[tuple[int, int, int]]]
@@ -58,7 +65,9 @@ class RemoteReaders(Protocol):
 
     @property
     def ranks(self) -> tuple[int, ...]: ...
-    def tokens(self, at: SlotAddresses, slot_set: int, topk_idx: Array, num_payload_bytes: int) -> Pieces: ...
+    def tokens(
+        self, at: SlotAddresses, slot_set: int, topk_idx: Array, payload_bytes: int, scale_bytes: int
+    ) -> Pieces: ...
     def rows(self, at: SlotAddresses, slot_set: int, layout_range: Array) -> Pieces: ...
     def post(self, call: Call, pieces: Pieces, num_experts: int, refusal: str = "") -> None: ...
     def tell_packed(self, call: Call) -> None: ...
@@ -91,6 +100,9 @@ class CpuLowLatencyOps:
         self._memory = memory
         self._remote = remote
         self._rank, self._num_ranks = control.rank, control.num_ranks
+        self._near = np.ones(control.num_ranks, np.bool_)
+        """The ranks that read this rank's memory; what is put to the others is counted there."""
+        self._near[list(remote.ranks) if remote is not None else []] = False
         self._heap = heaps[control.rank]
         self._heap_addresses = np.array([heap.address for heap in heaps], np.int64)
         self._lists_start = lists_start
@@ -308,18 +320,21 @@ class CpuLowLatencyOps:
             topk_idx.shape[0],
             worth_splitting=topk_idx.shape[0] * at.message_bytes >= WORTH_SPLITTING_BYTES,
         )
+        by_expert = np.empty(sizes.num_experts, np.int64)
         cpu.list_tokens(
             topk_idx,
             at.lists_for_peers[slot_set],
             at.list_strides,
             self._records_at_peers[slot_set],
             self._mask.masked,
-            np.empty(sizes.num_experts, np.int64),
+            by_expert,
         )
+        row_bytes = sizes.hidden * (2 if tokens.travel is Format.BF16 else 1)
+        by_reader = by_expert.reshape(self._num_ranks, -1).sum(axis=1)
+        self._count_read(by_reader, row_bytes, 4 * tokens.num_scale_words, at.slots.num_local_experts)
         if self._remote is None:
             return {}
-        row_bytes = sizes.hidden * (2 if tokens.travel is Format.BF16 else 1)
-        return self._remote.tokens(at, slot_set, topk_idx, row_bytes + 4 * tokens.num_scale_words)
+        return self._remote.tokens(at, slot_set, topk_idx, row_bytes, 4 * tokens.num_scale_words)
 
     def _send_rows(self, call: Call, at: SlotAddresses, combined: LowLatencyInput) -> Pieces:
         """Write the experts' rows, and lists beside them; returns what to put to other hosts."""
@@ -352,7 +367,18 @@ class CpuLowLatencyOps:
             self._records_at_peers[slot_set],
             self._mask.masked,
         )
+        self._count_read(
+            (layout_range & COUNT_MASK).sum(axis=0), 2 * combined.sizes.hidden, 0, at.slots.num_local_experts
+        )
         return self._remote.rows(at, slot_set, layout_range) if self._remote is not None else {}
+
+    def _count_read(self, rows: Array, payload_bytes: int, beside_bytes: int, num_experts: int) -> None:
+        """Count what the readers of this host take: rows, a word of a list for each, and the ranges of the
+        completion record; its header is counted where it is posted. LogFMT rows count as bf16 rows."""
+        near = self._near & ~self._mask.masked
+        sent = self._control.traffic.low_latency
+        sent.add_rows(near, rows[near], payload_bytes, beside_bytes)
+        sent.add_message(near, 4 * rows[near] + COUNTER_BYTES * num_experts)
 
     def _post(
         self,
@@ -371,6 +397,9 @@ class CpuLowLatencyOps:
             self._control.wake_ups,
             Topic.RECORD + slot_set,
             header,
+        )
+        self._control.traffic.low_latency.add_message(
+            self._near & ~self._mask.masked, RECORD_HEADER_BYTES - COUNTER_BYTES
         )
         if self._remote is not None:
             num_experts = at.slots.num_local_experts if pieces and at is not None else 0

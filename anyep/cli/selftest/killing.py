@@ -182,7 +182,7 @@ def _lose_in_normal_mode(pipe: Connection, trial: Trial, group: Any, rank: int) 
 
     experts = LOCAL_EXPERTS * trial.num_ranks
     x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, device=trial.device)
-    ids = torch.arange(TOKENS * 2, device=trial.device).view(TOKENS, 2) % experts
+    ids = torch.arange(TOKENS * 2, dtype=torch.int64, device=trial.device).view(TOKENS, 2) % experts
     weights = torch.ones(TOKENS, 2, dtype=torch.float32, device=trial.device)
     with Buffer(group, 1 << 22, 1 << 22, device=trial.device, **trial.place) as buffer:
         layout = buffer.get_dispatch_layout(ids, experts)[:4]
@@ -211,8 +211,10 @@ def _go_on_without(pipe: Connection, trial: Trial, group: Any, rank: int) -> str
     slots = Buffer.get_low_latency_rdma_size_hint(TOKENS, LL_HIDDEN, trial.num_ranks, experts)
     x = torch.zeros(TOKENS, LL_HIDDEN, dtype=torch.bfloat16, device=trial.device)
     # Every rank has a token for every expert.
-    ids = (torch.arange(TOKENS, device=trial.device) % experts).view(TOKENS, 1)
-    from_each = TOKENS // experts + (torch.arange(experts) < TOKENS % experts)
+    ids = (torch.arange(TOKENS, dtype=torch.int64, device=trial.device) % experts).view(TOKENS, 1)
+    from_each = TOKENS // experts + (
+        torch.arange(experts, dtype=torch.int64, device="cpu") < TOKENS % experts
+    )
     own = from_each[rank * LOCAL_EXPERTS : (rank + 1) * LOCAL_EXPERTS]
     buffer = Buffer(
         group, 0, slots, low_latency_mode=True, enable_shrink=True, device=trial.device, **trial.place

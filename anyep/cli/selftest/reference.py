@@ -139,7 +139,9 @@ def travelled(x: torch.Tensor, travel: str) -> tuple[torch.Tensor, torch.Tensor 
         data, scales = to_fp8(x)
         return data, scales, from_fp8(data, scales)
     blocks = x.float().view(len(x), -1, FP8_CHANNELS)
-    least = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) * torch.tensor(1 / 448, device="cpu")
+    least = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) * torch.tensor(
+        1 / 448, dtype=torch.float32, device="cpu"
+    )
     # The smallest power of two that is large enough.
     mantissa, exponent = torch.frexp(least)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
