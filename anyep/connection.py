@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from anyep.backends import cpu
 from anyep.backends.cpu.heap import Block, BlockAddress, OwnBlock
 from anyep.errors import AnyEPError, InvalidCall, NotSupported
-from anyep.join.agreement import Said, check_agreement
+from anyep.join.agreement import RankValue, check_agreement
 from anyep.join.rendezvous import Rendezvous
 from anyep.layout import ControlRegion
 from anyep.machine import address_space_limit_bytes, free_memory_bytes, host_identity
@@ -48,10 +48,10 @@ class Options:
         """One option with its source."""
         return Chosen(getattr(self, name), self.sources.get(name, ARGUMENT), name)
 
-    def said(self) -> dict[str, Said]:
+    def values(self) -> dict[str, RankValue]:
         """Each option by name, with its source."""
         return {
-            option.name: Said.of(self.chosen(option.name))
+            option.name: RankValue.of(self.chosen(option.name))
             for option in fields(self)
             if option.name != "sources"
         }
@@ -85,7 +85,7 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
         return options, host_identity()
 
     options = on_all_ranks(rendezvous, compiled)
-    check_agreement([other.said() for other, _ in options])
+    check_agreement([other.values() for other, _ in options])
     own = options[rendezvous.rank][0]
     hosts = [host for _, host in options]
     topology = chosen_topology(hosts, own.chosen("ranks_per_node"))

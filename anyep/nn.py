@@ -36,7 +36,7 @@ from anyep.api.buffer import Buffer
 from anyep.balance import expert_counts, load_balancing_loss, router_z_loss, update_bias
 from anyep.connection import chosen_topology, on_all_ranks
 from anyep.errors import InvalidCall, whole_number
-from anyep.join.agreement import Said, check_agreement
+from anyep.join.agreement import RankValue, check_agreement
 from anyep.join.rendezvous import rendezvous_of
 from anyep.machine import host_identity
 from anyep.settings import RANKS_PER_NODE
@@ -77,7 +77,7 @@ def make_buffer(
         rendezvous, lambda: (host_identity(), RANKS_PER_NODE.choose(ranks_per_node), Buffer.num_sms)
     )
     check_agreement(
-        [{"ranks_per_node": Said.of(chosen), "num_sms": Said(num_sms)} for _, chosen, num_sms in told]
+        [{"ranks_per_node": RankValue.of(chosen), "num_sms": RankValue(sms)} for _, chosen, sms in told]
     )
     per_node = chosen_topology([host for host, _, _ in told], told[rendezvous.rank][1]).ranks_per_node
     num_nvl_bytes, num_rdma_bytes = size_hints(hidden * 4, num_ranks, per_node, Buffer.num_sms)

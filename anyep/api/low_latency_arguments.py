@@ -42,7 +42,7 @@ class HandleParts(NamedTuple):
 
 
 class KnownDispatch(NamedTuple):
-    """What a dispatch accepted: tensors, the numbers and wishes of its user, and what they mean."""
+    """What a dispatch accepted: tensors, the numbers and options of its user, and what they mean."""
 
     tensors: Accepted
     numbers: tuple[Any, ...]
@@ -254,8 +254,8 @@ class LowLatencyArguments:
         )
         accepted = (*combined[:NUM_PARTS], out, checked_stats)
         if given and all(map(operator.is_, given, accepted)):
-            wishes = combined.use_logfmt, combined.zero_copy
-            self._last_combine = KnownCombine(self._accepted(given), numbers, sizes, *wishes)
+            options = combined.use_logfmt, combined.zero_copy
+            self._last_combine = KnownCombine(self._accepted(given), numbers, sizes, *options)
         return combined
 
     def clean(self, num_max_tokens: Any, hidden: Any, num_experts: Any) -> LowLatencySizes:

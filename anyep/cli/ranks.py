@@ -16,7 +16,7 @@ from anyep import settings
 from anyep.cli.gpus import ON_THE_CPU, Placement, take_gpu
 from anyep.cli.interrupts import raise_from_here_on
 from anyep.errors import AnyEPError, PeerLost, whole_number
-from anyep.launch.forked import ForkedRank, MeetingPlace, end_all, enter_rank, meet, start_server
+from anyep.launch.forked import ForkedRank, StoreFile, end_all, enter_rank, join_group, start_server
 from anyep.progress import compile_sentence
 from anyep.requirements import check_requirements
 
@@ -53,7 +53,7 @@ def run_ranks(
     raise_from_here_on()
     start_server(PRELOADED_FOR_GPUS if placement.num_gpus else PRELOADED)
     ranks: list[ForkedRank] = []
-    with MeetingPlace() as place:
+    with StoreFile() as place:
         try:
             work = (function, arguments)
             for rank in range(num_ranks):
@@ -129,7 +129,7 @@ def _serve(
         torch.set_num_threads(1)
         if placement.num_gpus:
             take_gpu(placement.gpu_of(rank), rank)
-        group = meet(place, rank, num_ranks)
+        group = join_group(place, rank, num_ranks)
         function, arguments = work
         result = function(
             Rank(rank, num_ranks, group, lambda thing: pipe.send(("report", thing))), *arguments

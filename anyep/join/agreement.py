@@ -12,32 +12,32 @@ _IN_WORDS: Final = {"num_window_bytes": "auto", "ranks_per_node": "all ranks of 
 """What a value of None means."""
 
 
-class Said(NamedTuple):
+class RankValue(NamedTuple):
     """One value of a rank, and its source: an argument, a variable, a default."""
 
     value: Any
     source: str = ARGUMENT
 
     @classmethod
-    def of(cls, chosen: Chosen[Any]) -> Said:
+    def of(cls, chosen: Chosen[Any]) -> RankValue:
         return cls(chosen.value, chosen.source)
 
 
-def check_agreement(said_by_rank: Sequence[Mapping[str, Said]]) -> None:
+def check_agreement(values_by_rank: Sequence[Mapping[str, RankValue]]) -> None:
     """Raise `Disagreement` about the first value that differs between ranks, with the source of each.
 
-    >>> check_agreement([{"a": Said(2, "ANYEP_A")}, {"a": Said(1)}, {"a": Said(1)}])
+    >>> check_agreement([{"a": RankValue(2, "ANYEP_A")}, {"a": RankValue(1)}, {"a": RankValue(1)}])
     Traceback (most recent call last):
     anyep.errors.Disagreement: the ranks disagree about a: 2 on rank 0 (ANYEP_A); 1 on ranks 1, 2 (argument)
     """
-    for name in said_by_rank[0]:
-        said = [by_name[name] for by_name in said_by_rank]
-        if all(one.value == said[0].value for one in said):
+    for name in values_by_rank[0]:
+        values = [by_name[name] for by_name in values_by_rank]
+        if all(one.value == values[0].value for one in values):
             continue
         ranks_of: dict[tuple[str, str], list[int]] = {}
-        for rank, one in enumerate(said):
+        for rank, one in enumerate(values):
             ranks_of.setdefault((_value(name, one.value), one.source), []).append(rank)
-        has_variables = any(one.source not in (ARGUMENT, DEFAULT) for one in said)
+        has_variables = any(one.source not in (ARGUMENT, DEFAULT) for one in values)
         listing = "; ".join(
             f"{value} on {_ranks(ranks)}{f' ({source})' if has_variables else ''}"
             for (value, source), ranks in ranks_of.items()

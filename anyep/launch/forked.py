@@ -1,14 +1,14 @@
 """Ranks that are forked from a server, which has torch, Numba and AnyEP loaded.
 
     start_server(["torch.distributed", "anyep.api.buffer"])
-    with MeetingPlace() as place:
+    with StoreFile() as place:
         ranks = [ForkedRank(rank, main, 4, place.path) for rank in range(4)]
         ranks[0].pipe.recv()
         ...
         end_all(ranks)
 
 That takes a fraction of the time of new interpreters. `main(pipe, rank, 4, path)` begins with `enter_rank`,
-and meets the other ranks with `meet(path, rank, 4)`.
+and joins the other ranks' process group with `join_group(path, rank, 4)`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def start_server(preloaded: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-class MeetingPlace:
+class StoreFile:
     """An unnamed file in which ranks find each other: it cannot collide with another, and leaves nothing."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class MeetingPlace:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def __enter__(self) -> MeetingPlace:
+    def __enter__(self) -> StoreFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -149,8 +149,8 @@ def enter_rank() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def meet(path: str, rank: int, num_ranks: int) -> Any:
-    """The process group of all ranks, over Gloo, by way of their meeting place."""
+def join_group(path: str, rank: int, num_ranks: int) -> Any:
+    """The process group of all ranks, over Gloo, by way of their store's file."""
     import torch.distributed as dist
 
     store = dist.FileStore(path, num_ranks)  # type: ignore[attr-defined]

@@ -152,9 +152,9 @@ class GpuProxy(ending.Part):
 
     def _pass_on_abort(self) -> None:
         """Tell this rank's kernels that a kernel on another host gave up."""
-        said = ctypes.c_int64.from_address(self._abort_at).value
-        if said:
-            self._forget(said - 1)
+        flag = ctypes.c_int64.from_address(self._abort_at).value
+        if flag:
+            self._forget(flag - 1)
 
     def _look_for_the_gone(self, now: float) -> None:
         for rank in (*self.engine.lost, *self._peers.gone()):

@@ -24,12 +24,12 @@ from anyep.cli.nodes import Nodes
 from anyep.cli.ranks import Rank
 from anyep.cli.selftest import low_latency, normal, plan, reference
 from anyep.cli.selftest.job import Job, job_of
-from anyep.cli.selftest.killing import Meeting, Trial, lose_a_rank
+from anyep.cli.selftest.killing import StoreAddress, Trial, lose_a_rank
 from anyep.cli.selftest.on_rank import RankOfTest
 from anyep.cli.selftest.plan import LowLatencyCase, NormalCase, Plan
 from anyep.cli.selftest.reference import WrongResult
 from anyep.cli.selftest.report import Check, Host, Report, Timing, advice_about, private_names
-from anyep.launch.forked import MeetingPlace
+from anyep.launch.forked import StoreFile
 from tests.support import low_latency_oracle, oracle
 from tests.support.commands import anyep, descendants_of
 from tests.support.depth import examples
@@ -197,9 +197,9 @@ def test_a_failed_case(wrong: str) -> None:
 
 
 def lose(trial: Trial, placement: Placement = ON_THE_CPU) -> dict[int, str]:
-    with MeetingPlace() as place:
-        meeting = Meeting(file=place.path)
-        outcomes = lose_a_rank(trial, range(trial.num_ranks), meeting, placement, lambda text: [text])
+    with StoreFile() as place:
+        store_at = StoreAddress(file=place.path)
+        outcomes = lose_a_rank(trial, range(trial.num_ranks), store_at, placement, lambda text: [text])
     return {rank: outcome.problem for rank, outcome in outcomes.items()}
 
 

@@ -87,26 +87,26 @@ def check_survivors(world: World, fault: Fault, knows_pid: bool = True) -> None:
         assert outcome.left_behind == []
 
 
-MOMENTS = ("working", "meeting", "met")
+MOMENTS = ("working", "exchanging", "exchanged")
 # After the last step of all, it is the first call that notices.
-UNNOTICED = (3, "met")
+UNNOTICED = (3, "exchanged")
 FEW = [
-    Fault(3, 0, 1, "meeting"),
-    Fault(3, 1, 1, "met"),
+    Fault(3, 0, 1, "exchanging"),
+    Fault(3, 1, 1, "exchanged"),
     Fault(3, 1, 2, "working"),
-    Fault(3, 0, 2, "met"),
-    Fault(3, 2, 3, "meeting"),
+    Fault(3, 0, 2, "exchanged"),
+    Fault(3, 2, 3, "exchanging"),
     Fault(3, 1, 2, "working", "low latency"),
     Fault(3, 2, 1, "working", "virtual nodes"),
-    Fault(3, 0, 3, "meeting", "virtual nodes"),
+    Fault(3, 0, 3, "exchanging", "virtual nodes"),
     Fault(3, 2, 2, "working", "nixl"),
-    Fault(3, 2, 5, "meeting", "nixl"),
+    Fault(3, 2, 5, "exchanging", "nixl"),
 ]
 FEW_ON_A_GPU = [
-    Fault(3, 1, 1, "meeting", "simulated gpu"),
+    Fault(3, 1, 1, "exchanging", "simulated gpu"),
     Fault(3, 0, 6, "working", "simulated gpu"),
     Fault(3, 1, 8, "connecting", "simulated gpu"),
-    Fault(3, 2, NUM_STEPS["simulated gpu"], "meeting", "simulated gpu"),
+    Fault(3, 2, NUM_STEPS["simulated gpu"], "exchanging", "simulated gpu"),
 ]
 
 
@@ -226,7 +226,7 @@ def test_a_rank_that_was_met_before(world: World, fault: Fault) -> None:
 # Where the store of the group goes with a rank
 
 
-def meet_by_tcp(context: RankContext, port: int) -> None:
+def join_by_tcp(context: RankContext, port: int) -> None:
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, context.num_ranks, context.rank == 0)
     dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.num_ranks)
@@ -251,7 +251,7 @@ def free_port() -> int:
 )
 def test_a_store_in_the_process_of_a_rank(fault: Fault) -> None:
     with World(fault.num_ranks) as world:
-        world.run(meet_by_tcp, free_port())
+        world.run(join_by_tcp, free_port())
         check_survivors(world, fault)
 
 
@@ -259,7 +259,7 @@ def test_a_store_in_the_process_of_a_rank(fault: Fault) -> None:
 def test_a_store_that_goes_before_the_ranks_know_each_other() -> None:
     """A survivor names rank 0 whether or not it has already read which process rank 0 is."""
     with World(4) as world:
-        world.run(meet_by_tcp, free_port())
+        world.run(join_by_tcp, free_port())
         pid = world.pids[0]
         outcomes = world.gather(make_until_it_fails, Fault(4, 0, 1, "working"))
     for outcome in outcomes[1:]:
@@ -322,7 +322,7 @@ def stop_and_interrupt(context: RankContext, working: bool, raised: Path) -> str
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
     identity = connection.host_identity
     if working:
-        # In the work of a step, not in its meeting.
+        # In the work of a step, not in its exchange.
         connection.host_identity = partial(time.sleep, 60)  # type: ignore[attr-defined]
     timer.start()
     try:
@@ -370,7 +370,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
         )
 
 
-# Other ways to meet
+# Other ways to join
 
 
 def make_with_a_communicator(context: RankContext, step: int) -> Outcome:

@@ -49,7 +49,10 @@ def make_until_it_fails(context: RankContext, lost: int, step: int, moment: str)
 
 @pytest.mark.parametrize(
     ("step", "moment"),
-    [(1, "meeting"), (4, "working"), (7, "meeting"), (9, "working"), (12, "meeting"), (8, "connecting")],
+    [
+        *((1, "exchanging"), (4, "working"), (7, "exchanging"), (9, "working"), (12, "exchanging")),
+        (8, "connecting"),
+    ],
 )
 def test_a_killed_rank(step: int, moment: str) -> None:
     """Where a rank dies while torch opens the memory of all, the others wait for it in vain there first."""

@@ -489,7 +489,7 @@ KERNELS: dict[str, Source] = {
     "exchange of a combine": exchange(5, is_combine=True),
     "exchange of a refusal": exchange(5, is_refused=True),
     # At once, or after a wait.
-    "meet": normal(notify.barrier, 1, 7, True, **BLOCKS, FLAGS_AT=constants.ARRIVED_AT, UNLESS_RINGS=True),
+    "barrier": normal(notify.barrier, 1, 7, True, **BLOCKS, FLAGS_AT=constants.ARRIVED_AT, UNLESS_RINGS=True),
     "place_in_new_block": normal(
         notify.place_in_new_block, 1, types={"num_topk": "i64", "num_scales": "i64"}, **BLOCKS
     ),

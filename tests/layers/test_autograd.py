@@ -199,7 +199,7 @@ def test_shapes_are_static_with_a_worst_case(num_worst: int) -> None:
 
 
 def check_operators(context: RankContext, num_worst: int, ranks_per_node: int | None) -> None:
-    """PyTorch's own checks of an operator; all ranks run them at once, so that the calls meet."""
+    """PyTorch's own checks of an operator; all ranks run them at once, with the same calls."""
     torch._dynamo.reset()
     buffer = buffer_for(context, None, ranks_per_node=ranks_per_node)
     ids, weights = routing_of(context.rank, context.num_ranks)

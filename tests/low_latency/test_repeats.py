@@ -332,7 +332,7 @@ def test_whatever_is_different(place: Place, function: str) -> None:
     place.world().run(try_changes, function, timeout=TIMEOUT_S)
 
 
-def meet_what_changes(context: RankContext) -> None:
+def call_what_changes(context: RankContext) -> None:
     """What must be checked in every call: what is in flight, the slots, where zero copy looks for rows."""
     buffer = buffer_for(context)
     setting = Setting(context, 2)
@@ -390,7 +390,7 @@ def meet_what_changes(context: RankContext) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_checked_in_every_call(place: Place) -> None:
-    place.world().run(meet_what_changes, timeout=TIMEOUT_S)
+    place.world().run(call_what_changes, timeout=TIMEOUT_S)
 
 
 def hold_what_calls_gave(context: RankContext) -> None:

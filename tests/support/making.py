@@ -3,7 +3,8 @@
     with struck(2, "working", die):
         outcome = make()
 
-A Buffer is made in steps: the ranks meet several times, and do a part of the work before each meeting.
+A Buffer is made in steps: the ranks exchange results several times, and do a part of the work before
+each exchange.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "simulated gpu": {"device": "cuda", "num_window_bytes": 1 << 20},
 }
 NUM_STEPS: Final = {"one node": 4, "low latency": 4, "virtual nodes": 5, "nixl": 7, "simulated gpu": 13}
-"""How often the ranks meet to make such a Buffer."""
+"""How often the ranks exchange results to make such a Buffer."""
 SOON_S: Final = 10.0
 """Nobody waits so long for a rank that is lost; tests compare with `scaled(SOON_S)`."""
 
@@ -46,9 +47,9 @@ class Fault:
     num_ranks: int
     rank: int
     step: int
-    moment: str = "meeting"
-    """`working`: before the rank meets the others; `meeting`: it has told them the size of what it says;
-    `met`: right after the step; `connecting`: while it opens the memory of the other GPUs in this step."""
+    moment: str = "exchanging"
+    """`working`: before the rank's exchange; `exchanging`: it has sent the size of its result; `exchanged`:
+    right after the step; `connecting`: while it opens the memory of the other GPUs in this step."""
     kind: str = "one node"
 
     def __str__(self) -> str:
@@ -70,8 +71,8 @@ def die() -> None:
 
 @contextmanager
 def struck(step: int, moment: str, what: Callable[[], object]) -> Iterator[None]:
-    """Let something happen in a step of this rank's meetings."""
-    meet, send = GroupRendezvous.all_gather, GroupRendezvous._gather_tensors
+    """Let something happen in a step of this rank's exchanges."""
+    gather, send = GroupRendezvous.all_gather, GroupRendezvous._gather_tensors
     at = {"step": 0, "sent": 0}
 
     def all_gather(self: GroupRendezvous, thing: Any) -> list[Any]:
@@ -79,18 +80,18 @@ def struck(step: int, moment: str, what: Callable[[], object]) -> Iterator[None]
         at["sent"] = 0
         if (at["step"], moment) == (step, "working"):
             what()
-        met = meet(self, thing)
-        if (at["step"], moment) == (step, "met"):
+        gathered = gather(self, thing)
+        if (at["step"], moment) == (step, "exchanged"):
             what()
         if (at["step"] + 1, moment) == (step, "connecting"):
             from tests.support.simulated_gpu import SimulatedBlock
 
             SimulatedBlock.connect = lambda *_: what()  # type: ignore[method-assign,assignment]
-        return met
+        return gathered
 
     def gather_tensors(self: GroupRendezvous, *arguments: Any) -> list[Any]:
         at["sent"] += 1
-        if (at["step"], at["sent"], moment) == (step, 2, "meeting"):
+        if (at["step"], at["sent"], moment) == (step, 2, "exchanging"):
             what()
         return send(self, *arguments)
 
@@ -99,7 +100,7 @@ def struck(step: int, moment: str, what: Callable[[], object]) -> Iterator[None]
     try:
         yield
     finally:
-        GroupRendezvous.all_gather = meet  # type: ignore[method-assign]
+        GroupRendezvous.all_gather = gather  # type: ignore[method-assign]
         GroupRendezvous._gather_tensors = send  # type: ignore[method-assign]
 
 

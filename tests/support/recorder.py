@@ -255,7 +255,7 @@ class Player:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self.synchronize()
         dist.barrier(group=self.group)
 
@@ -299,7 +299,7 @@ def play(
     with buffer:
         for part in recording.rounds:
             part.play(player)
-        player.meet()
+        player.barrier()
     for name, tensor in player.held.items():
         player.note(f"{name}: after destroy", tensor=tensor)
     player.note("the end", repr=repr(buffer))

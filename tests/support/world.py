@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 
 from anyep.launch import forked
-from anyep.launch.forked import ForkedRank, MeetingPlace, end_all, enter_rank, meet
+from anyep.launch.forked import ForkedRank, StoreFile, end_all, enter_rank, join_group
 
 # What ranks need not import themselves; a name that is not there is passed over.
 PRELOADED: Final = (
@@ -249,7 +249,7 @@ class _Pool:
     def __init__(self, num_ranks: int, prepare: Callable[[int], None] | None) -> None:
         self.dead: dict[int, RankDied] = {}
         self._prepare = prepare
-        self._places = [MeetingPlace()]
+        self._places = [StoreFile()]
         self._stacks = [os.memfd_create(f"anyep-test-stack-{rank}") for rank in range(num_ranks)]
         self.processes: list[ForkedRank] = []
 
@@ -261,8 +261,8 @@ class _Pool:
 
     def revive(self) -> None:
         # The old one stays open: a rank that drops its group reads the group's store once more.
-        self._places.append(MeetingPlace())
-        request = _pickled((_meet_again, (self._places[-1].path,)))
+        self._places.append(StoreFile())
+        request = _pickled((_join_again, (self._places[-1].path,)))
         for rank, process in enumerate(self.processes):
             if rank not in self.dead:
                 # A rank that has died since is found by the one who waits for it.
@@ -416,7 +416,7 @@ def _live_as_rank(
     try:
         if prepare is not None:
             prepare(rank)
-        context = RankContext(rank, num_ranks, meet(place, rank, num_ranks))
+        context = RankContext(rank, num_ranks, join_group(place, rank, num_ranks))
     except Exception as error:
         connection.send_bytes(_pickled_error(error))
         return
@@ -434,12 +434,12 @@ def _live_as_rank(
     os.killpg(0, signal.SIGKILL)
 
 
-def _meet_again(context: RankContext, place: str) -> None:
+def _join_again(context: RankContext, place: str) -> None:
     """On a rank that survived others: what it kept was made with them."""
     context.keep.clear()
     gc.collect()
     dist.destroy_process_group()
-    object.__setattr__(context, "group", meet(place, context.rank, context.num_ranks))
+    object.__setattr__(context, "group", join_group(place, context.rank, context.num_ranks))
 
 
 def _answer(context: RankContext, request: bytes) -> bytes:

@@ -20,7 +20,7 @@ import torch
 import anyep
 from anyep import AnyEPError, Config, Disagreement, InvalidCall, settings
 from anyep.api.buffer import Buffer
-from anyep.join.agreement import Said, check_agreement
+from anyep.join.agreement import RankValue, check_agreement
 from anyep.join.rendezvous import refuse_one_gpu_twice
 from anyep.join.roll_call import Process
 from anyep.nn import make_buffer
@@ -187,11 +187,11 @@ def test_ranks_that_differ(variables: list[dict[str, str]], arguments: dict[str,
 
 
 def test_devices_that_differ() -> None:
-    said = [{"device": Said("cuda", "ANYEP_DEVICE")}, {"device": Said("cpu", "argument")}]
+    values = [{"device": RankValue("cuda", "ANYEP_DEVICE")}, {"device": RankValue("cpu", "argument")}]
     with pytest.raises(
         Disagreement, match=r"device: cuda on rank 0 \(ANYEP_DEVICE\); cpu on rank 1 \(argument\)"
     ):
-        check_agreement(said)
+        check_agreement(values)
 
 
 def make_a_layers_buffer(context: RankContext, variables: list[dict[str, str]], num_sms: list[int]) -> str:

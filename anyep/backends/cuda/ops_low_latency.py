@@ -7,7 +7,8 @@ number is: the numbers are in the GPU's memory, and which of the two sets of slo
 Calls with hooks run on the caller's stream, the others on the communication stream. All halves run in the
 order in which the host made them, whatever their streams.
 
-Where ranks may be masked, kernels mask those that do not come; hosts meet only to unmask them.
+Where ranks may be masked, kernels mask those that do not come; the hosts wait for
+each other only to unmask them.
 """
 
 from __future__ import annotations

@@ -52,15 +52,15 @@ class Case:
     """What is timed, and how its result is checked.
 
     `spoil` overwrites a right result, so that stale data cannot pass the next check. A case without
-    communication needs a call of all ranks to start them together on a GPU: `meet`. `checkable` is the same
-    call with values that can be checked, where providing them would cost time in every call.
+    communication needs a call of all ranks to start them together on a GPU: `barrier`. `checkable` is the
+    same call with values that can be checked, where providing them would cost time in every call.
     """
 
     label: Label
     work: Callable[[], Any]
     is_right: Callable[[Any], bool]
     in_graph: bool = False
-    meet: Callable[[], Any] | None = None
+    barrier: Callable[[], Any] | None = None
     checkable: Callable[[], Any] | None = None
     spoil: Callable[[Any], None] = spoil_rows
 
@@ -308,7 +308,7 @@ class CudaClock:
         for _ in range(self._setup.repeats):
             torch.cuda.synchronize()
             dist.barrier(self._rank.group)
-            (case.meet or work)()
+            (case.barrier or work)()
             marks[0].record()
             started = time.perf_counter()
             for portion, mark in zip(portions, marks[1:], strict=True):

@@ -362,14 +362,14 @@ class DecodingCases:
         )
         return replace(case, spoil=self._decoding.spoil)
 
-    def _copy(self, format_: str, meet: Callable[[], Any] | None = None) -> Case:
+    def _copy(self, format_: str, barrier: Callable[[], Any] | None = None) -> Case:
         """A plain copy of the same bytes, on all ranks at once. It is listed among the cases of a GPU."""
         num_rows, row_bytes = max(self._decoding.num_rows, 1), self._row_bytes[format_]
         source = self._source[: num_rows * row_bytes].view(num_rows, row_bytes)
         label = Label(
             "copy", format_, self._tokens, self._bytes_of(format_), is_listed=self._clock.has_graphs
         )
-        return Case(label, self._clock.copy_of(source), equals(source), meet=meet)
+        return Case(label, self._clock.copy_of(source), equals(source), barrier=barrier)
 
     def _graph_and_singly(self, case: Case) -> list[Case]:
         return [

@@ -184,7 +184,7 @@ class NormalCases:
                 Label("layout", "local", traffic.num_tokens, 0, self._clock.sms),
                 lambda: buffer.get_dispatch_layout(traffic.topk_idx, setup.experts),
                 lambda result: torch.equal(result[3], traffic.in_rank),
-                meet=send,
+                barrier=send,
             )
             has_graphs = self._clock.has_graphs
             yield [
@@ -290,10 +290,10 @@ class NormalCases:
         sent = session.traffic.bytes_between_nodes - before
         return Crossing(sent, rows_moved * self._traffic.bytes_elsewhere)
 
-    def _copy(self, path: str, source: torch.Tensor, meet: Callable[[], Any]) -> Case:
+    def _copy(self, path: str, source: torch.Tensor, barrier: Callable[[], Any]) -> Case:
         """A plain copy of the received data, on all ranks at once. It is listed among the cases of a GPU."""
         label = Label("copy", path, self._traffic.num_tokens, source.nbytes, is_listed=self._clock.has_graphs)
-        return Case(label, self._clock.copy_of(source), equals(source), meet=meet)
+        return Case(label, self._clock.copy_of(source), equals(source), barrier=barrier)
 
     def _graph_too(self, case: Case) -> list[Case]:
         return [case, _in_graph(case)] if self._clock.has_graphs else [case]

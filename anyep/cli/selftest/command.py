@@ -22,11 +22,11 @@ from anyep.cli.gpus import ON_THE_CPU, Placement, check_device, count_gpus, plac
 from anyep.cli.nodes import NETWORKS, ONE_NODE, Nodes, count_ranks
 from anyep.cli.ranks import Rank, run_ranks
 from anyep.cli.selftest.job import Job, job_of, joined, new_store
-from anyep.cli.selftest.killing import Meeting, Outcome, Trial, lose_a_rank
+from anyep.cli.selftest.killing import Outcome, StoreAddress, Trial, lose_a_rank
 from anyep.cli.selftest.plan import Plan
 from anyep.cli.selftest.report import Check, Host, Report, Timing, listed_variables
 from anyep.errors import AnyEPError, InvalidCall, NotSupported, whole_number
-from anyep.launch.forked import MeetingPlace
+from anyep.launch.forked import StoreFile
 from anyep.topology import check_nodes
 from anyep.version import __version__
 
@@ -189,9 +189,9 @@ def _usual_ranks(device: str, plan: Plan) -> int:
 def _kill_here(plan: Plan, device: str, num_ranks: int, placement: Placement, collector: _Collector) -> None:
     for trial in _trials(plan, device, num_ranks, hosts=1):
         collector.take(0, f"{device}: {KILL} in {trial.mode}")
-        with MeetingPlace() as place:
-            meeting = Meeting(file=place.path)
-            outcomes = lose_a_rank(trial, range(num_ranks), meeting, placement, lambda text: [text])
+        with StoreFile() as place:
+            store_at = StoreAddress(file=place.path)
+            outcomes = lose_a_rank(trial, range(num_ranks), store_at, placement, lambda text: [text])
         collector.take(0, _result_of(trial, outcomes))
 
 
@@ -266,8 +266,8 @@ def _kill_in_job(
     """Each rank starts one process, which is a rank of the trial."""
     store = new_store(job) if job.rank == 0 else None
     port = everyone(store.port if store is not None else 0)[0]
-    meeting = Meeting(address=job.address, port=port)
-    own = lose_a_rank(trial, [job.rank], meeting, placement, lambda text: list(everyone(text)))
+    store_at = StoreAddress(host=job.address, port=port)
+    own = lose_a_rank(trial, [job.rank], store_at, placement, lambda text: list(everyone(text)))
     return {rank: outcome for of_rank in everyone(own) for rank, outcome in of_rank.items()}
 
 

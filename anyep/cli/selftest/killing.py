@@ -1,11 +1,11 @@
 """Kills a rank, and looks whether the others name it in time. The ranks are started for that, beside those of
 the test: no process of a user's job is killed.
 
-    meeting = MeetingPlace() or the address of a store
-    outcomes = lose_a_rank(Trial("normal mode", "cpu", 4), range(4), meeting, ON_THE_CPU, agree)
+    store_at = StoreFile() or the address of a store
+    outcomes = lose_a_rank(Trial("normal mode", "cpu", 4), range(4), store_at, ON_THE_CPU, agree)
 
-In a job every rank starts one further process, and they meet in a store of the first rank; else the command
-starts all of them.
+In a job every rank starts one further process, and these find each other by a store of the first rank; else
+the command starts all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from anyep import settings
 from anyep.cli.gpus import Placement, take_gpu
 from anyep.cli.ranks import PRELOADED, PRELOADED_FOR_GPUS
 from anyep.errors import AnyEPError, PeerLost
-from anyep.launch.forked import ForkedRank, end_all, enter_rank, meet, start_server
+from anyep.launch.forked import ForkedRank, end_all, enter_rank, join_group, start_server
 
 START_S: Final = 240.0
 """The longest that ranks may take to make a Buffer; kernels may have to be compiled."""
@@ -39,11 +39,11 @@ GO: Final = "go"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class StoreAddress:
     """Where ranks find each other: a file, or the address of a store."""
 
     file: str = ""
-    address: str = ""
+    host: str = ""
     port: int = 0
 
 
@@ -72,7 +72,7 @@ class Outcome:
 def lose_a_rank(
     trial: Trial,
     mine: Iterable[int],
-    meeting: Meeting,
+    store_at: StoreAddress,
     placement: Placement,
     agree: Callable[[str], list[str]],
 ) -> dict[int, Outcome]:
@@ -86,7 +86,7 @@ def lose_a_rank(
         problem = ""
         try:
             for rank in mine:
-                ranks[rank] = ForkedRank(rank, _take_part, trial, meeting, placement)
+                ranks[rank] = ForkedRank(rank, _take_part, trial, store_at, placement)
             for rank, forked in ranks.items():
                 problem = problem or _answer(forked, READY, rank, time.monotonic() + START_S)
         except AnyEPError as error:
@@ -131,11 +131,13 @@ def _answer(forked: ForkedRank, expected: str, rank: int, until: float) -> str:
 # On the ranks
 
 
-def _take_part(pipe: Connection, rank: int, trial: Trial, meeting: Meeting, placement: Placement) -> None:
+def _take_part(
+    pipe: Connection, rank: int, trial: Trial, store_at: StoreAddress, placement: Placement
+) -> None:
     """The main function of a rank's process."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     enter_rank()
-    if not meeting.file and interface is None:
+    if not store_at.file and interface is None:
         # The ranks are on several hosts.
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
     os.environ.update(placement.environment)
@@ -148,7 +150,7 @@ def _take_part(pipe: Connection, rank: int, trial: Trial, meeting: Meeting, plac
         logging.getLogger("anyep").setLevel(logging.ERROR)
         if placement.num_gpus:
             take_gpu(placement.gpu_of(rank), rank)
-        group = _meet(meeting, rank, trial.num_ranks)
+        group = _join_group(store_at, rank, trial.num_ranks)
         trials = {"normal mode": _lose_in_normal_mode, "low-latency mode": _go_on_without}
         pipe.send(trials[trial.mode](pipe, trial, group, rank))
     except BaseException as error:
@@ -156,12 +158,12 @@ def _take_part(pipe: Connection, rank: int, trial: Trial, meeting: Meeting, plac
     os._exit(0)
 
 
-def _meet(meeting: Meeting, rank: int, num_ranks: int) -> Any:
-    if meeting.file:
-        return meet(meeting.file, rank, num_ranks)
+def _join_group(store_at: StoreAddress, rank: int, num_ranks: int) -> Any:
+    if store_at.file:
+        return join_group(store_at.file, rank, num_ranks)
     import torch.distributed as dist
 
-    store = dist.TCPStore(meeting.address, meeting.port, is_master=False)  # type: ignore[attr-defined]
+    store = dist.TCPStore(store_at.host, store_at.port, is_master=False)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     return dist.group.WORLD
 

@@ -1,4 +1,4 @@
-"""Checks of the kernels that exchange notify messages, and meet, against the CPU's; on a GPU, or in Triton's
+"""Checks of the kernels of notify messages and barriers against the CPU's; on a GPU, or in Triton's
 interpreter ("cpu"). Each kernel's example is among them.
 
 A kernel that waits for other ranks finds here what they have sent already, or has no time, or is told by
@@ -237,7 +237,7 @@ class Call:
         synchronize(self.device)
         return [part.cpu() for part in filled]
 
-    def start_to_meet(self, flags_at: int, unless_rings: bool = False) -> None:
+    def start_barrier(self, flags_at: int, unless_rings: bool = False) -> None:
         launch(
             *(notify.barrier, self.device, 1, self.constants, self.addresses, self.state),
             num_warps=1,
@@ -247,10 +247,10 @@ class Call:
         )
 
     def barrier(self, flags_at: int, outcome: int = 0, unless_rings: bool = False) -> int:
-        """Meet in this call, which had an outcome before; the outcome."""
+        """The barrier of this call, which had an outcome before; the outcome."""
         self.state[constants.NUMBER] = self.number
         self.state[constants.OUTCOME] = outcome
-        self.start_to_meet(flags_at, unless_rings)
+        self.start_barrier(flags_at, unless_rings)
         synchronize(self.device)
         return self.outcome
 
@@ -739,8 +739,8 @@ def plain_call(device: str, me: int, num_ranks: int, timeout_ns: int = TIMEOUT_N
     return call
 
 
-def check_meet(device: str) -> None:
-    """meet: flags at all peers, a wait for theirs."""
+def check_barrier(device: str) -> None:
+    """barrier: flags at all peers, a wait for theirs."""
     for fact, kind in ((constants.ARRIVED_AT, "arrival"), (constants.PULLED_AT, "pulled")):
         # The example: flags [5, 4], no time.
         call = plain_call(device, 0, 2, timeout_ns=0)
@@ -763,8 +763,8 @@ def check_meet(device: str) -> None:
     assert call.barrier(constants.ARRIVED_AT) == outcomes.outcome_of(outcomes.STOPPED, 1)
 
 
-def check_meet_unless_rings(device: str) -> None:
-    """meet of a call that may have sent nothing yet, as some rows go through rings: then nobody waits."""
+def check_barrier_unless_rings(device: str) -> None:
+    """barrier of a call that may have sent nothing yet, as some rows go through rings: then nobody waits."""
     for uses_rings, flag in ((1, 0), (0, 5)):
         call = plain_call(device, 0, 2)
         call.state[constants.USES_RINGS] = uses_rings
@@ -773,8 +773,8 @@ def check_meet_unless_rings(device: str) -> None:
         assert call.load("arrival", 1) == flag
 
 
-def check_meet_after_trouble(device: str) -> None:
-    """meet of a call that went wrong: everywhere, then nobody waits; or here alone, then the others do."""
+def check_barrier_after_trouble(device: str) -> None:
+    """barrier of a call that went wrong: everywhere, then nobody waits; or here alone, then the others do."""
     for code in (outcomes.LATE, outcomes.DIFFERENT, outcomes.STOPPED, outcomes.TOO_MANY):
         call = plain_call(device, 0, 2)
         outcome = outcomes.outcome_of(code, 1)
@@ -846,7 +846,7 @@ def check_new_block(device: str) -> None:
 
 
 def let_ranks_wait(device: str) -> None:
-    """Two ranks on two streams that wait for each other's notify messages, and meet; on a GPU only."""
+    """Two ranks, each on a stream, exchange notify messages and wait in a barrier; on a GPU only."""
     header = dispatch_header(2, 2, 3)
     random = np.random.default_rng(1)
     said = [
@@ -869,7 +869,7 @@ def let_ranks_wait(device: str) -> None:
             for call, start, stream in zip(calls, prepared, streams, strict=True):
                 with torch.cuda.stream(stream):
                     start()
-                    call.start_to_meet(constants.ARRIVED_AT)
+                    call.start_barrier(constants.ARRIVED_AT)
         synchronize(device)
     assert [call.outcome for call in calls] == [0, 0]
     assert [call.load("arrival", call.me, 1 - call.me) for call in calls] == [9, 9]

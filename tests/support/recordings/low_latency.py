@@ -211,10 +211,10 @@ class Masks:
     def play(self, player: Player) -> None:
         masked, buffer = player.num_ranks - 1, player.buffer
         self._query(player, "before")
-        player.meet()
+        player.barrier()
         if player.rank == 0:
             buffer.low_latency_update_mask_buffer(masked, mask=True)
-        player.meet()
+        player.barrier()
         if player.rank != masked:
             LowLatency(f"{self.name}: without it", clean=False).play(player)
             self._query(player, "meanwhile")
@@ -222,14 +222,14 @@ class Masks:
             batch = LowLatency(f"{self.name}: masked", clean=False)
             for number in range(2):
                 player.attempt(f"{self.name}: its call {number}", lambda: call_once(batch, player))
-        player.meet()
+        player.barrier()
         if self.by_name:
             player.attempt(f"{self.name}: back", lambda: buffer.low_latency_update_mask_buffer(masked))
         else:
             player.attempt(f"{self.name}: back", buffer.low_latency_clean_mask_buffer)
         LowLatency(f"{self.name}: together", clean=False).play(player)
         self._query(player, "after")
-        player.meet()
+        player.barrier()
 
     def _query(self, player: Player, when: str) -> None:
         status = torch.full((player.num_ranks,), 9, dtype=torch.int32, device=player.device)

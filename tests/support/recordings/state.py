@@ -19,7 +19,7 @@ class State:
 
     def play(self, player: Player) -> None:
         buffer = player.buffer
-        player.meet()
+        player.barrier()
         local = [
             buffer.get_local_buffer_tensor(torch.int32),
             buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([3, 8]), 256),
@@ -41,7 +41,7 @@ class State:
             ],
             local=[(str(part.dtype), list(part.shape), part.is_contiguous()) for part in local],
         )
-        player.meet()
+        player.barrier()
 
 
 @dataclass(frozen=True)

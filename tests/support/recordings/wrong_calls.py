@@ -134,14 +134,14 @@ class Wrong:
     def play(self, player: Player) -> None:
         if self.scene not in player.scenes:
             player.scenes[self.scene] = self.scene(player)
-            player.meet()
+            player.barrier()
         scene = player.scenes[self.scene]
         wrong = {"first": player.rank == 0, "last": player.rank == player.num_ranks - 1, "all": True}[
             self.who
         ]
         player.attempt(self.name, lambda: (self.call if wrong else self.others)(scene))
         # On a GPU some errors are found by kernels, of all ranks.
-        player.meet()
+        player.barrier()
         player.attempt(f"{self.name}: then", scene.right)
 
 

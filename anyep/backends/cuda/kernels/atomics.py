@@ -90,10 +90,10 @@ def abort_of_host(abort, is_time):
 
 
 @triton.jit
-def raise_abort(abort, said):
-    """Raise this rank's abort flag to `said`, if that is not 0. Only for programs of one warp."""
-    if said != 0:
-        release_max(abort.to(tl.pointer_type(tl.int64)), said, said != 0)
+def raise_abort(abort, flag):
+    """Raise this rank's abort flag to `flag`, if that is not 0. Only for programs of one warp."""
+    if flag != 0:
+        release_max(abort.to(tl.pointer_type(tl.int64)), flag, flag != 0)
 
 
 @triton.jit
@@ -111,9 +111,9 @@ def wait_for_all(flags, mask, expected, timeout_ns, abort):
         now = nanoseconds()
         # Relaxed, and before the flags: then all loads are in flight at once.
         raised = tl.atomic_add(abort.to(tl.pointer_type(tl.int64)), 0, sem="relaxed", scope="sys")
-        said = abort_of_host(abort, is_time_to_ask(now, start))
+        flag = abort_of_host(abort, is_time_to_ask(now, start))
         seen = tl.where(mask, load_acquire(flags, mask), expected)
-        raise_abort(abort, said)
+        raise_abort(abort, flag)
         is_waiting = (tl.min(seen, axis=0) < expected) & (raised == 0) & (now < start + timeout_ns)
     if tl.min(seen, axis=0) < expected:
         is_aborted(abort)

@@ -106,10 +106,10 @@ def wait_for_room(constants, writer, number, num_entries):
     while (room_until < number) & ~is_over:
         # Warps read different times, so all decide by the flag, which one thread raises and reads.
         now = nanoseconds()
-        said = abort_of_host(abort, is_time_to_ask(now, start))
+        flag = abort_of_host(abort, is_time_to_ask(now, start))
         is_late = now >= start + timeout_ns
-        said = tl.where(is_late, 1 + tl.load(constants + RANK), said)
-        release_max(address_of_words(abort), said, said != 0)
+        flag = tl.where(is_late, 1 + tl.load(constants + RANK), flag)
+        release_max(address_of_words(abort), flag, flag != 0)
         is_over = is_aborted(abort)
         room_until = load_acquire(taken, None) + num_entries
     return room_until

@@ -310,8 +310,8 @@ def check_experts(
             by_expert += count_experts(local, is_here, first_expert, EXPERT_BLOCK)
     experts = first_expert + tl.arange(0, EXPERT_BLOCK)
     is_expert = experts < local_experts
-    said = tl.load(tokens_per_expert + rank * local_experts + experts, mask=is_expert, other=0)
-    wrong_expert = tl.min(tl.where(is_expert & (said != by_expert), experts, NO_TOKEN), axis=0).to(tl.int64)
+    given = tl.load(tokens_per_expert + rank * local_experts + experts, mask=is_expert, other=0)
+    wrong_expert = tl.min(tl.where(is_expert & (given != by_expert), experts, NO_TOKEN), axis=0).to(tl.int64)
     problem = tl.full((), 0, tl.int64)
     if wrong_expert < NO_TOKEN:
         problem = wrong_word(WRONG_EXPERT_COUNT, rank * local_experts + wrong_expert)

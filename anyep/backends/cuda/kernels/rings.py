@@ -270,9 +270,9 @@ def is_hopeless(deadline, waiting):
     """
     abort = waiting.abort.to(tl.pointer_type(tl.int64))
     now = nanoseconds()
-    said = abort_of_host(waiting.abort, is_time_to_ask(now, deadline - waiting.timeout_ns))
+    flag = abort_of_host(waiting.abort, is_time_to_ask(now, deadline - waiting.timeout_ns))
     is_late = now >= deadline
-    release_max(abort, tl.where(is_late, 1 + waiting.rank, said).to(tl.int64), is_late | (said != 0))
+    release_max(abort, tl.where(is_late, 1 + waiting.rank, flag).to(tl.int64), is_late | (flag != 0))
     return is_aborted(waiting.abort)
 
 

@@ -252,9 +252,9 @@ def await_flags(
         else:
             # Relaxed, and before the flags: then all loads are in flight at once.
             raised = tl.atomic_add(words_at(abort), 0, sem="relaxed", scope="sys")
-            said = abort_of_host(abort, is_time)
+            flag = abort_of_host(abort, is_time)
             seen = tl.where(is_open, load_acquire(flags, is_open), expected)
-            raise_abort(abort, said)
+            raise_abort(abort, flag)
             goes_on = (tl.min(seen, axis=0) < expected) & (raised == 0)
         now = nanoseconds()
         took = tl.where((took < 0) & (seen >= expected), now - start, took)

@@ -49,8 +49,8 @@ def refuse_rows_beyond(state, rows, limit, receivers):
     """
     problem = receivers.to(tl.int64) * NUM_CODES + BAD_HANDLE
     # Each value by itself: finding the first one would require all threads to synchronize.
-    said = state + BAD_ROWS + 0 * rows
-    tl.store(said, tl.broadcast_to(problem[None, :], rows.shape), mask=rows >= limit[None, :])
+    bad_rows = state + BAD_ROWS + 0 * rows
+    tl.store(bad_rows, tl.broadcast_to(problem[None, :], rows.shape), mask=rows >= limit[None, :])
 
 
 @triton.jit
