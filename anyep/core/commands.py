@@ -7,9 +7,9 @@ writes its commands anew. Every writer, a program of a kernel, has a ring of its
     writer 0   | command 5 | command 6 | command 3 | command 4 |       taken: 3
     writer 1   |     -     |     -     |     -     |     -     |       taken: 0
 
-Command n lies in slot (n - 1) % slots. Its number is stored last: a slot whose number is what the reader
-expects next is complete. The reader publishes how many it has taken, and the writer does not reuse a slot
-before that.
+Command n lies in entry (n - 1) % num_entries. Its number is stored last: an entry whose number is
+what the reader expects next is complete. The reader publishes how many it has taken, and the writer does not
+reuse an entry before that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COUNTER_AT: Final = 5
 COUNTER: Final = 6
 """What the counter is raised to, after the bytes."""
 NUM_WORDS: Final = 8
-"""A slot is a line of the host's cache."""
+"""An entry is a line of the host's cache."""
 NO_COUNTER: Final = -1
 FIELDS: Final = COUNTER - NUMBER
 """The words of a command that the reader copies: all but its number."""
@@ -39,20 +39,20 @@ TAKEN_WORDS: Final = 16
 
 
 class CommandSizes(NamedTuple):
-    """How many writers there are, and the slots of each.
+    """How many writers there are, and the entries in the ring of each.
 
-    >>> sizes = CommandSizes(num_writers=2, num_slots=4)
+    >>> sizes = CommandSizes(num_writers=2, num_entries=4)
     >>> sizes.ring_words, sizes.num_words, sizes.most_commands
     (64, 96, 8)
     """
 
     num_writers: int
-    num_slots: int
+    num_entries: int
 
     @property
     def ring_words(self) -> int:
         """The words of all rings, which lie one after the other."""
-        return self.num_writers * self.num_slots * NUM_WORDS
+        return self.num_writers * self.num_entries * NUM_WORDS
 
     @property
     def num_words(self) -> int:
@@ -62,4 +62,4 @@ class CommandSizes(NamedTuple):
     @property
     def most_commands(self) -> int:
         """How many can be there at once."""
-        return self.num_writers * self.num_slots
+        return self.num_writers * self.num_entries

@@ -23,8 +23,13 @@ from deep_ep import Buffer, Config, EventOverlap, topk_idx_t
 from deep_ep.buffer import Buffer as buffers_buffer
 from deep_ep.utils import EventHandle, EventOverlap as utils_overlap
 from deep_ep_cpp import Config as cpp_config, EventHandle as cpp_handle
+from deep_ep.utils import comm, envs, event, gate, math, refs, testing
+from deep_ep.buffers.legacy import Buffer as legacy_buffer
+from deep_ep._C import EventHandle as c_handle, get_elastic_buffer_alignment
 import anyep, deep_ep, importlib.util, torch
-assert Buffer is buffers_buffer is anyep.Buffer is deep_ep.buffer.Buffer
+assert Buffer is buffers_buffer is legacy_buffer is anyep.Buffer is deep_ep.buffer.Buffer
+assert c_handle is anyep.EventHandle and get_elastic_buffer_alignment() == 2 << 20
+assert math.align(5, 4) == 8 and event.EventOverlap is EventOverlap
 assert Config is cpp_config is anyep.Config
 assert EventOverlap is utils_overlap is deep_ep.utils.EventOverlap is anyep.EventOverlap
 assert EventHandle is cpp_handle is deep_ep.EventHandle is anyep.EventHandle

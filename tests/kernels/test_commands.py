@@ -31,9 +31,9 @@ def exchange(context: RankContext, sizes: CommandSizes, num_commands: int, first
     if context.rank == 0:
         own = cpu.OwnBlock("commands", 8 * sizes.num_words)
         own.array(0, sizes.num_words)[sizes.ring_words :: 16] = first
-        slots = own.array(0, sizes.ring_words).reshape(sizes.num_writers, sizes.num_slots, NUM_WORDS)
-        for number in range(max(1, first - sizes.num_slots + 1), first + 1):
-            slots[:, (number - 1) % sizes.num_slots, 0] = number
+        entries = own.array(0, sizes.ring_words).reshape(sizes.num_writers, sizes.num_entries, NUM_WORDS)
+        for number in range(max(1, first - sizes.num_entries + 1), first + 1):
+            entries[:, (number - 1) % sizes.num_entries, 0] = number
         shared = [own.share()]
     dist.broadcast_object_list(shared, src=0, group=context.group)
     block = own if context.rank == 0 else cpu.open_block(shared[0], 0)
@@ -62,7 +62,7 @@ def write_all(rings: int, sizes: CommandSizes, num_commands: int, first: int, ch
     written = [0] * sizes.num_writers
     while min(written) < num_commands:
         writer = chance.choice([index for index, count in enumerate(written) if count < num_commands])
-        count = min(chance.randint(1, 2 * sizes.num_slots), num_commands - written[writer])
+        count = min(chance.randint(1, 2 * sizes.num_entries), num_commands - written[writer])
         numbers = range(first + written[writer], first + written[writer] + count)
         commands = np.array([fields_of(writer, number) for number in numbers], np.int64)
         assert write_commands(rings, sizes, writer, commands, first + written[writer]) == count
@@ -72,15 +72,15 @@ def write_all(rings: int, sizes: CommandSizes, num_commands: int, first: int, ch
 @examples(6, deep=150)
 @given(
     num_writers=st.integers(1, 5),
-    num_slots=st.integers(1, 4),
+    num_entries=st.integers(1, 4),
     num_commands=st.integers(0, 60),
     first=st.sampled_from((0, 1, 5, 2**40)),
     seed=st.integers(0, 1000),
 )
 def test_every_command_is_taken_once_and_in_order(
-    num_writers: int, num_slots: int, num_commands: int, first: int, seed: int
+    num_writers: int, num_entries: int, num_commands: int, first: int, seed: int
 ) -> None:
-    sizes = CommandSizes(num_writers, num_slots)
+    sizes = CommandSizes(num_writers, num_entries)
     _, found = get_world(2).run(exchange, sizes, num_commands, first, seed)
     by_writer: list[list[list[int]]] = [[] for _ in range(num_writers)]
     for fields in found:
@@ -93,18 +93,18 @@ def test_commands_are_taken_from_every_ring_in_turn() -> None:
     """The example of the kernel; a command whose number is not there yet stays."""
     sizes = CommandSizes(2, 2)
     words = np.zeros(sizes.num_words, np.int64)
-    slots = words[: sizes.ring_words].reshape(2, 2, NUM_WORDS)
+    entries = words[: sizes.ring_words].reshape(2, 2, NUM_WORDS)
     words[sizes.ring_words] = 3
-    slots[0, :, 0] = 5, 4
-    slots[0, :, 1] = 55, 44
-    slots[1, 0, :2] = 0, 66
+    entries[0, :, 0] = 5, 4
+    entries[0, :, 1] = 55, 44
+    entries[1, 0, :2] = 0, 66
     commands = np.zeros((sizes.most_commands, FIELDS), np.int64)
     assert cpu.take_commands(words.ctypes.data, *sizes, commands, 0, 0) == 2
     assert commands[:2, 0].tolist() == [44, 55]
     assert words[sizes.ring_words] == 5
     assert cpu.take_commands(words.ctypes.data, *sizes, commands, 0, 0) == 0
-    slots[1, 0, 0] = 1
-    slots[0, :, 0] = 3, 4
+    entries[1, 0, 0] = 1
+    entries[0, :, 0] = 3, 4
     assert cpu.take_commands(words.ctypes.data, *sizes, commands, 0, 0) == 1
     assert commands[0, 0] == 66
 

@@ -17,13 +17,13 @@ from anyep.backends.cpu.kernels import digests as cpu_digests
 from anyep.backends.cpu.kernels.atomics import load_acquire, store_release
 from anyep.backends.cpu.kernels.groups import (
     Bells,
+    EntryParts,
     Outputs,
     Payload,
     RingResults,
     RingStack,
     RingSums,
     RingTokens,
-    Slots,
     Sums,
     plain,
 )
@@ -277,7 +277,7 @@ def ring_stack(layers: list[Array], num_rows: int) -> RingStack:
 
 def test_a_ring_of_two_rows() -> None:
     """The example of `dispatch_through_rings`: one rank that sends two tokens to itself."""
-    slots, ring = Slots(16, 24, 24, 24, 32, 16, 0, 0), np.zeros(64, np.uint8)
+    parts, ring = EntryParts(16, 24, 24, 24, 32, 16, 0, 0), np.zeros(64, np.uint8)
     tail, head = int64([[7]]), int64([[7]])
     x = np.arange(8, dtype=np.int32).reshape(2, 4)
     result_x, source = np.zeros((2, 4), np.int32), np.zeros(2, np.int32)
@@ -291,7 +291,7 @@ def test_a_ring_of_two_rows() -> None:
     unfinished = rings.dispatch_through_rings(
         *plain(
             *(0, 1, 0),
-            *(stack, slots, Bells(int64([bell.ctypes.data]), NO_WAKE_UP, 0)),
+            *(stack, parts, Bells(int64([bell.ctypes.data]), NO_WAKE_UP, 0)),
             Payload(x.ctypes.data, 16, 0, 0, 0, 0, *no_topk, 0),
             RingTokens(np.zeros((1, 1), np.int64), int32([[0], [1]])),
             RingResults(int32([[0, 2]]), int64([result_x.ctypes.data, source.ctypes.data, 0, 0, 0])),
@@ -320,7 +320,7 @@ def test_a_token_from_two_rings() -> None:
     unfinished = rings.combine_through_rings(
         *plain(
             *(0, 1, 0),
-            *(stack, Slots(32, 40, 40, 40, 48, 32, 0, 0)),
+            *(stack, EntryParts(32, 40, 40, 40, 48, 32, 0, 0)),
             Bells(bells.ctypes.data + 8 * np.arange(2), np.repeat(NO_WAKE_UP, 2), 0),
             Outputs(0, 0, zeros, zeros),
             Sums(out.ctypes.data, 0, 0, 8, 32, cpu.FP32, np.zeros((1, 0), np.float32)),

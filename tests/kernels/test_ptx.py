@@ -386,7 +386,7 @@ COMMANDS = {
 # Low latency
 
 RANKS = {"NUM_RANKS": 8, "RANK_BLOCK": 8}
-TOPK = {"NUM_TOPK": 8, "SLOT_BLOCK": 8}
+TOPK = {"NUM_TOPK": 8, "TOPK_BLOCK": 8}
 SLOT_INT64 = (
     "constants",
     "heaps",
@@ -612,7 +612,7 @@ def test_tiles_that_a_sweep_tries(tile: RowTile | SumTile, num_ranks: int) -> No
     assert machine.shared_bytes <= 48 * 1024
 
 
-ONES = {"NUM_RANKS": 1, "RANK_BLOCK": 2, "NUM_TOPK": 1, "SLOT_BLOCK": 2}
+ONES = {"NUM_RANKS": 1, "RANK_BLOCK": 2, "NUM_TOPK": 1, "TOPK_BLOCK": 2}
 INTEGERS = ("local_experts", "num_scale_words", "max_tokens", "rows_per_expert", "num_experts")
 
 

@@ -25,7 +25,7 @@ from anyep.backends.cpu.kernels.groups import (
     Sums,
     plain,
 )
-from anyep.backends.cpu.rows import slots_group
+from anyep.backends.cpu.rows import entry_parts
 from anyep.layout import NUM_RING_LAYERS
 from anyep.sizes import token_layout
 from tests.support.arrays import Array, from_python, int32, int64
@@ -80,7 +80,7 @@ class Nodes:
     def arguments(self, node: int) -> tuple[Any, ...]:
         """Looks once more than it has to, and does not sleep."""
         addresses = [int64([bell[node:].ctypes.data for node in range(NODES)]) for bell in self.bells]
-        return 0, 1, 1, 0, node, *self.stacks[node], slots_group(self.token), Bells(*addresses, node)
+        return 0, 1, 1, 0, node, *self.stacks[node], entry_parts(self.token), Bells(*addresses, node)
 
 
 class Dispatcher:

@@ -21,6 +21,7 @@ from anyep.backends.cpu.kernels import (
 )
 from anyep.backends.cpu.kernels.groups import (
     Bells,
+    EntryParts,
     NodeHandle,
     NodeSums,
     NodeTokens,
@@ -34,7 +35,6 @@ from anyep.backends.cpu.kernels.groups import (
     RingSums,
     RingTokens,
     Scratch,
-    Slots,
     Sums,
 )
 from anyep.backends.cpu.kernels.sums import BLOCK, FP32
@@ -43,7 +43,7 @@ from tests.support.arrays import Array, flags, from_python, int32, int64
 BASE = 5
 """The rows that went through each ring in earlier calls."""
 ROW_BYTES = 16
-SLOTS = Slots(ROW_BYTES, 24, 24, 24, 32, ROW_BYTES, 0, 0)
+PARTS = EntryParts(ROW_BYTES, 24, 24, 24, 32, ROW_BYTES, 0, 0)
 NO_TOPK = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32)
 
 
@@ -51,7 +51,7 @@ class Ends:
     """One channel between this rank and some peers: its rings to them, and theirs to it."""
 
     def __init__(self, num_peers: int, num_rows: int, chunk: int = 8, first_rank: int = 0) -> None:
-        self.to, self.of = np.zeros((2, num_peers, num_rows, SLOTS.num_bytes), np.uint8)
+        self.to, self.of = np.zeros((2, num_peers, num_rows, PARTS.num_bytes), np.uint8)
         self.counters = np.full((4, num_peers), BASE, np.int64)
         """The tails and heads of the rings to the peers, then of those from them."""
         self.bells = np.zeros(num_peers, np.int64)
@@ -106,9 +106,9 @@ def test_lanes() -> None:
     one.counters[2] += 2
     assert from_python(lanes.end_of_room)(one.rings, 0, 0) == 7
     assert from_python(lanes.end_of_arrived)(one.rings, 0, 0) == 2
-    to = from_python(lanes.entry_to)(one.rings, SLOTS, 0, 0, 5)
+    to = from_python(lanes.entry_to)(one.rings, PARTS, 0, 0, 5)
     assert to == one.to[0, 1].ctypes.data
-    assert from_python(lanes.entry_from)(one.rings, SLOTS, 0, 0, 5) == one.of[0, 1].ctypes.data
+    assert from_python(lanes.entry_from)(one.rings, PARTS, 0, 0, 5) == one.of[0, 1].ctypes.data
     from_python(lanes.publish_tail)(one.rings, 0, 0, 2, one.wake)
     from_python(lanes.publish_head)(one.rings, 0, 0, 1, one.wake)
     assert (one.counters[0, 0], one.counters[3, 0]) == (BASE + 2, BASE + 1)
@@ -133,9 +133,9 @@ def test_rows_in_place_and_in_rings() -> None:
     ends, here, found = Ends(3, 2), rows_of(0, 1, 2, 3, 4), scratch(3)
     find, heads = from_python(lanes.find_rows), int32([[4, -1, 0]])
     summed = outputs(here, [here.ctypes.data, 0, 0])
-    assert find(heads, 0, 0, ends.rings, SLOTS, summed, found) == -1
+    assert find(heads, 0, 0, ends.rings, PARTS, summed, found) == -1
     ends.arrive(2, [[9] * 4])
-    assert find(heads, 0, 0, ends.rings, SLOTS, summed, found) == 2
+    assert find(heads, 0, 0, ends.rings, PARTS, summed, found) == 2
     assert found.rows[:2].tolist() == [here[4].ctypes.data, ends.of[2, 0].ctypes.data]
     from_python(lanes.release_rows)(heads, 0, 0, ends.rings, summed, ends.wake)
     assert ends.counters[3].tolist() == [BASE, BASE, BASE + 1]
@@ -163,11 +163,11 @@ def test_send_chunk() -> None:
     ends, x = Ends(1, 1), rows_of(0, 1, 2)
     tokens = RingTokens(np.zeros((1, 1), np.int64), int32([[0], [-1], [1]]))
     send = from_python(rings.send_chunk)
-    assert send(0, 0, ends.rings, SLOTS, ends.wake, payload(x), tokens, 0) == (1, False)
+    assert send(0, 0, ends.rings, PARTS, ends.wake, payload(x), tokens, 0) == (1, False)
     assert tokens.cursor[0, 0] == 2
     assert ends.counters[0, 0] == BASE + 1
     ends.counters[1, 0] += 1
-    assert send(0, 0, ends.rings, SLOTS, ends.wake, payload(x), tokens, 0) == (1, True)
+    assert send(0, 0, ends.rings, PARTS, ends.wake, payload(x), tokens, 0) == (1, True)
     assert ends.row(ends.to, 0, 0) == [2] * 4
 
 
@@ -176,7 +176,7 @@ def test_take_arrived() -> None:
     ends.arrive(0, [[1] * 4, [2] * 4], source=7)
     results = RingResults(int32([[5, 3]]), int64([x.ctypes.data, sources.ctypes.data, 0, 0, 0]))
     take = from_python(rings.take_arrived)
-    assert take(0, 0, ends.rings, SLOTS, ends.wake, results, 0) == (2, False)
+    assert take(0, 0, ends.rings, PARTS, ends.wake, results, 0) == (2, False)
     assert x[:, 0].tolist() == [-9] * 5 + [1, 2, -9]
     assert sources.tolist() == [-9] * 5 + [7, 7, -9]
     assert ends.counters[3, 0] == BASE + 2
@@ -185,7 +185,7 @@ def test_take_arrived() -> None:
 def test_push_chunk() -> None:
     ends, x = Ends(1, 2), rows_of(*range(8))
     push = from_python(rings.push_chunk)
-    arguments = ends.rings, SLOTS, ends.wake, outputs(x, [0]), int32([[5, 3]]), 0
+    arguments = ends.rings, PARTS, ends.wake, outputs(x, [0]), int32([[5, 3]]), 0
     assert push(0, 0, *arguments) == (2, False)
     assert [ends.row(ends.to, 0, entry)[0] for entry in range(2)] == [5, 6]
     assert from_python(rings.lane_of)(int32([[0, 2], [2, 3]]), 0, 1, ends.rings) == (2, 3)
@@ -195,7 +195,7 @@ def test_sum_arrived() -> None:
     ends, out = Ends(1, 2), rows_of(-9, -9)
     ends.arrive(0, [[3] * 4])
     tokens = RingSums(np.zeros(1, np.int64), int32([[0], [1]]), int32([[0, 0]]))
-    arguments = ends.rings, SLOTS, ends.wake, outputs(out, [0]), sums_to(out), tokens, scratch(1)
+    arguments = ends.rings, PARTS, ends.wake, outputs(out, [0]), sums_to(out), tokens, scratch(1)
     assert from_python(rings.sum_arrived)(0, *arguments) == (1, False)
     assert (tokens.cursor.tolist(), out[:, 0].tolist()) == ([1], [3, -9])
 
@@ -207,7 +207,7 @@ def test_send_to_node() -> None:
     ends, x = Ends(2, 1), rows_of(0, 1)
     tokens = NodeTokens(np.zeros((1, 2), np.int64), flags([[0, 1]] * 2), int32([[-1, 0], [-1, 1]]))
     send = from_python(relay_dispatch.send_to_node)
-    assert send(0, 1, ends.rings, SLOTS, ends.wake, payload(x), tokens, 0) == (1, False)
+    assert send(0, 1, ends.rings, PARTS, ends.wake, payload(x), tokens, 0) == (1, False)
     assert tokens.cursor.tolist() == [[0, 1]]
     assert ends.row(ends.to, 1, 0) == [0] * 4
 
@@ -241,8 +241,8 @@ def test_relay_rows() -> None:
     x, meta = rows_of(-9), np.full((1, 2), -9, np.int32)
     relayed = relayed_to([[x.ctypes.data, meta.ctypes.data, 0, 0, 0], [0] * 5], [0, 4])
     tokens = NodeTokens(np.zeros((1, 2), np.int64), flags(np.zeros((0, 4))), int32(np.zeros((0, 2))))
-    relay, own_slot = from_python(relay_dispatch.relay_rows), np.zeros(SLOTS.num_bytes, np.uint8)
-    done = relay(*(0, 0, net.rings, nvl.rings, SLOTS, net.wake, payload(x), tokens, relayed, 1, own_slot, 0))
+    relay, own_entry = from_python(relay_dispatch.relay_rows), np.zeros(PARTS.num_bytes, np.uint8)
+    done = relay(*(0, 0, net.rings, nvl.rings, PARTS, net.wake, payload(x), tokens, relayed, 1, own_entry, 0))
     assert done == (1, True)
     assert (x.tolist(), meta.tolist()) == ([[6] * 4], [[0, 3]])
     assert nvl.row(nvl.to, 1, 0) == [6] * 4
@@ -257,7 +257,7 @@ def test_take_from_a_ring_of_the_node() -> None:
     places = int64([x.ctypes.data, meta.ctypes.data, 0, 0, 0])
     received = Received(int32([[1]]), int64([[[5, 9]]]), places)
     take = from_python(relay_dispatch.take_from_ring)
-    assert take(0, 0, nvl.rings, SLOTS, nvl.wake, received, 0, 1, 0) == (1, True)
+    assert take(0, 0, nvl.rings, PARTS, nvl.wake, received, 0, 1, 0) == (1, True)
     assert (x[9].tolist(), received.next_row.tolist()) == ([2] * 4, [[[5, 10]]])
 
 
@@ -265,7 +265,7 @@ def test_push_to_relay() -> None:
     nvl, x = Ends(1, 4), rows_of(*range(10))
     pushed = Pushed(int64([[[5, 9]]]), int64([[[0, 2, 3]]]))
     push = from_python(relay_combine.push_to_relay)
-    assert push(0, 0, nvl.rings, SLOTS, nvl.wake, outputs(x, [0]), pushed, 0) == (3, True)
+    assert push(0, 0, nvl.rings, PARTS, nvl.wake, outputs(x, [0]), pushed, 0) == (3, True)
     assert [nvl.row(nvl.to, 0, entry)[0] for entry in range(3)] == [5, 6, 9]
 
 
@@ -279,7 +279,7 @@ def test_return_sums() -> None:
         *(int64([[0, 0]]), int32([[0], [2]]), 0),
     )
     combined, found = outputs(here, [here.ctypes.data, 0]), scratch(2)
-    arguments = net.rings, nvl.rings, SLOTS, net.wake, combined, sums_to(here), tokens, found
+    arguments = net.rings, nvl.rings, PARTS, net.wake, combined, sums_to(here), tokens, found
     assert from_python(relay_combine.return_sums)(0, 1, *arguments) == (1, False)
     assert net.row(net.to, 1, 0)[:2] == [4, 6]
     assert net.counters[0].tolist() == [BASE, BASE + 1]
@@ -295,8 +295,8 @@ def test_sum_own() -> None:
         *(np.zeros(1, np.int64), int32([[0, 0], [-1, 1]]), int32([[0]])),
         *(int64([[0, 1]]), int32([[1], [0]]), 0),
     )
-    combined, own_row = outputs(here, [here.ctypes.data]), np.zeros(SLOTS.num_bytes, np.uint8)
-    arguments = net.rings, nvl.rings, SLOTS, net.wake, combined, sums_to(out), tokens, scratch(2), own_row
+    combined, own_row = outputs(here, [here.ctypes.data]), np.zeros(PARTS.num_bytes, np.uint8)
+    arguments = net.rings, nvl.rings, PARTS, net.wake, combined, sums_to(out), tokens, scratch(2), own_row
     assert from_python(relay_combine.sum_own)(0, 0, *arguments) == (1, False)
     assert out[0, :2].tolist() == [4, 6]
     assert tokens.cursor.tolist() == [1]

@@ -307,17 +307,17 @@ class Protocol:
         elif action == "arrived":
             theirs = theirs._replace(arrived=put(theirs.arrived, me, number))
         elif action == "put":
-            slot = me * call.ring_rows + (theirs.tails[me] - is_second) % call.ring_rows
-            if theirs.rings[slot] is not None:
-                raise Violation("ring", f"{step}: over {theirs.rings[slot]}")
-            theirs = theirs._replace(rings=put(theirs.rings, slot, Row(me, number, position)))
+            entry = me * call.ring_rows + (theirs.tails[me] - is_second) % call.ring_rows
+            if theirs.rings[entry] is not None:
+                raise Violation("ring", f"{step}: over {theirs.rings[entry]}")
+            theirs = theirs._replace(rings=put(theirs.rings, entry, Row(me, number, position)))
         elif action == "tail":
             theirs = theirs._replace(tails=put(theirs.tails, me, theirs.tails[me] + 1))
         elif action == "take":
-            slot = peer * call.ring_rows + (mine.heads[peer] - is_second) % call.ring_rows
-            if mine.rings[slot] != Row(peer, number, position):
-                raise Violation("rows", f"{step}: found {mine.rings[slot]}")
-            mine = mine._replace(rings=put(mine.rings, slot, None))
+            entry = peer * call.ring_rows + (mine.heads[peer] - is_second) % call.ring_rows
+            if mine.rings[entry] != Row(peer, number, position):
+                raise Violation("rows", f"{step}: found {mine.rings[entry]}")
+            mine = mine._replace(rings=put(mine.rings, entry, None))
         elif action == "head":
             mine = mine._replace(heads=put(mine.heads, peer, mine.heads[peer] + 1))
         elif action == "pull":

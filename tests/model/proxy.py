@@ -48,7 +48,7 @@ class Rules:
     number_last: bool = True
     """The number of a command is stored after its fields."""
     waits_for_command_room: bool = True
-    """A slot of a command ring is not written again before its command was taken."""
+    """An entry of a command ring is not written again before its command was taken."""
     taken_after_reading: bool = True
     """The proxy says that it has taken a command after it has read it."""
     signal_after_bytes: bool = True
@@ -78,9 +78,9 @@ EMPTY = Command(NO_WORD, NO_WORD, NO_WORD, NO_WORD, 0)
 
 
 class Ring(NamedTuple):
-    """A command ring: (number, command) of each slot."""
+    """A command ring: (number, command) of each entry."""
 
-    slots: tuple[tuple[int, Command], ...]
+    entries: tuple[tuple[int, Command], ...]
     written: int
     taken: int
     half: tuple[Command, Command | None] | None = None
@@ -129,7 +129,7 @@ class Proxies:
     num_rows: int = 1
     """That each rank sends to its relay in each call."""
     ring_rows: int = 1
-    num_slots: int = 1
+    num_entries: int = 1
     """Of a command ring."""
     detailed: frozenset[int] = frozenset(range(8))
     """The ranks whose proxies and puts take several steps; those of the others happen at once, at any
@@ -168,7 +168,7 @@ class Proxies:
     # The model
 
     def start(self) -> State:
-        ring = Ring(((0, EMPTY),) * self.num_slots, 0, 0)
+        ring = Ring(((0, EMPTY),) * self.num_entries, 0, 0)
         nothing: tuple[Any, ...] = (None,) * (2 * (self.num_boxes + self.ring_rows))
         memory = (*nothing, *(0,) * (self.num_boxes + 2))
         none = (0,) * self.per_node
@@ -277,25 +277,25 @@ class Proxies:
             return
         ring = before[me].rings[index]
         said_taken = max(ring.taken, ring.announced)
-        if ring.written - said_taken == self.num_slots and self.rules.waits_for_command_room:
+        if ring.written - said_taken == self.num_entries and self.rules.waits_for_command_room:
             return
-        slot = ring.written % self.num_slots
-        number, old = ring.slots[slot]
+        entry = ring.written % self.num_entries
+        number, old = ring.entries[entry]
         if self.rules.number_last:
-            slots, late = put(ring.slots, slot, (number, command)), None
+            entries, late = put(ring.entries, entry, (number, command)), None
         else:
-            slots, late = put(ring.slots, slot, (ring.written + 1, old)), command
-        ring = ring._replace(slots=slots, half=(command, late))
+            entries, late = put(ring.entries, entry, (ring.written + 1, old)), command
+        ring = ring._replace(entries=entries, half=(command, late))
         yield step, self._with_ring(after, me, index, ring)
 
     def _second_half(
         self, state: State, me: int, index: int, command: Command, late: Command | None
     ) -> tuple[Step, State]:
         ring = state[me].rings[index]
-        slot = ring.written % self.num_slots
+        entry = ring.written % self.num_entries
         number = ring.written + 1
-        slots = put(ring.slots, slot, (number, command if late is None else late))
-        ring = ring._replace(slots=slots, written=number, half=None)
+        entries = put(ring.entries, entry, (number, command if late is None else late))
+        ring = ring._replace(entries=entries, written=number, half=None)
         return Step(me, "number", number), self._with_ring(state, me, index, ring)
 
     def _next_call(self, state: State, me: int) -> Iterator[tuple[Step, State]]:
@@ -313,7 +313,7 @@ class Proxies:
     def _take(self, state: State, me: int, index: int) -> Iterator[tuple[Step, State]]:
         ring = state[me].rings[index]
         number = ring.taken + 1
-        found, command = ring.slots[ring.taken % self.num_slots]
+        found, command = ring.entries[ring.taken % self.num_entries]
         if not self.rules.taken_after_reading and ring.announced < number:
             if found == number:
                 announced = ring._replace(announced=number)

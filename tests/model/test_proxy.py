@@ -17,9 +17,9 @@ from tests.model.proxy import Proxies, Rules
 
 FIRST = frozenset({0})
 """The proxy of one rank in full detail; what the others put arrives at any time, but whole."""
-TWO = Proxies(num_calls=2, num_rows=2, num_slots=2)
+TWO = Proxies(num_calls=2, num_rows=2, num_entries=2)
 MESSAGES = Proxies(num_calls=3, num_rows=0)
-ROWS = Proxies(num_calls=1, num_rows=3, ring_rows=2, num_slots=2, detailed=FIRST)
+ROWS = Proxies(num_calls=1, num_rows=3, ring_rows=2, num_entries=2, detailed=FIRST)
 ONE_SLOT = Proxies(num_calls=1, num_rows=3, ring_rows=2, detailed=FIRST)
 TWO_BY_TWO = Proxies(num_calls=3, per_node=2, num_rows=1, detailed=FIRST)
 EXPLORED = {
@@ -43,8 +43,8 @@ def test_what_arrives_is_right(model: Proxies) -> None:
     [
         Proxies(num_calls=2, per_node=2, num_rows=0, detailed=frozenset({0, 3})),
         Proxies(num_calls=1, per_node=2, num_rows=2, detailed=frozenset({0, 2})),
-        Proxies(num_calls=2, per_node=2, num_rows=2, num_slots=2, detailed=FIRST),
-        Proxies(num_calls=3, num_rows=3, ring_rows=2, num_slots=2),
+        Proxies(num_calls=2, per_node=2, num_rows=2, num_entries=2, detailed=FIRST),
+        Proxies(num_calls=3, num_rows=3, ring_rows=2, num_entries=2),
     ],
     ids=["messages", "both ends of a ring", "more rows", "three calls"],
 )

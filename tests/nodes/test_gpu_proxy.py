@@ -104,7 +104,7 @@ def gather_commands(context: RankContext) -> tuple[int, int]:
     """Commands that are there at once become one put; counters are raised once, to the last value."""
     use_loopback()
     peer = 1 - context.rank
-    rank = ProxyRank(context, [peer], num_channels=4, ring_rows=8, row_words=1000, num_slots=8)
+    rank = ProxyRank(context, [peer], num_channels=4, ring_rows=8, row_words=1000, num_entries=8)
     step = threading.Event()
     take = rank.proxy._commands.take
 

@@ -23,23 +23,23 @@ def write_commands(
 ) -> int:
     """Write the rows of `commands` ([command, field]) into a writer's ring, which has had `first` before;
     wait for room. Returns how many were written in time."""
-    ring = rings + 8 * NUM_WORDS * sizes.num_slots * writer
+    ring = rings + 8 * NUM_WORDS * sizes.num_entries * writer
     taken = rings + 8 * (sizes.ring_words + TAKEN_WORDS * writer)
-    return int(_write(ring, taken, sizes.num_slots, commands, first, int(timeout_s * 1e9)))
+    return int(_write(ring, taken, sizes.num_entries, commands, first, int(timeout_s * 1e9)))
 
 
 @numba.njit(nogil=True)
-def _write(ring, taken, num_slots, commands, first, timeout_ns):  # type: ignore[no-untyped-def]
+def _write(ring, taken, num_entries, commands, first, timeout_ns):  # type: ignore[no-untyped-def]
     until = monotonic_ns() + timeout_ns
     for index in range(len(commands)):
         number = first + index + 1
-        while load_acquire(taken) + num_slots < number:
+        while load_acquire(taken) + num_entries < number:
             pause()
             if monotonic_ns() > until:
                 return index
-        slot = ring + 8 * NUM_WORDS * ((number - 1) % num_slots)
-        words = int64_at(slot, NUM_WORDS)
+        entry = ring + 8 * NUM_WORDS * ((number - 1) % num_entries)
+        words = int64_at(entry, NUM_WORDS)
         for field in range(FIELDS):
             words[1 + field] = commands[index, field]
-        store_release(slot, number)
+        store_release(entry, number)
     return len(commands)

@@ -25,7 +25,7 @@ from tests.support.world import RankContext
 Array = np.ndarray[Any, Any]
 ABORT_AT = 0
 LINE_WORDS = 16
-NUM_SLOTS = 4
+NUM_ENTRIES = 4
 
 
 class KnownPeers:
@@ -53,7 +53,7 @@ class ProxyRank:
         num_channels: int,
         ring_rows: int,
         row_words: int,
-        num_slots: int = NUM_SLOTS,
+        num_entries: int = NUM_ENTRIES,
     ) -> None:
         cpu.compile_kernels(cpu.Group.CONTROL, cpu.Group.NODES, cpu.Group.PROXY)
         self.rank, self.num_ranks, self.peers = context.rank, context.num_ranks, peers
@@ -66,7 +66,7 @@ class ProxyRank:
         self.received = self.rows.array(0, half).reshape(shape)
         self.to_send = self.rows.array(8 * half, half).reshape(shape)
         self.words = self.inbox.array(0, self.inbox.num_bytes // 8)
-        self.sizes = CommandSizes(2 * num_channels, num_slots)
+        self.sizes = CommandSizes(2 * num_channels, num_entries)
         self.commands = OwnBlock("commands", 8 * self.sizes.num_words)
         engine = NixlEngine(self.rank, self.inbox)
         self.region = engine.expose(self.rows.address, self.rows.num_bytes)

@@ -113,7 +113,17 @@ def test_exceptions_travel(name: str, also: type[Exception]) -> None:
 
 # A module may import those of its own layer and of the layers before it.
 LAYERS = (
-    ("version", "errors", "machine", "launch", "progress", "ending", "nixl_packages", "requirements"),
+    (
+        "version",
+        "errors",
+        "machine",
+        "launch",
+        "progress",
+        "ending",
+        "nixl_packages",
+        "requirements",
+        "link_rates",
+    ),
     ("sizes", "settings"),
     ("topology", "layout", "events", "core", "join"),
     ("planning",),

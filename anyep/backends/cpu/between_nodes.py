@@ -26,10 +26,10 @@ from anyep.backends.cpu.rows import (
     RowMover,
     TokenPlaces,
     addresses_of,
+    entry_parts,
     first_tokens,
     outputs_group,
     payload_group,
-    slots_group,
     sums_group,
 )
 from anyep.core.calls import Array, Call, Phase, Stall
@@ -359,7 +359,7 @@ class BetweenNodes:
         control, plan, team = self._mover.control, self._plan, self._mover.team
         control.enter(call, Phase.RINGS)
         arguments = groups.plain(
-            *(plan.node, rings.net_stack, rings.nvl_stack, slots_group(token), self._mover.bells),
+            *(plan.node, rings.net_stack, rings.nvl_stack, entry_parts(token), self._mover.bells),
             *arguments,
         )
         unfinished: list[int] = []

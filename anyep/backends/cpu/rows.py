@@ -260,10 +260,10 @@ def sums_group(combined: CombineInput, out: torch.Tensor, out_weights: torch.Ten
 
 
 @cache
-def slots_group(token: TokenLayout) -> groups.Slots:
-    """What an entry of a ring holds."""
+def entry_parts(token: TokenLayout) -> groups.EntryParts:
+    """The parts of a ring's entry."""
     meta_at, scales_at, ids_at, weights_at, num_bytes = part_offsets(token).tolist()
-    return groups.Slots(
+    return groups.EntryParts(
         *(meta_at, scales_at, ids_at, weights_at, num_bytes),
         token.hidden_bytes,
         token.num_scales,

@@ -23,10 +23,10 @@ from anyep.backends.cpu.rows import (
     RowMover,
     TokenPlaces,
     addresses_of,
+    entry_parts,
     first_tokens,
     outputs_group,
     payload_group,
-    slots_group,
     sums_group,
 )
 from anyep.core.calls import Array, Call, Phase, Stall
@@ -252,7 +252,7 @@ class WithinNode:
         """
         control, team = self._mover.control, self._mover.team
         control.enter(call, Phase.RINGS)
-        arguments = groups.plain(rings, slots_group(token), self._mover.bells, *arguments)
+        arguments = groups.plain(rings, entry_parts(token), self._mover.bells, *arguments)
         unfinished: list[int] = []
 
         def all_channels(num_spins: int) -> int:

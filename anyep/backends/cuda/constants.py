@@ -42,7 +42,7 @@ COMMANDS: Final = 28
 """The address of the rings of commands in memory of the host (anyep/core/commands.py); 0 without a proxy."""
 COMMANDS_TAKEN: Final = 29
 """The address of the counts of commands that the proxy has taken, also in memory of the host."""
-COMMAND_SLOTS: Final = 30
+COMMAND_ENTRIES: Final = 30
 COMMAND_COUNTS: Final = 31
 """The address of two words per writer, in memory of the GPU: the commands that it has written, and the
 last one that its ring is known to have room for."""

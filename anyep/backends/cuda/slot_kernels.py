@@ -162,14 +162,14 @@ class SlotKernels:
 
     def send_tokens(self, at: SlotTables, travel: Format, num_topk: int, num_shares: int) -> Launch:
         """Put tokens into messages, list them by expert, and post completion records."""
-        slot_block = block_of(num_topk)
+        topk_block = block_of(num_topk)
         constants = {
             "TRAVEL": int(travel),
             "NUM_TOPK": num_topk,
-            "SLOT_BLOCK": slot_block,
+            "TOPK_BLOCK": topk_block,
             "NUM_SHARES": num_shares,
             "TILE_BLOCKS": CAST_BLOCKS,
-            "TILE_TOKENS": max(16, LIST_CHOICES // slot_block),
+            "TILE_TOKENS": max(16, LIST_CHOICES // topk_block),
             **self._blocks,
         }
         x = Input("x", torch.uint16)
@@ -250,7 +250,7 @@ class SlotKernels:
         constants = {
             "USE_LOGFMT": use_logfmt,
             "NUM_TOPK": num_topk,
-            "SLOT_BLOCK": block_of(num_topk),
+            "TOPK_BLOCK": block_of(num_topk),
             "TILE_LIST": SEARCH_TILE,
             "TILE_BLOCKS": CAST_BLOCKS if use_logfmt else SUM_BLOCKS,
             "IN_HARDWARE": self._gpu.rounds_in_hardware,

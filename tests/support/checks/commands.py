@@ -60,11 +60,11 @@ def acquire_some(constants, words, wanted, found, count: tl.constexpr):
 class Rings:
     """The rings of some writers, and the tables by which kernels find them."""
 
-    def __init__(self, device: str, num_writers: int, num_slots: int, timeout_ns: int = TIMEOUT_NS) -> None:
-        self.sizes = CommandSizes(num_writers, num_slots)
+    def __init__(self, device: str, num_writers: int, num_entries: int, timeout_ns: int = TIMEOUT_NS) -> None:
+        self.sizes = CommandSizes(num_writers, num_entries)
         self.device = device
         self.words = pinned_words(self.sizes.num_words)
-        self.slots = self.words[: self.sizes.ring_words].reshape(num_writers, num_slots, NUM_WORDS)
+        self.entries = self.words[: self.sizes.ring_words].reshape(num_writers, num_entries, NUM_WORDS)
         self.taken = self.words[self.sizes.ring_words :].reshape(num_writers, TAKEN_WORDS)[:, 0]
         self.counts = torch.zeros((num_writers, 2), dtype=torch.int64, device=device)
         self.heap = torch.zeros(8, dtype=torch.int64, device=device)
@@ -75,7 +75,7 @@ class Rings:
         table[constants.TIMEOUT_NS] = timeout_ns
         table[constants.COMMANDS] = self.words.ctypes.data
         table[constants.COMMANDS_TAKEN] = self.taken.ctypes.data
-        table[constants.COMMAND_SLOTS] = num_slots
+        table[constants.COMMAND_ENTRIES] = num_entries
         table[constants.COMMAND_COUNTS] = self.counts.data_ptr()
         self.constants = torch.tensor(table, dtype=torch.int64, device=device)
 
@@ -102,24 +102,24 @@ def command(writer: int, number: int) -> list[int]:
 
 
 def check_command(device: str) -> None:
-    """The example of `put`: with 3 commands written and 2 taken, command 4 goes into slot 1 of its ring."""
-    rings = Rings(device, num_writers=2, num_slots=2)
+    """The example of `put`: with 3 commands written and 2 taken, command 4 goes into entry 1 of its ring."""
+    rings = Rings(device, num_writers=2, num_entries=2)
     commands = [[command(writer, number) for number in range(4)] for writer in range(2)]
     assert rings.put(commands, 0, 2) == [[1, 1, -1, -1]] * 2
     assert rings.take() == [*commands[0][:2], *commands[1][:2]]
     assert rings.put(commands, 2, 1) == [[-1, -1, 1, -1]] * 2
     assert rings.put(commands, 3, 1) == [[-1, -1, -1, 1]] * 2
     assert rings.taken.tolist() == [2, 2]
-    assert rings.slots[1, :, 0].tolist() == [3, 4]
-    assert rings.slots[1, 1, 1:7].tolist() == commands[1][3]
+    assert rings.entries[1, :, 0].tolist() == [3, 4]
+    assert rings.entries[1, 1, 1:7].tolist() == commands[1][3]
     assert rings.counts.tolist() == [[4, 4], [4, 4]]
     assert rings.take() == [*commands[0][2:], *commands[1][2:]]
     assert rings.taken.tolist() == [4, 4]
 
 
 def check_room_is_waited_for(device: str) -> None:
-    """The example of `wait_for_room`: with 2 slots, command 5 has room when command 3 is taken."""
-    rings = Rings(device, num_writers=1, num_slots=2)
+    """The example of `wait_for_room`: with 2 entries, command 5 has room when command 3 is taken."""
+    rings = Rings(device, num_writers=1, num_entries=2)
     commands = [[command(0, number) for number in range(5)]]
     assert rings.put(commands, 0, 2) == [[1, 1, -1, -1, -1]]
     taken = rings.take()
@@ -140,11 +140,11 @@ def check_room_is_waited_for(device: str) -> None:
 
 def check_no_room(device: str) -> None:
     """A proxy that takes nothing: the command is not written, and this rank's abort flag is raised."""
-    rings = Rings(device, num_writers=1, num_slots=1, timeout_ns=50_000_000)
+    rings = Rings(device, num_writers=1, num_entries=1, timeout_ns=50_000_000)
     commands = [[command(0, number) for number in range(2)]]
     assert rings.put(commands, 0, 2) == [[1, 0]]
     assert int(rings.heap[ABORT_WORD]) == 1 + RANK
-    assert rings.slots[0, 0, 1:7].tolist() == commands[0][0]
+    assert rings.entries[0, 0, 1:7].tolist() == commands[0][0]
     # The ring can be used again, once there is room.
     assert rings.take() == commands[0][:1]
     assert rings.put(commands, 1, 1) == [[-1, 1]]
@@ -152,7 +152,7 @@ def check_no_room(device: str) -> None:
 
 
 def check_abort_ends_the_wait_for_room(device: str) -> None:
-    rings = Rings(device, num_writers=1, num_slots=1)
+    rings = Rings(device, num_writers=1, num_entries=1)
     rings.heap[ABORT_WORD] = 1
     assert rings.put([[command(0, 0), command(0, 1)]], 0, 2) == [[1, 0]]
     assert int(rings.heap[ABORT_WORD]) == 1
@@ -160,7 +160,7 @@ def check_abort_ends_the_wait_for_room(device: str) -> None:
 
 def check_many_commands(device: str) -> None:
     """Programs of many warps, whose commands are taken while they write."""
-    rings = Rings(device, num_writers=3, num_slots=4)
+    rings = Rings(device, num_writers=3, num_entries=4)
     commands = [[command(writer, number) for number in range(40)] for writer in range(3)]
     taken: list[list[int]] = []
 
@@ -178,7 +178,7 @@ def check_many_commands(device: str) -> None:
 
 def check_words_of_the_host(device: str) -> None:
     """The example of `acquire_words`."""
-    rings = Rings(device, num_writers=1, num_slots=1)
+    rings = Rings(device, num_writers=1, num_entries=1)
     words = pinned_words(4)
     words[:] = [5, 6, 7, 8]
     # On a GPU, memory of the host has the same address.

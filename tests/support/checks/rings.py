@@ -82,8 +82,8 @@ class Sizes:
 
     @property
     def heap_bytes(self) -> int:
-        num_slots = self.num_channels * self.num_ranks * self.ring_rows
-        return self.rows_at + num_slots * self.token.token_bytes
+        num_entries = self.num_channels * self.num_ranks * self.ring_rows
+        return self.rows_at + num_entries * self.token.token_bytes
 
     @property
     def rank_block(self) -> int:
@@ -787,7 +787,7 @@ def ask_parts(tables: Tables, area: RingArea, prefixes: Prefixes, send_head, ans
     tl.store(answers + 16 + at, counts)
     tl.store(answers + 18 + at, first_rows)
     numbers = tl.arange(0, 4)
-    tl.store(answers + 20 + numbers, rings.slots_at(to_peers, 1, at.to(tl.int64) + 3, numbers))
+    tl.store(answers + 20 + numbers, rings.entries_at(to_peers, 1, at.to(tl.int64) + 3, numbers))
     tl.store(answers + 24, rings.num_tokens_of(area.num_channels, 7))
 
 
@@ -803,7 +803,7 @@ def check_parts(device: str) -> None:
     launch(
         *(ask_parts, device, 4),
         Tables(here, *[heaps] * 6),
-        RingArea(rows_at=96, ring_rows=3, slot_bytes=16, num_channels=3),
+        RingArea(rows_at=96, ring_rows=3, entry_bytes=16, num_channels=3),
         Prefixes(there([[0, 2], [0, 3]], torch.int32), heaps, there([[0, 1], [0, 0]], torch.int32), heaps),
         there([[4, 0], [-1, 1]], torch.int32),
         answers,

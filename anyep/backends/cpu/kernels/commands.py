@@ -11,16 +11,16 @@ from anyep.core.commands import FIELDS, NUM_WORDS, TAKEN_WORDS
 
 
 @inlined
-def _take_from_ring(ring, taken_at, num_slots, commands, num_commands):
+def _take_from_ring(ring, taken_at, num_entries, commands, num_commands):
     """Copy the complete commands of one ring behind the first `num_commands`; returns how many there are
     then."""
     first = taken = load_acquire(taken_at)
     # No more than a ring holds: a writer that is as fast as this loop must not keep it from the other rings.
-    while taken < first + num_slots:
-        slot = ring + 8 * NUM_WORDS * (taken % num_slots)
-        if load_acquire(slot) != taken + 1:
+    while taken < first + num_entries:
+        entry = ring + 8 * NUM_WORDS * (taken % num_entries)
+        if load_acquire(entry) != taken + 1:
             break
-        words = int64_at(slot, NUM_WORDS)
+        words = int64_at(entry, NUM_WORDS)
         for index in range(FIELDS):
             commands[num_commands, index] = words[1 + index]
         num_commands += 1
@@ -31,18 +31,18 @@ def _take_from_ring(ring, taken_at, num_slots, commands, num_commands):
 
 
 @kernel("int64(int64, int64, int64, int64[:, ::1], int64, int64)")
-def take_commands(rings, num_writers, num_slots, commands, patience_ns, nap_us):
+def take_commands(rings, num_writers, num_entries, commands, patience_ns, nap_us):
     """Take all commands that are complete, of every ring in turn; wait for the first one for `patience_ns`.
 
     Between two looks at all rings this sleeps for `nap_us`, unless that is 0. `rings` is followed by the
-    taken counts. `commands` has room for all slots of all rings. Returns how many commands it has taken,
+    taken counts. `commands` has room for all entries of all rings. Returns how many commands it has taken,
     0 if there was none in time.
 
     Example:
-        With one ring of 2 slots, 3 commands taken, and the numbers [5, 4] in its slots: commands 4 and 5 are
-        taken, in this order, and the taken count becomes 5. With the numbers [3, 4], only command 4 is.
+        With one ring of 2 entries, 3 commands taken, and the numbers [5, 4] in its entries: commands 4 and 5
+        are taken, in this order, and the taken count becomes 5. With the numbers [3, 4], only command 4 is.
     """
-    ring_bytes = 8 * NUM_WORDS * num_slots
+    ring_bytes = 8 * NUM_WORDS * num_entries
     taken = rings + ring_bytes * num_writers
     until = monotonic_ns() + patience_ns
     while True:
@@ -51,7 +51,7 @@ def take_commands(rings, num_writers, num_slots, commands, patience_ns, nap_us):
             num_commands = _take_from_ring(
                 rings + ring_bytes * writer,
                 taken + 8 * TAKEN_WORDS * writer,
-                num_slots,
+                num_entries,
                 commands,
                 num_commands,
             )

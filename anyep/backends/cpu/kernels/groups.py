@@ -50,8 +50,8 @@ class RingStack(NamedTuple):
     rank_stride: Number
 
 
-class Slots(NamedTuple):
-    """What an entry of a ring holds: a row, then source meta, scales, ids and weights at these offsets."""
+class EntryParts(NamedTuple):
+    """The parts of a ring's entry: a row, then source meta, scales, ids and weights at these offsets."""
 
     meta_at: Number
     scales_at: Number
@@ -290,8 +290,8 @@ def members_of(group: Any) -> dict[str, Any]:
 GROUP_TYPES: Final = {
     group.__name__: types.BaseTuple.from_types(list(members_of(group).values()))
     for group in (
-        *(RingStack, Slots, Bells, Payload, Outputs, Sums, RingTokens, RingResults, RingSums, NodeTokens),
-        *(Relayed, Received, Pushed, NodeSums, NodeHandle),
+        *(RingStack, EntryParts, Bells, Payload, Outputs, Sums, RingTokens, RingResults, RingSums),
+        *(NodeTokens, Relayed, Received, Pushed, NodeSums, NodeHandle),
         *(Positions, CompactRows, ExpandedRows, ReducedRows),
     )
 }

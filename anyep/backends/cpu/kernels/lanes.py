@@ -46,15 +46,15 @@ def receives(rings, channel, peer):
 
 
 @inlined
-def entry_to(rings, slots, channel, peer, number):
+def entry_to(rings, parts, channel, peer, number):
     """The address of an entry in the ring to a peer: row 5 of a ring of 4 rows is in entry 1."""
-    return rings.layers[SEND_ROWS, channel, peer] + number % rings.num_rows * slots.num_bytes
+    return rings.layers[SEND_ROWS, channel, peer] + number % rings.num_rows * parts.num_bytes
 
 
 @inlined
-def entry_from(rings, slots, channel, peer, number):
+def entry_from(rings, parts, channel, peer, number):
     """The address of an entry in the ring from a peer: row 5 of a ring of 4 rows is in entry 1."""
-    return rings.layers[RECV_ROWS, channel, peer] + number % rings.num_rows * slots.num_bytes
+    return rings.layers[RECV_ROWS, channel, peer] + number % rings.num_rows * parts.num_bytes
 
 
 @inlined
@@ -123,16 +123,16 @@ def polls_after_round(num_polls, is_progress, num_spins, max_polls, bell, bells)
 
 
 @inlined
-def push_row(entry, slots, outputs, row, streaming):
+def push_row(entry, parts, outputs, row, streaming):
     """Copy a row of this rank's outputs, and its weights, into an entry of a ring."""
-    copy_row(entry, outputs.x + row * slots.row_bytes, slots.row_bytes, streaming)
-    if slots.num_topk:
-        weights = outputs.topk_weights + 4 * row * slots.num_topk
-        copy_bytes(entry + slots.weights_at, weights, 4 * slots.num_topk)
+    copy_row(entry, outputs.x + row * parts.row_bytes, parts.row_bytes, streaming)
+    if parts.num_topk:
+        weights = outputs.topk_weights + 4 * row * parts.num_topk
+        copy_bytes(entry + parts.weights_at, weights, 4 * parts.num_topk)
 
 
 @inlined
-def find_rows(heads, token, channel, rings, slots, outputs, scratch):
+def find_rows(heads, token, channel, rings, parts, outputs, scratch):
     """Find the rows of a token, in ascending order of the peers; returns how many, or -1 if some is to come.
 
     Example:
@@ -145,15 +145,15 @@ def find_rows(heads, token, channel, rings, slots, outputs, scratch):
         if row < 0:
             continue
         if outputs.x_of[peer]:
-            scratch.rows[count] = outputs.x_of[peer] + row * slots.row_bytes
-            scratch.weights[count] = outputs.weights_of[peer] + 4 * row * slots.num_topk
+            scratch.rows[count] = outputs.x_of[peer] + row * parts.row_bytes
+            scratch.weights[count] = outputs.weights_of[peer] + 4 * row * parts.num_topk
         else:
             number = rings.taken[channel, peer]
             if end_of_arrived(rings, channel, peer) <= number:
                 return -1
-            entry = entry_from(rings, slots, channel, peer, number)
+            entry = entry_from(rings, parts, channel, peer, number)
             scratch.rows[count] = entry
-            scratch.weights[count] = entry + slots.weights_at
+            scratch.weights[count] = entry + parts.weights_at
         count += 1
     return count
 

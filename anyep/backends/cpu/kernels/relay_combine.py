@@ -12,7 +12,7 @@ import numpy as np
 
 from anyep.backends.cpu.kernels.borrow import borrowed
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
-from anyep.backends.cpu.kernels.groups import Bells, NodeSums, Outputs, Pushed, RingStack, Slots, Sums
+from anyep.backends.cpu.kernels.groups import Bells, EntryParts, NodeSums, Outputs, Pushed, RingStack, Sums
 from anyep.backends.cpu.kernels.lanes import (
     end_of_arrived,
     end_of_channel,
@@ -33,7 +33,7 @@ from anyep.backends.cpu.kernels.sums import scratch_at, scratch_bytes, sum_rows,
 
 
 @inlined
-def push_to_relay(channel, index, nvl, slots, bells, outputs, pushed, streaming):
+def push_to_relay(channel, index, nvl, parts, bells, outputs, pushed, streaming):
     """Push at most one chunk of rows to a rank of this node; returns how many, and whether all are pushed.
 
     Example:
@@ -50,14 +50,14 @@ def push_to_relay(channel, index, nvl, slots, bells, outputs, pushed, streaming)
         while before[node + 1] <= number:
             node += 1
         row = pushed.first_row[channel, index, node] + number - before[node]
-        push_row(entry_to(nvl, slots, channel, index, number), slots, outputs, row, streaming)
+        push_row(entry_to(nvl, parts, channel, index, number), parts, outputs, row, streaming)
     if end > first:
         publish_tail(nvl, channel, index, end, bells)
     return end - first, end >= num_rows
 
 
 @inlined
-def sum_of_node(to, channel, virtual, nvl, slots, bells, outputs, sums, tokens, scratch):
+def sum_of_node(to, channel, virtual, nvl, parts, bells, outputs, sums, tokens, scratch):
     """Sum a token's rows on this node into a ring entry; if some have not arrived, do nothing and return
     False.
 
@@ -65,19 +65,19 @@ def sum_of_node(to, channel, virtual, nvl, slots, bells, outputs, sums, tokens, 
         With the row [1, 2] of rank 0, read in place, and [3, 4] of rank 1, through a ring: the sum is [4, 6],
         added in the order of the ranks, and the head of that ring advances by one.
     """
-    num_rows = find_rows(tokens.send_nvl_head, virtual, channel, nvl, slots, outputs, scratch)
+    num_rows = find_rows(tokens.send_nvl_head, virtual, channel, nvl, parts, outputs, scratch)
     if num_rows < 0:
         return False
     sum_rows(to, scratch.rows, num_rows, 0, 0, sums.hidden, sums.dtype, scratch.sums)
-    if slots.num_topk:
-        weights = float32_at(to + slots.weights_at, slots.num_topk)
-        sum_weights(weights, scratch.weights, num_rows, slots.num_topk)
+    if parts.num_topk:
+        weights = float32_at(to + parts.weights_at, parts.num_topk)
+        sum_weights(weights, scratch.weights, num_rows, parts.num_topk)
     release_rows(tokens.send_nvl_head, virtual, channel, nvl, outputs, bells)
     return True
 
 
 @inlined
-def return_sums(channel, node, net, nvl, slots, bells, outputs, sums, tokens, scratch):
+def return_sums(channel, node, net, nvl, parts, bells, outputs, sums, tokens, scratch):
     """Return at most one chunk of this node's sums to another node; returns how many, and whether all.
 
     Example:
@@ -90,9 +90,9 @@ def return_sums(channel, node, net, nvl, slots, bells, outputs, sums, tokens, sc
     number = first
     limit = min(number + net.chunk, end_of_room(net, channel, node), expected)
     while number < limit:
-        entry = entry_to(net, slots, channel, node, number)
+        entry = entry_to(net, parts, channel, node, number)
         virtual = tokens.first_virtual[channel, node] + number
-        if not sum_of_node(entry, channel, virtual, nvl, slots, bells, outputs, sums, tokens, scratch):
+        if not sum_of_node(entry, channel, virtual, nvl, parts, bells, outputs, sums, tokens, scratch):
             break
         number += 1
     if number > first:
@@ -115,7 +115,7 @@ def sums_have_come(channel, heads, own_node, net):
 
 
 @inlined
-def sum_of_nodes(token, channel, own_node, own_entry, net, slots, bells, sums, tokens, scratch):
+def sum_of_nodes(token, channel, own_node, own_entry, net, parts, bells, sums, tokens, scratch):
     """Sum the rows of all nodes for a token: this node's lies in `own_entry`, those of others in their rings.
 
     Example:
@@ -128,9 +128,9 @@ def sum_of_nodes(token, channel, own_node, own_entry, net, slots, bells, sums, t
         if heads[node] >= 0:
             entry = own_entry
             if node != own_node:
-                entry = entry_from(net, slots, channel, node, net.taken[channel, node])
+                entry = entry_from(net, parts, channel, node, net.taken[channel, node])
             scratch.rows[count] = entry
-            scratch.weights[count] = entry + slots.weights_at
+            scratch.weights[count] = entry + parts.weights_at
             count += 1
     sum_token(token, count, sums, scratch)
     for node in range(heads.shape[0]):
@@ -139,7 +139,7 @@ def sum_of_nodes(token, channel, own_node, own_entry, net, slots, bells, sums, t
 
 
 @inlined
-def sum_own(channel, own_node, net, nvl, slots, bells, outputs, sums, tokens, scratch, own_row):
+def sum_own(channel, own_node, net, nvl, parts, bells, outputs, sums, tokens, scratch, own_row):
     """Sum the tokens of this rank for which the sums of all nodes have come; returns how many, and whether
     all.
 
@@ -157,17 +157,17 @@ def sum_own(channel, own_node, net, nvl, slots, bells, outputs, sums, tokens, sc
             break
         virtual = tokens.own_virtual + heads[own_node]
         if heads[own_node] >= 0 and not sum_of_node(
-            own_entry, channel, virtual, nvl, slots, bells, outputs, sums, tokens, scratch
+            own_entry, channel, virtual, nvl, parts, bells, outputs, sums, tokens, scratch
         ):
             break
-        sum_of_nodes(token, channel, own_node, own_entry, net, slots, bells, sums, tokens, scratch)
+        sum_of_nodes(token, channel, own_node, own_entry, net, parts, bells, sums, tokens, scratch)
         token += 1
     tokens.cursor[channel] = token
     return token - first, token >= end_token
 
 
 @kernel(
-    "int64(int64, int64, int64, int64, int64, RingStack, RingStack, Slots, Bells, Outputs, Sums, Pushed,"
+    "int64(int64, int64, int64, int64, int64, RingStack, RingStack, EntryParts, Bells, Outputs, Sums, Pushed,"
     " NodeSums, int64)"
 )
 def combine_between_nodes(
@@ -178,7 +178,7 @@ def combine_between_nodes(
     own_node,
     net,
     nvl,
-    slots,
+    parts,
     bells,
     outputs,
     sums,
@@ -198,7 +198,7 @@ def combine_between_nodes(
     """
     net = borrowed(RingStack, net)
     nvl = borrowed(RingStack, nvl)
-    slots = borrowed(Slots, slots)
+    parts = borrowed(EntryParts, parts)
     bells = borrowed(Bells, bells)
     outputs = borrowed(Outputs, outputs)
     sums = borrowed(Sums, sums)
@@ -208,7 +208,7 @@ def combine_between_nodes(
     in_order = (outputs.x_of == 0).any()
     most = max(num_nodes, ranks_per_node)
     scratch = scratch_at(stack_bytes(scratch_bytes(most)), most)
-    own_row = np.empty(slots.num_bytes, np.uint8)
+    own_row = np.empty(parts.num_bytes, np.uint8)
     num_polls = num_rounds = 0
     while True:
         bell = own_bell(bells)
@@ -216,18 +216,18 @@ def combine_between_nodes(
         for channel in range(first_channel, end_channel):
             for index in range(ranks_per_node):
                 num_pushed, is_done = push_to_relay(
-                    channel, index, nvl, slots, bells, outputs, pushed, streaming
+                    channel, index, nvl, parts, bells, outputs, pushed, streaming
                 )
                 num_moved += num_pushed
                 unfinished += not is_done
             for node in range(num_nodes):
                 if node == own_node:
                     num_done, is_done = sum_own(
-                        channel, own_node, net, nvl, slots, bells, outputs, sums, tokens, scratch, own_row
+                        channel, own_node, net, nvl, parts, bells, outputs, sums, tokens, scratch, own_row
                     )
                 else:
                     num_done, is_done = return_sums(
-                        channel, node, net, nvl, slots, bells, outputs, sums, tokens, scratch
+                        channel, node, net, nvl, parts, bells, outputs, sums, tokens, scratch
                     )
                 num_moved += num_done
                 unfinished += not is_done

@@ -16,7 +16,15 @@ import numpy as np
 
 from anyep.backends.cpu.kernels.borrow import borrowed
 from anyep.backends.cpu.kernels.compiler import inlined, kernel
-from anyep.backends.cpu.kernels.groups import Bells, NodeTokens, Payload, Received, Relayed, RingStack, Slots
+from anyep.backends.cpu.kernels.groups import (
+    Bells,
+    EntryParts,
+    NodeTokens,
+    Payload,
+    Received,
+    Relayed,
+    RingStack,
+)
 from anyep.backends.cpu.kernels.lanes import (
     end_of_arrived,
     end_of_channel,
@@ -59,38 +67,38 @@ def known_ranks(send_nvl_head, virtual):
 
 
 @inlined
-def write_beside(entry, slots, payload, token, own_node, mask):
+def write_beside(entry, parts, payload, token, own_node, mask):
     """Write what travels with a row into its ring entry: source node and mask, scales, global ids, weights.
 
     Ids have 32 bits there. They were checked before: each is an expert, or -1 for none.
     """
-    meta = int32_at(entry + slots.meta_at, 2)
+    meta = int32_at(entry + parts.meta_at, 2)
     meta[0] = own_node
     meta[1] = mask
-    if slots.num_scales:
-        copy_scales(entry + slots.scales_at, payload, token)
-    num_topk = slots.num_topk
+    if parts.num_scales:
+        copy_scales(entry + parts.scales_at, payload, token)
+    num_topk = parts.num_topk
     if num_topk:
-        ids = int32_at(entry + slots.ids_at, num_topk)
-        weights = float32_at(entry + slots.weights_at, num_topk)
+        ids = int32_at(entry + parts.ids_at, num_topk)
+        weights = float32_at(entry + parts.weights_at, num_topk)
         for index in range(num_topk):
             ids[index] = payload.topk_idx[token, index]
             weights[index] = payload.topk_weights[token, index]
 
 
 @inlined
-def write_to_window(places, row, x_row, entry, slots, first_expert, num_experts, streaming):
+def write_to_window(places, row, x_row, entry, parts, first_expert, num_experts, streaming):
     """Write a row, and what travels with it in `entry`, to a window; `places` are the addresses of its parts.
 
     Example:
         With experts 4 and 5 here, the ids [5, 1] become [1, -1], and the weights [0.5, 0.25] [0.5, 0].
     """
-    copy_row(places[0] + row * slots.row_bytes, x_row, slots.row_bytes, streaming)
-    copy_bytes(places[1] + META_BYTES * row, entry + slots.meta_at, META_BYTES)
-    num_topk = slots.num_topk
+    copy_row(places[0] + row * parts.row_bytes, x_row, parts.row_bytes, streaming)
+    copy_bytes(places[1] + META_BYTES * row, entry + parts.meta_at, META_BYTES)
+    num_topk = parts.num_topk
     if num_topk:
-        ids = int32_at(entry + slots.ids_at, num_topk)
-        weights = float32_at(entry + slots.weights_at, num_topk)
+        ids = int32_at(entry + parts.ids_at, num_topk)
+        weights = float32_at(entry + parts.weights_at, num_topk)
         ids_there = int64_at(places[2] + 8 * row * num_topk, num_topk)
         weights_there = float32_at(places[3] + 4 * row * num_topk, num_topk)
         for index in range(num_topk):
@@ -98,15 +106,15 @@ def write_to_window(places, row, x_row, entry, slots, first_expert, num_experts,
             here = 0 <= local < num_experts
             ids_there[index] = local if here else -1
             weights_there[index] = weights[index] if here else np.float32(0.0)
-    if slots.num_scales:
-        copy_bytes(places[4] + 4 * row * slots.num_scales, entry + slots.scales_at, 4 * slots.num_scales)
+    if parts.num_scales:
+        copy_bytes(places[4] + 4 * row * parts.num_scales, entry + parts.scales_at, 4 * parts.num_scales)
 
 
 # Send
 
 
 @inlined
-def send_to_node(channel, node, net, slots, bells, payload, tokens, own_node):
+def send_to_node(channel, node, net, parts, bells, payload, tokens, own_node):
     """Send at most one chunk to the relay on another node; returns how many rows, and whether all are sent.
 
     Example:
@@ -125,10 +133,10 @@ def send_to_node(channel, node, net, slots, bells, payload, tokens, own_node):
         if heads[token, node] >= 0:
             if number >= limit:
                 break
-            entry = entry_to(net, slots, channel, node, number)
-            copy_row(entry, payload.x + token * slots.row_bytes, slots.row_bytes, 0)
+            entry = entry_to(net, parts, channel, node, number)
+            copy_row(entry, payload.x + token * parts.row_bytes, parts.row_bytes, 0)
             mask = wanted_by(tokens.in_rank, token, node, net.rank_stride)
-            write_beside(entry, slots, payload, token, own_node, mask)
+            write_beside(entry, parts, payload, token, own_node, mask)
             number += 1
         token += 1
     cursor[channel, node] = token
@@ -169,7 +177,7 @@ def row_at(channel, node, index, virtual, relayed):
 
 
 @inlined
-def relay_row(channel, node, x_row, entry, mask, nvl, slots, payload, relayed, virtual, streaming):
+def relay_row(channel, node, x_row, entry, mask, nvl, parts, payload, relayed, virtual, streaming):
     """Forward a row to every rank of this node that it goes to; if some ring is full, do nothing and return
     False.
 
@@ -187,35 +195,35 @@ def relay_row(channel, node, x_row, entry, mask, nvl, slots, payload, relayed, v
         row = row_at(channel, node, index, virtual, relayed)
         if sends(nvl, channel, index):
             number = nvl.sent[channel, index]
-            to = entry_to(nvl, slots, channel, index, number)
-            copy_row(to, x_row, slots.row_bytes, streaming)
-            copy_bytes(to + slots.meta_at, entry + slots.meta_at, slots.num_bytes - slots.meta_at)
+            to = entry_to(nvl, parts, channel, index, number)
+            copy_row(to, x_row, parts.row_bytes, streaming)
+            copy_bytes(to + parts.meta_at, entry + parts.meta_at, parts.num_bytes - parts.meta_at)
             nvl.sent[channel, index] = number + 1
         else:
             num_experts = payload.experts_per_rank
             first_expert = (nvl.first_rank + index) * num_experts
             write_to_window(
-                relayed.places[index], row, x_row, entry, slots, first_expert, num_experts, streaming
+                relayed.places[index], row, x_row, entry, parts, first_expert, num_experts, streaming
             )
     return True
 
 
 @inlined
-def relay_from_node(channel, node, net, nvl, slots, payload, relayed, streaming):
+def relay_from_node(channel, node, net, nvl, parts, payload, relayed, streaming):
     """Forward the rows that have come from another node, while there is room; returns how many."""
     first = net.taken[channel, node]
     end = min(end_of_arrived(net, channel, node), relayed.expected[node, channel])
     for number in range(first, end):
-        entry = entry_from(net, slots, channel, node, number)
-        mask = np.int64(int32_at(entry + slots.meta_at, 2)[1])
+        entry = entry_from(net, parts, channel, node, number)
+        mask = np.int64(int32_at(entry + parts.meta_at, 2)[1])
         virtual = relayed.first_virtual[channel, node] + number
-        if not relay_row(channel, node, entry, entry, mask, nvl, slots, payload, relayed, virtual, streaming):
+        if not relay_row(channel, node, entry, entry, mask, nvl, parts, payload, relayed, virtual, streaming):
             return number - first
     return max(0, end - first)
 
 
 @inlined
-def relay_own(channel, net, nvl, slots, payload, tokens, relayed, own_node, scratch, streaming):
+def relay_own(channel, net, nvl, parts, payload, tokens, relayed, own_node, scratch, streaming):
     """Forward at most one chunk of this rank's own tokens for its own node; returns how many."""
     first = net.taken[channel, own_node]
     end = min(first + nvl.chunk, relayed.expected[own_node, channel])
@@ -226,11 +234,11 @@ def relay_own(channel, net, nvl, slots, payload, tokens, relayed, own_node, scra
             token += 1
         entry = scratch.ctypes.data
         mask = wanted_by(tokens.in_rank, token, own_node, net.rank_stride)
-        write_beside(entry, slots, payload, token, own_node, mask)
-        x_row = payload.x + token * slots.row_bytes
+        write_beside(entry, parts, payload, token, own_node, mask)
+        x_row = payload.x + token * parts.row_bytes
         virtual = relayed.first_virtual[channel, own_node] + number
         if not relay_row(
-            channel, own_node, x_row, entry, mask, nvl, slots, payload, relayed, virtual, streaming
+            channel, own_node, x_row, entry, mask, nvl, parts, payload, relayed, virtual, streaming
         ):
             break
         number += 1
@@ -240,7 +248,7 @@ def relay_own(channel, net, nvl, slots, payload, tokens, relayed, own_node, scra
 
 
 @inlined
-def relay_rows(channel, node, net, nvl, slots, bells, payload, tokens, relayed, own_node, scratch, streaming):
+def relay_rows(channel, node, net, nvl, parts, bells, payload, tokens, relayed, own_node, scratch, streaming):
     """Relay what has come from a node, or this rank's own tokens; returns how many, and whether these were
     all.
 
@@ -254,10 +262,10 @@ def relay_rows(channel, node, net, nvl, slots, bells, payload, tokens, relayed, 
         return 0, True
     if node == own_node:
         num_relayed = relay_own(
-            channel, net, nvl, slots, payload, tokens, relayed, own_node, scratch, streaming
+            channel, net, nvl, parts, payload, tokens, relayed, own_node, scratch, streaming
         )
     else:
-        num_relayed = relay_from_node(channel, node, net, nvl, slots, payload, relayed, streaming)
+        num_relayed = relay_from_node(channel, node, net, nvl, parts, payload, relayed, streaming)
     if num_relayed > 0:
         for index in range(nvl.sent.shape[1]):
             if sends(nvl, channel, index):
@@ -273,7 +281,7 @@ def relay_rows(channel, node, net, nvl, slots, bells, payload, tokens, relayed, 
 
 
 @inlined
-def take_from_ring(channel, index, nvl, slots, bells, received, own_expert, num_experts, streaming):
+def take_from_ring(channel, index, nvl, parts, bells, received, own_expert, num_experts, streaming):
     """Take what has come through the ring from a rank of this node; returns how many rows, and whether all.
 
     Example:
@@ -285,18 +293,18 @@ def take_from_ring(channel, index, nvl, slots, bells, received, own_expert, num_
         return 0, True
     end = min(end_of_arrived(nvl, channel, index), expected)
     for number in range(first, end):
-        entry = entry_from(nvl, slots, channel, index, number)
-        node = int32_at(entry + slots.meta_at, 2)[0]
+        entry = entry_from(nvl, parts, channel, index, number)
+        node = int32_at(entry + parts.meta_at, 2)[0]
         row = received.next_row[channel, index, node]
         received.next_row[channel, index, node] = row + 1
-        write_to_window(received.places, row, entry, entry, slots, own_expert, num_experts, streaming)
+        write_to_window(received.places, row, entry, entry, parts, own_expert, num_experts, streaming)
     if end > first:
         publish_head(nvl, channel, index, end, bells)
     return end - first, end >= expected
 
 
 @kernel(
-    "int64(int64, int64, int64, int64, int64, RingStack, RingStack, Slots, Bells, Payload, NodeTokens,"
+    "int64(int64, int64, int64, int64, int64, RingStack, RingStack, EntryParts, Bells, Payload, NodeTokens,"
     " Relayed, Received, int64)"
 )
 def dispatch_between_nodes(
@@ -307,7 +315,7 @@ def dispatch_between_nodes(
     own_node,
     net,
     nvl,
-    slots,
+    parts,
     bells,
     payload,
     tokens,
@@ -327,7 +335,7 @@ def dispatch_between_nodes(
     """
     net = borrowed(RingStack, net)
     nvl = borrowed(RingStack, nvl)
-    slots = borrowed(Slots, slots)
+    parts = borrowed(EntryParts, parts)
     bells = borrowed(Bells, bells)
     payload = borrowed(Payload, payload)
     tokens = borrowed(NodeTokens, tokens)
@@ -335,26 +343,26 @@ def dispatch_between_nodes(
     received = borrowed(Received, received)
     num_nodes, ranks_per_node = tokens.cursor.shape[1], relayed.places.shape[0]
     num_experts = payload.experts_per_rank
-    scratch = np.empty(slots.num_bytes, np.uint8)
+    scratch = np.empty(parts.num_bytes, np.uint8)
     num_polls = num_rounds = 0
     while True:
         bell = own_bell(bells)
         num_moved = unfinished = 0
         for channel in range(first_channel, end_channel):
             for node in range(num_nodes):
-                num_sent, is_done = send_to_node(channel, node, net, slots, bells, payload, tokens, own_node)
+                num_sent, is_done = send_to_node(channel, node, net, parts, bells, payload, tokens, own_node)
                 num_moved += num_sent
                 unfinished += not is_done
             for node in range(num_nodes):
                 num_relayed, is_done = relay_rows(
-                    *(channel, node, net, nvl, slots, bells, payload, tokens, relayed, own_node, scratch),
+                    *(channel, node, net, nvl, parts, bells, payload, tokens, relayed, own_node, scratch),
                     streaming,
                 )
                 num_moved += num_relayed
                 unfinished += not is_done
             for index in range(ranks_per_node):
                 num_taken, is_done = take_from_ring(
-                    *(channel, index, nvl, slots, bells, received, bells.rank * num_experts, num_experts),
+                    *(channel, index, nvl, parts, bells, received, bells.rank * num_experts, num_experts),
                     streaming,
                 )
                 num_moved += num_taken

@@ -11,13 +11,13 @@ from anyep.backends.cpu.kernels.borrow import borrowed
 from anyep.backends.cpu.kernels.compiler import Group, inlined, kernel
 from anyep.backends.cpu.kernels.groups import (
     Bells,
+    EntryParts,
     Outputs,
     Payload,
     RingResults,
     RingStack,
     RingSums,
     RingTokens,
-    Slots,
     Sums,
 )
 from anyep.backends.cpu.kernels.lanes import (
@@ -73,37 +73,37 @@ def lane_of(ranges, channel, peer, rings):
 
 
 @inlined
-def write_entry(entry, slots, payload, token, peer, streaming):
+def write_entry(entry, parts, payload, token, peer, streaming):
     """Write a token into an entry of the ring to a peer: its row, its index, scales, local ids and
     weights."""
-    copy_row(entry, payload.x + token * slots.row_bytes, slots.row_bytes, streaming)
-    int32_at(entry + slots.meta_at, 1)[0] = token
-    if slots.num_scales:
-        copy_scales(entry + slots.scales_at, payload, token)
-    if slots.num_topk:
-        ids = int32_at(entry + slots.ids_at, slots.num_topk)
-        weights = float32_at(entry + slots.weights_at, slots.num_topk)
+    copy_row(entry, payload.x + token * parts.row_bytes, parts.row_bytes, streaming)
+    int32_at(entry + parts.meta_at, 1)[0] = token
+    if parts.num_scales:
+        copy_scales(entry + parts.scales_at, payload, token)
+    if parts.num_topk:
+        ids = int32_at(entry + parts.ids_at, parts.num_topk)
+        weights = float32_at(entry + parts.weights_at, parts.num_topk)
         write_local_ids(ids, weights, payload, token, peer)
 
 
 @inlined
-def read_entry(entry, slots, places, row, streaming):
+def read_entry(entry, parts, places, row, streaming):
     """Copy an entry of a ring to a row of the results; its ids get 64 bits."""
-    copy_row(places[0] + row * slots.row_bytes, entry, slots.row_bytes, streaming)
-    int32_at(places[1] + 4 * row, 1)[0] = int32_at(entry + slots.meta_at, 1)[0]
-    num_topk = slots.num_topk
+    copy_row(places[0] + row * parts.row_bytes, entry, parts.row_bytes, streaming)
+    int32_at(places[1] + 4 * row, 1)[0] = int32_at(entry + parts.meta_at, 1)[0]
+    num_topk = parts.num_topk
     if num_topk:
-        narrow = int32_at(entry + slots.ids_at, num_topk)
+        narrow = int32_at(entry + parts.ids_at, num_topk)
         wide = int64_at(places[2] + 8 * row * num_topk, num_topk)
         for index in range(num_topk):
             wide[index] = narrow[index]
-        copy_bytes(places[3] + 4 * row * num_topk, entry + slots.weights_at, 4 * num_topk)
-    if slots.num_scales:
-        copy_bytes(places[4] + 4 * row * slots.num_scales, entry + slots.scales_at, 4 * slots.num_scales)
+        copy_bytes(places[3] + 4 * row * num_topk, entry + parts.weights_at, 4 * num_topk)
+    if parts.num_scales:
+        copy_bytes(places[4] + 4 * row * parts.num_scales, entry + parts.scales_at, 4 * parts.num_scales)
 
 
 @inlined
-def send_chunk(channel, peer, rings, slots, bells, payload, tokens, streaming):
+def send_chunk(channel, peer, rings, parts, bells, payload, tokens, streaming):
     """Send at most one chunk of a channel to a peer; returns how many rows were sent, and whether all are.
 
     Example:
@@ -122,8 +122,8 @@ def send_chunk(channel, peer, rings, slots, bells, payload, tokens, streaming):
         if send_head[token, peer] >= 0:
             if number >= limit:
                 break
-            entry = entry_to(rings, slots, channel, peer, number)
-            write_entry(entry, slots, payload, token, peer, streaming)
+            entry = entry_to(rings, parts, channel, peer, number)
+            write_entry(entry, parts, payload, token, peer, streaming)
             number += 1
         token += 1
     cursor[channel, peer] = token
@@ -133,7 +133,7 @@ def send_chunk(channel, peer, rings, slots, bells, payload, tokens, streaming):
 
 
 @inlined
-def take_arrived(channel, peer, rings, slots, bells, results, streaming):
+def take_arrived(channel, peer, rings, parts, bells, results, streaming):
     """Take all rows that have come from a peer; returns how many, and whether these were the last.
 
     Example:
@@ -145,16 +145,16 @@ def take_arrived(channel, peer, rings, slots, bells, results, streaming):
         return 0, True
     end = min(end_of_arrived(rings, channel, peer), num_rows)
     for number in range(first, end):
-        entry = entry_from(rings, slots, channel, peer, number)
-        read_entry(entry, slots, results.places, first_row + number, streaming)
+        entry = entry_from(rings, parts, channel, peer, number)
+        read_entry(entry, parts, results.places, first_row + number, streaming)
     if end > first:
         publish_head(rings, channel, peer, end, bells)
     return end - first, end >= num_rows
 
 
-@kernel("int64(int64, int64, int64, RingStack, Slots, Bells, Payload, RingTokens, RingResults, int64)")
+@kernel("int64(int64, int64, int64, RingStack, EntryParts, Bells, Payload, RingTokens, RingResults, int64)")
 def dispatch_through_rings(
-    first_channel, end_channel, num_spins, rings, slots, bells, payload, tokens, results, streaming
+    first_channel, end_channel, num_spins, rings, parts, bells, payload, tokens, results, streaming
 ):
     """Send and receive the rows of some channels; returns how many (channel, peer) pairs are not done yet.
 
@@ -164,7 +164,7 @@ def dispatch_through_rings(
         return 0.
     """
     rings = borrowed(RingStack, rings)
-    slots = borrowed(Slots, slots)
+    parts = borrowed(EntryParts, parts)
     bells = borrowed(Bells, bells)
     payload = borrowed(Payload, payload)
     tokens = borrowed(RingTokens, tokens)
@@ -177,9 +177,9 @@ def dispatch_through_rings(
         for channel in range(first_channel, end_channel):
             for peer in range(num_peers):
                 num_sent, all_sent = send_chunk(
-                    channel, peer, rings, slots, bells, payload, tokens, streaming
+                    channel, peer, rings, parts, bells, payload, tokens, streaming
                 )
-                num_taken, all_taken = take_arrived(channel, peer, rings, slots, bells, results, streaming)
+                num_taken, all_taken = take_arrived(channel, peer, rings, parts, bells, results, streaming)
                 num_moved += num_sent + num_taken
                 unfinished += (not all_sent) + (not all_taken)
         if unfinished == 0:
@@ -193,7 +193,7 @@ def dispatch_through_rings(
 
 
 @inlined
-def push_chunk(channel, peer, rings, slots, bells, outputs, ranges, streaming):
+def push_chunk(channel, peer, rings, parts, bells, outputs, ranges, streaming):
     """Push at most one chunk of rows back to a peer; returns how many, and whether all are pushed.
 
     Example:
@@ -206,14 +206,14 @@ def push_chunk(channel, peer, rings, slots, bells, outputs, ranges, streaming):
         return 0, True
     end = min(first + rings.chunk, end_of_room(rings, channel, peer), num_rows)
     for number in range(first, end):
-        push_row(entry_to(rings, slots, channel, peer, number), slots, outputs, first_row + number, streaming)
+        push_row(entry_to(rings, parts, channel, peer, number), parts, outputs, first_row + number, streaming)
     if end > first:
         publish_tail(rings, channel, peer, end, bells)
     return end - first, end >= num_rows
 
 
 @inlined
-def sum_arrived(channel, rings, slots, bells, outputs, sums, tokens, scratch):
+def sum_arrived(channel, rings, parts, bells, outputs, sums, tokens, scratch):
     """Sum the tokens of a channel whose rows have all come; returns how many, and whether these were the
     last.
 
@@ -226,7 +226,7 @@ def sum_arrived(channel, rings, slots, bells, outputs, sums, tokens, scratch):
     token = first
     end_token = end_of_channel(channel, cursor.shape[0], send_head.shape[0])
     while token < end_token:
-        num_rows = find_rows(send_head, token, channel, rings, slots, outputs, scratch)
+        num_rows = find_rows(send_head, token, channel, rings, parts, outputs, scratch)
         if num_rows < 0:
             break
         sum_token(token, num_rows, sums, scratch)
@@ -236,9 +236,9 @@ def sum_arrived(channel, rings, slots, bells, outputs, sums, tokens, scratch):
     return token - first, token >= end_token
 
 
-@kernel("int64(int64, int64, int64, RingStack, Slots, Bells, Outputs, Sums, RingSums, int64)")
+@kernel("int64(int64, int64, int64, RingStack, EntryParts, Bells, Outputs, Sums, RingSums, int64)")
 def combine_through_rings(
-    first_channel, end_channel, num_spins, rings, slots, bells, outputs, sums, tokens, streaming
+    first_channel, end_channel, num_spins, rings, parts, bells, outputs, sums, tokens, streaming
 ):
     """Push rows back to their sources, and sum this rank's own; returns the number of lanes not done yet.
 
@@ -251,7 +251,7 @@ def combine_through_rings(
         base + 1.
     """
     rings = borrowed(RingStack, rings)
-    slots = borrowed(Slots, slots)
+    parts = borrowed(EntryParts, parts)
     bells = borrowed(Bells, bells)
     outputs = borrowed(Outputs, outputs)
     sums = borrowed(Sums, sums)
@@ -265,11 +265,11 @@ def combine_through_rings(
         for channel in range(first_channel, end_channel):
             for peer in range(num_peers):
                 num_pushed, all_pushed = push_chunk(
-                    channel, peer, rings, slots, bells, outputs, tokens.ranges, streaming
+                    channel, peer, rings, parts, bells, outputs, tokens.ranges, streaming
                 )
                 num_moved += num_pushed
                 unfinished += not all_pushed
-            num_summed, all_summed = sum_arrived(channel, rings, slots, bells, outputs, sums, tokens, scratch)
+            num_summed, all_summed = sum_arrived(channel, rings, parts, bells, outputs, sums, tokens, scratch)
             num_moved += num_summed
             unfinished += not all_summed
         if unfinished == 0:

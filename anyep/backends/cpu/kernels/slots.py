@@ -56,8 +56,8 @@ def send_tokens(first_token, end_token, x, hidden, travel, topk_idx, num_experts
     """
     for token in range(first_token, end_token):
         wanted = False
-        for slot in range(topk_idx.shape[1]):
-            wanted |= 0 <= topk_idx[token, slot] < num_experts
+        for choice in range(topk_idx.shape[1]):
+            wanted |= 0 <= topk_idx[token, choice] < num_experts
         if wanted:
             source = x + token * 2 * hidden
             payload = messages + token * message_bytes + LOW_LATENCY_HEADER_BYTES
@@ -83,8 +83,8 @@ def list_tokens(topk_idx, lists, list_strides, records, masked, counts):
     local_experts = counts.shape[0] // num_readers
     counts[:] = 0
     for token in range(topk_idx.shape[0]):
-        for slot in range(topk_idx.shape[1]):
-            expert = topk_idx[token, slot]
+        for choice in range(topk_idx.shape[1]):
+            expert = topk_idx[token, choice]
             if 0 <= expert < counts.shape[0]:
                 reader = expert // local_experts
                 if not masked[reader]:
@@ -360,8 +360,8 @@ def sum_tokens(
     values = np.empty(CHANNELS_PER_BLOCK, np.float32)
     for token in range(first_token, end_token):
         num_rows = 0
-        for slot in range(num_topk):
-            expert = topk_idx[token, slot]
+        for choice in range(num_topk):
+            expert = topk_idx[token, choice]
             if not 0 <= expert < num_ranks * local_experts:
                 continue
             rank = expert // local_experts
@@ -374,13 +374,13 @@ def sum_tokens(
             while place < count and tokens[place] < token:
                 place += 1
             if place == count or tokens[place] != token:
-                return token * num_topk + slot
+                return token * num_topk + choice
             # Do not advance past it: the token may have chosen this expert twice.
             taken[rank, local] = place
             row = local * rows_per_expert + (ranges[rank, local] >> COUNT_BITS) + place
             rows[num_rows] = messages[rank] + row * message_bytes
             blocks[num_rows] = rows[num_rows] + LOGFMT_MASK_BYTES
-            weights[num_rows] = topk_weights[token, slot]
+            weights[num_rows] = topk_weights[token, choice]
             num_rows += 1
         for start in range(0, hidden, BLOCK):
             width = min(BLOCK, hidden - start)

@@ -86,12 +86,12 @@ def sum_rows(out, rows, num_rows, bias_0, bias_1, hidden, dtype, sums):
 @inlined
 def sum_weights(out, rows, num_rows, num_topk):
     """out[k] = rows[0][k] + rows[1][k] + ..., from +0.0, in float32."""
-    for slot in range(num_topk):
-        out[slot] = np.float32(0.0)
+    for choice in range(num_topk):
+        out[choice] = np.float32(0.0)
     for row in range(num_rows):
         weights = float32_at(rows[row], num_topk)
-        for slot in range(num_topk):
-            out[slot] += weights[slot]
+        for choice in range(num_topk):
+            out[choice] += weights[choice]
 
 
 @inlined

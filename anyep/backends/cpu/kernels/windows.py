@@ -34,11 +34,11 @@ def write_local_ids(ids, weights, payload, token, receiver):
         [0.5, 0].
     """
     first_expert = receiver * payload.experts_per_rank
-    for slot in range(payload.topk_idx.shape[1]):
-        local = payload.topk_idx[token, slot] - first_expert
+    for choice in range(payload.topk_idx.shape[1]):
+        local = payload.topk_idx[token, choice] - first_expert
         here = 0 <= local < payload.experts_per_rank
-        ids[slot] = local if here else -1
-        weights[slot] = payload.topk_weights[token, slot] if here else 0.0
+        ids[choice] = local if here else -1
+        weights[choice] = payload.topk_weights[token, choice] if here else 0.0
 
 
 @kernel("void(int64, int64, int32[:,::1], int64[:,::1], Payload, int64)")

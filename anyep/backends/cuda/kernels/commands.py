@@ -32,7 +32,7 @@ ABORT_AT = tl.constexpr(words_of.ABORT_AT)
 TIMEOUT_NS = tl.constexpr(words_of.TIMEOUT_NS)
 COMMANDS = tl.constexpr(words_of.COMMANDS)
 COMMANDS_TAKEN = tl.constexpr(words_of.COMMANDS_TAKEN)
-COMMAND_SLOTS = tl.constexpr(words_of.COMMAND_SLOTS)
+COMMAND_ENTRIES = tl.constexpr(words_of.COMMAND_ENTRIES)
 COMMAND_COUNTS = tl.constexpr(words_of.COMMAND_COUNTS)
 
 PEER = tl.constexpr(layout.PEER)
@@ -60,48 +60,48 @@ def put(constants, writer, peer, source, place, num_bytes, counter_at, counter):
     or if this rank was told to stop waiting. The abort flag is raised then.
 
     Example:
-        With rings of 2 slots, of which writer 1 has filled 3 and 2 are taken, command 4 goes into slot 1
+        With rings of 2 entries, of which writer 1 has filled 3 and 2 are taken, command 4 goes into entry 1
         of its ring: [4, peer, source, place, num_bytes, counter_at, counter]. Command 5 has to wait until
         a third one is taken.
     """
-    num_slots = tl.load(constants + COMMAND_SLOTS)
+    num_entries = tl.load(constants + COMMAND_ENTRIES)
     counts = address_of_words(tl.load(constants + COMMAND_COUNTS)) + 2 * writer
     # One thread reads for all warps: the first of them may have stored the next count already.
     number = load_acquire(counts, None) + 1
     room_until = load_acquire(counts + 1, None)
     if number > room_until:
-        room_until = wait_for_room(constants, writer, number, num_slots)
+        room_until = wait_for_room(constants, writer, number, num_entries)
         tl.store(counts + 1, room_until)
     has_room = number <= room_until
     if has_room:
-        index = writer * num_slots + (number - 1) % num_slots
-        slot = address_of_words(tl.load(constants + COMMANDS)) + index * NUM_WORDS
-        tl.store(slot + PEER, peer)
-        tl.store(slot + SOURCE, source)
-        tl.store(slot + PLACE, place)
-        tl.store(slot + NUM_BYTES, num_bytes)
-        tl.store(slot + COUNTER_AT, counter_at)
-        tl.store(slot + COUNTER, counter)
+        index = writer * num_entries + (number - 1) % num_entries
+        entry = address_of_words(tl.load(constants + COMMANDS)) + index * NUM_WORDS
+        tl.store(entry + PEER, peer)
+        tl.store(entry + SOURCE, source)
+        tl.store(entry + PLACE, place)
+        tl.store(entry + NUM_BYTES, num_bytes)
+        tl.store(entry + COUNTER_AT, counter_at)
+        tl.store(entry + COUNTER, counter)
         tl.store(counts, number)
-        tell_host(slot, number)
+        tell_host(entry, number)
     return has_room
 
 
 @triton.jit
-def wait_for_room(constants, writer, number, num_slots):
+def wait_for_room(constants, writer, number, num_entries):
     """Spin until a writer's ring has room for a command; return the last command that it has room for.
 
     That is an earlier one if the abort flag is raised, which this program does itself when its time is up.
 
     Example:
-        With 2 slots, and a third command that is taken while this waits for the room of command 5, it
+        With 2 entries, and a third command that is taken while this waits for the room of command 5, it
         returns 5.
     """
     taken = address_of_words(tl.load(constants + COMMANDS_TAKEN)) + writer * TAKEN_WORDS
     abort = tl.load(constants + OWN_HEAP) + tl.load(constants + ABORT_AT)
     timeout_ns = tl.load(constants + TIMEOUT_NS)
     start = nanoseconds()
-    room_until = load_acquire(taken, None) + num_slots
+    room_until = load_acquire(taken, None) + num_entries
     is_over = tl.full((), False, tl.int1)
     while (room_until < number) & ~is_over:
         # Warps read different times, so all decide by the flag, which one thread raises and reads.
@@ -111,7 +111,7 @@ def wait_for_room(constants, writer, number, num_slots):
         said = tl.where(is_late, 1 + tl.load(constants + RANK), said)
         release_max(address_of_words(abort), said, said != 0)
         is_over = is_aborted(abort)
-        room_until = load_acquire(taken, None) + num_slots
+        room_until = load_acquire(taken, None) + num_entries
     return room_until
 
 

@@ -30,11 +30,11 @@ def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOP
     Example:
         With experts 2 and 3 at rank 1, a token's choices [3, 0] give [1, -2], and only the first is here.
     """
-    slots = tl.arange(0, TOPK_BLOCK)
-    is_slot = is_token[:, None] & (slots < num_topk)[None, :]
-    ids = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
+    choices = tl.arange(0, TOPK_BLOCK)
+    is_choice = is_token[:, None] & (choices < num_topk)[None, :]
+    ids = tl.load(topk_idx + tokens[:, None] * num_topk + choices[None, :], mask=is_choice, other=-1)
     local = ids - rank * local_experts
-    return local.to(tl.int32), is_slot & (local >= 0) & (local < local_experts)
+    return local.to(tl.int32), is_choice & (local >= 0) & (local < local_experts)
 
 
 @triton.jit
@@ -49,12 +49,12 @@ def first_wrong_id(
     Example:
         With 4 experts, the ids [[0, -1], [3, 4]] have such an id at place 3.
     """
-    slots = tl.arange(0, TOPK_BLOCK)
+    choices = tl.arange(0, TOPK_BLOCK)
     wrong_tokens = tl.full((TILE_TOKENS,), NO_TOKEN, tl.int32)
     for start in range(0, num_tokens, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
-        is_slot = (tokens < num_tokens)[:, None] & (slots < num_topk)[None, :]
-        ids = tl.load(topk_idx + tokens[:, None] * num_topk + slots[None, :], mask=is_slot, other=-1)
+        is_choice = (tokens < num_tokens)[:, None] & (choices < num_topk)[None, :]
+        ids = tl.load(topk_idx + tokens[:, None] * num_topk + choices[None, :], mask=is_choice, other=-1)
         is_wrong = ((ids < -1) | (ids >= num_experts)).to(tl.int32)
         found = tl.where(tl.max(is_wrong, axis=1) > 0, tokens, NO_TOKEN)
         wrong_tokens = tl.minimum(wrong_tokens, found)
@@ -62,8 +62,8 @@ def first_wrong_id(
     place = tl.full((), -1, tl.int64)
     if wrong_token < NO_TOKEN:
         first = wrong_token.to(tl.int64) * num_topk
-        ids = tl.load(topk_idx + first + slots, mask=slots < num_topk, other=-1)
-        place = first + tl.min(tl.where((ids < -1) | (ids >= num_experts), slots, TOPK_BLOCK), axis=0)
+        ids = tl.load(topk_idx + first + choices, mask=choices < num_topk, other=-1)
+        place = first + tl.min(tl.where((ids < -1) | (ids >= num_experts), choices, TOPK_BLOCK), axis=0)
     return place
 
 

@@ -81,12 +81,12 @@ class RingArea(NamedTuple):
 
     rows_at: Any
     ring_rows: Any
-    slot_bytes: Any
+    entry_bytes: Any
     num_channels: Any
 
 
 class Beside(NamedTuple):
-    """What follows the row in a place of a ring: offsets in bytes, and counts."""
+    """What follows the row in an entry of a ring: offsets in bytes, and counts."""
 
     meta_at: Any
     scales_at: Any

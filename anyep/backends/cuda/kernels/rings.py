@@ -1,7 +1,7 @@
-"""Rings: any number of rows through a fixed number of places; one kernel both sends and receives.
+"""Rings: any number of rows through a fixed number of entries; one kernel both sends and receives.
 
-The ring of one (channel, sender) lies at the receiver. It has `ring_rows` places, each for a row and its
-metadata, scales, ids and weights; row n lies in place n % ring_rows. The sender advances the counter `tail`,
+The ring of one (channel, sender) lies at the receiver. It has `ring_rows` entries, each for a row and its
+metadata, scales, ids and weights; row n lies in entry n % ring_rows. The sender advances the counter `tail`,
 which lies at the receiver; the receiver advances the counter `head`, which lies at the sender: each counter
 lies where it is polled. Counters only grow, over all calls, and each is written by one program only. A call
 starts from their current values, so no argument has to change from call to call.
@@ -13,10 +13,10 @@ channel has all its senders and receivers at work (`tests/model/programs.py`).
 
 A program that sends tokens, or sums them, takes the next tile when all peers are ready for it. A program that
 drains rings, or pushes rows, takes what is available and never waits for a single peer; this rules out
-circular waits. A tile may not hold more tokens than a ring has places.
+circular waits. A tile may not hold more tokens than a ring has entries.
 
 A wait ends when nothing has moved in its channel for `timeout_ns`, or when the abort flag is raised; the
-outcome then names the rank that was waited for. Addresses and sizes of rows and places are multiples of 16
+outcome then names the rank that was waited for. Addresses and sizes of rows and entries are multiples of 16
 bytes.
 """
 
@@ -78,13 +78,13 @@ class Rings(NamedTuple):
     ranks: Any
     is_rank: Any
     rows: Any
-    """Addresses of their first places."""
+    """Addresses of their first entries."""
     ours: Any
     """The counters that this side advances; they lie at the peers."""
     theirs: Any
     """The counters that the other side advances; they lie here."""
-    num_slots: Any
-    slot_bytes: Any
+    num_entries: Any
+    entry_bytes: Any
 
 
 class Waiting(NamedTuple):
@@ -114,10 +114,10 @@ def rings_of(
 ):
     """A channel's rings to the peers (`TO_PEERS`) or from them.
 
-    The places and tails of rings to peers lie at the peers, and their heads lie here.
+    The entries and tails of rings to peers lie at the peers, and their heads lie here.
 
     Example:
-    On rank 1 of 2, with heaps at 0 and 1024, rows at 96 and 3 places of 16 bytes: channel 0 has its rings to
+    On rank 1 of 2, with heaps at 0 and 1024, rows at 96 and 3 entries of 16 bytes: channel 0 has its rings to
     the peers at 144 and 1168, and those from the peers at 1120 and 1168. With tails at 16, heads at 48 and
     strides of 8, it advances the tails at 24 and 1048, and the peers advance the heads at 1072 and 1080.
     """
@@ -129,8 +129,8 @@ def rings_of(
     stride = tl.load(constants + RING_STRIDE)
     there = tl.load(tables.heaps + ranks, mask=is_rank, other=0)
     # Tells the compiler that the size is a multiple of 16.
-    slot_bytes = area.slot_bytes.to(tl.int32) // 16 * 16
-    ring_bytes = area.ring_rows.to(tl.int64) * slot_bytes
+    entry_bytes = area.entry_bytes.to(tl.int32) // 16 * 16
+    ring_bytes = area.ring_rows.to(tl.int64) * entry_bytes
     if TO_PEERS:
         rows = there + (channel * NUM_RANKS + rank) * ring_bytes
         ours = there + tail_at + rank * stride
@@ -145,21 +145,21 @@ def rings_of(
         rows=rows + area.rows_at,
         ours=(ours + 8 * channel).to(tl.pointer_type(tl.int64)),
         theirs=(theirs + 8 * channel).to(tl.pointer_type(tl.int64)),
-        num_slots=area.ring_rows.to(tl.int32),
-        slot_bytes=slot_bytes,
+        num_entries=area.ring_rows.to(tl.int32),
+        entry_bytes=entry_bytes,
     )
 
 
 @triton.jit
-def slots_at(rings, rank, counters, numbers):
-    """The addresses of the places that lie `numbers` after the counter of a rank's ring.
+def entries_at(rings, rank, counters, numbers):
+    """The addresses of the entries that lie `numbers` after the counter of a rank's ring.
 
     Example:
-    With 3 places of 16 bytes at 1168, a counter at 4 and numbers [0, 1, 2, 3]: [1184, 1200, 1168, 1184].
+    With 3 entries of 16 bytes at 1168, a counter at 4 and numbers [0, 1, 2, 3]: [1184, 1200, 1168, 1184].
     """
-    next_slot = value_of(counters % rings.num_slots, rings.ranks, rank)
-    slots = (next_slot.to(tl.uint32) + numbers.to(tl.uint32)) % rings.num_slots.to(tl.uint32)
-    return value_of(rings.rows, rings.ranks, rank) + slots.to(tl.int64) * rings.slot_bytes
+    next_entry = value_of(counters % rings.num_entries, rings.ranks, rank)
+    entries = (next_entry.to(tl.uint32) + numbers.to(tl.uint32)) % rings.num_entries.to(tl.uint32)
+    return value_of(rings.rows, rings.ranks, rank) + entries.to(tl.int64) * rings.entry_bytes
 
 
 @triton.jit
@@ -357,10 +357,10 @@ def dispatch_through_rings(
     hold a token's scales and choices; 0 where there are none.
 
     Example:
-    With one channel, rings of 3 places whose counters are at 2, and no windows, rank 0 has send_head
-    [[0, -1], [1, 0]]. The row of its token 1 goes into place 2 of the ring at rank 1, whose tail becomes 3;
+    With one channel, rings of 3 entries whose counters are at 2, and no windows, rank 0 has send_head
+    [[0, -1], [1, 0]]. The row of its token 1 goes into entry 2 of the ring at rank 1, whose tail becomes 3;
     rank 1 makes it row 0 of its result, with source index 1, and the head at rank 0 becomes 3. Rank 0's rows
-    to itself go through places 2 and 0, and both counters become 4.
+    to itself go through entries 2 and 0, and both counters become 4.
     """
     channel = tl.program_id(0) // 2
     num_channels = area.num_channels.to(tl.int32)
@@ -443,7 +443,7 @@ def send_tokens(
     by_ring = rings.is_rank & (tl.load(targets + TARGET_WORDS * ranks, mask=rings.is_rank, other=1) == 0)
     sent = tl.load(rings.ours, mask=by_ring, other=0, volatile=True)
     taken = tl.zeros_like(sent)
-    slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
+    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
     end_token = tl.where(any_of(by_ring), end_token, token)
     while token < end_token:
@@ -451,16 +451,16 @@ def send_tokens(
         is_token = tokens < end_token
         # Small loads are issued first: they complete while the program waits for room.
         if TOPK_BLOCK:
-            is_slot = is_token[:, None] & (slots < beside.num_topk)[None, :]
-            index = tokens[:, None] * beside.num_topk + slots[None, :]
-            ids = tl.load(payload.topk_idx + index, mask=is_slot, other=-1)
-            weights = tl.load(payload.topk_weights + index, mask=is_slot, other=0.0)
+            is_choice = is_token[:, None] & (choices < beside.num_topk)[None, :]
+            index = tokens[:, None] * beside.num_topk + choices[None, :]
+            ids = tl.load(payload.topk_idx + index, mask=is_choice, other=-1)
+            weights = tl.load(payload.topk_weights + index, mask=is_choice, other=0.0)
         if SCALE_BLOCK:
             is_scale = is_token[:, None] & (columns < beside.num_scales)[None, :]
             at = tokens[:, None] * scales.stride_token + columns.to(tl.int64)[None, :] * scales.stride_scale
             factors = tl.load(scales.words + at, mask=is_scale, other=0)
         counts, first_rows = rows_of_tile(send_head, tokens, is_token, by_ring, ranks, NUM_RANKS)
-        expected = tl.where(counts > 0, sent + counts - rings.num_slots, 0)
+        expected = tl.where(counts > 0, sent + counts - rings.num_entries, 0)
         taken = wait_for_counters(rings.theirs, taken, expected, waiting)
         if any_of(taken < expected):
             give_up(taken < expected, rings, waiting)
@@ -472,16 +472,16 @@ def send_tokens(
                 rows = tl.load(send_head + tokens * NUM_RANKS + receiver, mask=is_token, other=-1)
                 is_sent = (rows >= 0) & (value_of(counts, ranks, receiver) > 0)
                 numbers = rows - value_of(first_rows, ranks, receiver)
-                target = tl.where(is_sent, slots_at(rings, receiver, sent, numbers), 0)
+                target = tl.where(is_sent, entries_at(rings, receiver, sent, numbers), 0)
                 tl.store(int32_at(target + beside.meta_at), tokens.to(tl.int32), mask=is_sent)
                 if TOPK_BLOCK:
                     local = ids - receiver * experts_per_rank
                     is_local = (local >= 0) & (local < experts_per_rank)
                     local = tl.where(is_local, local, -1).to(tl.int32)
-                    to = int32_at(target + beside.ids_at)[:, None] + slots[None, :]
-                    tl.store(to, local, mask=is_sent[:, None] & is_slot)
-                    to = float32_at(target + beside.weights_at)[:, None] + slots[None, :]
-                    tl.store(to, tl.where(is_local, weights, 0.0), mask=is_sent[:, None] & is_slot)
+                    to = int32_at(target + beside.ids_at)[:, None] + choices[None, :]
+                    tl.store(to, local, mask=is_sent[:, None] & is_choice)
+                    to = float32_at(target + beside.weights_at)[:, None] + choices[None, :]
+                    tl.store(to, tl.where(is_local, weights, 0.0), mask=is_sent[:, None] & is_choice)
                 if SCALE_BLOCK:
                     to = int32_at(target + beside.scales_at)[:, None] + columns[None, :]
                     tl.store(to, factors, mask=is_sent[:, None] & is_scale)
@@ -523,7 +523,7 @@ def take_rows(
     """
     ranks = rings.ranks
     numbers = tl.arange(0, TILE_TOKENS)
-    slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
+    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
     taken = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
     deadline = nanoseconds() + waiting.timeout_ns
@@ -539,27 +539,27 @@ def take_rows(
                 if count > 0:
                     rows = value_of(begin, ranks, sender).to(tl.int64) + numbers
                     is_row = (numbers < count) & (rows < num_rows)
-                    place = slots_at(rings, sender, taken, numbers)
-                    sources = tl.load(int32_at(place + beside.meta_at), mask=is_row)
+                    entry = entries_at(rings, sender, taken, numbers)
+                    sources = tl.load(int32_at(entry + beside.meta_at), mask=is_row)
                     if TOPK_BLOCK:
-                        is_slot = is_row[:, None] & (slots < beside.num_topk)[None, :]
-                        ids_at = int32_at(place + beside.ids_at)[:, None] + slots[None, :]
-                        weights_at = float32_at(place + beside.weights_at)[:, None] + slots[None, :]
-                        ids = tl.load(ids_at, mask=is_slot)
-                        weights = tl.load(weights_at, mask=is_slot)
+                        is_choice = is_row[:, None] & (choices < beside.num_topk)[None, :]
+                        ids_at = int32_at(entry + beside.ids_at)[:, None] + choices[None, :]
+                        weights_at = float32_at(entry + beside.weights_at)[:, None] + choices[None, :]
+                        ids = tl.load(ids_at, mask=is_choice)
+                        weights = tl.load(weights_at, mask=is_choice)
                     if SCALE_BLOCK:
                         is_scale = is_row[:, None] & (columns < beside.num_scales)[None, :]
-                        scales_at = int32_at(place + beside.scales_at)[:, None] + columns[None, :]
+                        scales_at = int32_at(entry + beside.scales_at)[:, None] + columns[None, :]
                         factors = tl.load(scales_at, mask=is_scale)
                     x_at = results.x + rows * (4 * row_words)
-                    copy_rows(place, x_at, is_row, row_words, TILE_WORDS, STAGES)
+                    copy_rows(entry, x_at, is_row, row_words, TILE_WORDS, STAGES)
                     tl.store(int32_at(results.sources) + rows, sources, mask=is_row & (results.sources != 0))
                     if TOPK_BLOCK:
-                        to = rows[:, None] * beside.num_topk + slots[None, :]
+                        to = rows[:, None] * beside.num_topk + choices[None, :]
                         ids_to_rows = results.topk_idx.to(tl.pointer_type(tl.int64)) + to
-                        tl.store(ids_to_rows, ids.to(tl.int64), mask=is_slot & (results.topk_idx != 0))
-                        is_slot &= results.topk_weights != 0
-                        tl.store(float32_at(results.topk_weights) + to, weights, mask=is_slot)
+                        tl.store(ids_to_rows, ids.to(tl.int64), mask=is_choice & (results.topk_idx != 0))
+                        is_choice &= results.topk_weights != 0
+                        tl.store(float32_at(results.topk_weights) + to, weights, mask=is_choice)
                     if SCALE_BLOCK:
                         to = rows[:, None] * beside.num_scales + columns[None, :]
                         is_scale &= results.scales != 0
@@ -614,9 +614,9 @@ def combine_through_rings(
     is a power of two that holds a token's choices; 0 where there are none.
 
     Example:
-    With one channel, rings of 3 places whose counters are at 2, and no windows, rank 0 has send_head
-    [[0, -1], [1, 0]]. Its first row of out is the row that it put into place 2 of its ring to itself; the
-    second is place 0 of that ring plus place 2 of the ring from rank 1. The heads become 4 and 3.
+    With one channel, rings of 3 entries whose counters are at 2, and no windows, rank 0 has send_head
+    [[0, -1], [1, 0]]. Its first row of out is the row that it put into entry 2 of its ring to itself; the
+    second is entry 0 of that ring plus entry 2 of the ring from rank 1. The heads become 4 and 3.
     """
     tl.static_assert(TILE_WORDS != TILE_VALUES, "tiles of one shape get one layout, which suits one of them")
     channel = tl.program_id(0) // 2
@@ -694,17 +694,17 @@ def push_rows(
 ):
     """Push the rows [begin, end) of a channel to each peer, as its ring has room.
 
-    Rows from `num_rows` on are not read: the contents of their places in the ring are then undefined.
+    Rows from `num_rows` on are not read: the contents of their entries in the ring are then undefined.
     """
     ranks = rings.ranks
     numbers = tl.arange(0, TILE_TOKENS)
-    slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
+    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     sent = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
     deadline = nanoseconds() + waiting.timeout_ns
     is_over = tl.full((), False, tl.int1)
     is_open = begin < end
     while any_of(is_open):
-        room = tl.where(is_open, load_acquire(rings.theirs, is_open) + rings.num_slots - sent, 0)
+        room = tl.where(is_open, load_acquire(rings.theirs, is_open) + rings.num_entries - sent, 0)
         tl.debug_barrier()
         counts = tl.minimum(tl.minimum(room, end - begin), TILE_TOKENS).to(tl.int32)
         if any_of(counts > 0):
@@ -713,16 +713,16 @@ def push_rows(
                 if count > 0:
                     rows = value_of(begin, ranks, receiver).to(tl.int64) + numbers
                     is_row = (numbers < count) & (rows < num_rows)
-                    place = slots_at(rings, receiver, sent, numbers)
+                    entry = entries_at(rings, receiver, sent, numbers)
                     if TOPK_BLOCK:
-                        is_slot = is_row[:, None] & (slots < beside.num_topk)[None, :]
-                        index = rows[:, None] * beside.num_topk + slots[None, :]
-                        weights = tl.load(outputs.topk_weights + index, mask=is_slot)
+                        is_choice = is_row[:, None] & (choices < beside.num_topk)[None, :]
+                        index = rows[:, None] * beside.num_topk + choices[None, :]
+                        weights = tl.load(outputs.topk_weights + index, mask=is_choice)
                     source = outputs.x.to(tl.int64) + rows * (4 * row_words)
-                    copy_rows(source, place, is_row, row_words, TILE_WORDS, STAGES)
+                    copy_rows(source, entry, is_row, row_words, TILE_WORDS, STAGES)
                     if TOPK_BLOCK:
-                        to = float32_at(place + beside.weights_at)[:, None] + slots[None, :]
-                        tl.store(to, weights, mask=is_slot)
+                        to = float32_at(entry + beside.weights_at)[:, None] + choices[None, :]
+                        tl.store(to, weights, mask=is_choice)
             begin += counts
             sent += counts
             release_max(rings.ours, sent, counts > 0)
@@ -762,16 +762,16 @@ def sum_tokens(
     """
     ranks, is_rank = rings.ranks, rings.is_rank
     hidden = row_words if DTYPE == FP32 else 2 * row_words
-    place = targets + TARGET_WORDS * ranks
-    windows = tl.load(place, mask=is_rank, other=1)
-    weight_windows = tl.load(place + TARGET_WEIGHTS, mask=is_rank, other=0)
-    num_rows = tl.load(place + TARGET_ROWS, mask=is_rank, other=0)
+    target = targets + TARGET_WORDS * ranks
+    windows = tl.load(target, mask=is_rank, other=1)
+    weight_windows = tl.load(target + TARGET_WEIGHTS, mask=is_rank, other=0)
+    num_rows = tl.load(target + TARGET_ROWS, mask=is_rank, other=0)
     # A staged window lacks this rank's own rows (`copy_for_peers`): they are read where they are. Without
     # rows, x has no address.
     is_own = (ranks == waiting.rank) & (windows != 0) & (num_rows > 0)
     windows = tl.where(is_own, x.to(tl.int64), windows)
     by_ring = windows == 0
-    slots = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
+    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     taken = tl.load(rings.ours, mask=by_ring, other=0, volatile=True)
     arrived = tl.zeros_like(taken)
     bad = tl.full((), GOOD, tl.int32)
@@ -794,15 +794,15 @@ def sum_tokens(
                 is_pulled = (rows >= 0) & (window != 0) & (rows < value_of(num_rows, ranks, rank))
                 is_beyond = any_of((rows >= 0) & ~is_pushed & ~is_pulled)
                 bad = tl.where(is_beyond, BAD_HANDLE + NUM_CODES * rank, bad)
-                slot = slots_at(rings, rank, taken, rows - value_of(first_rows, ranks, rank))
+                entry = entries_at(rings, rank, taken, rows - value_of(first_rows, ranks, rank))
                 rows = rows.to(tl.int64)
-                source = tl.where(is_pushed, slot, window + rows * (4 * row_words))
+                source = tl.where(is_pushed, entry, window + rows * (4 * row_words))
                 sources += (tl.where(is_pushed | is_pulled, source, 0),)
                 if TOPK_BLOCK:
                     in_window = value_of(weight_windows, ranks, rank) + rows * (4 * beside.num_topk)
-                    source = float32_at(tl.where(is_pushed, slot + beside.weights_at, in_window))
-                    mask = (is_pushed | is_pulled)[:, None] & (slots < beside.num_topk)[None, :]
-                    weights += (tl.load(source[:, None] + slots[None, :], mask=mask, other=0.0),)
+                    source = float32_at(tl.where(is_pushed, entry + beside.weights_at, in_window))
+                    mask = (is_pushed | is_pulled)[:, None] & (choices < beside.num_topk)[None, :]
+                    weights += (tl.load(source[:, None] + choices[None, :], mask=mask, other=0.0),)
             for start in tl.range(0, hidden, TILE_VALUES, num_stages=1):
                 columns = start + tl.arange(0, TILE_VALUES)
                 is_column = (columns < hidden)[None, :]
@@ -822,8 +822,8 @@ def sum_tokens(
                 sums = tl.zeros((TILE_TOKENS, TOPK_BLOCK), tl.float32)
                 for rank in tl.static_range(NUM_RANKS):
                     sums += weights[rank]
-                to = out.topk_weights + tokens[:, None] * beside.num_topk + slots[None, :]
-                tl.store(to, sums, mask=is_token[:, None] & (slots < beside.num_topk)[None, :])
+                to = out.topk_weights + tokens[:, None] * beside.num_topk + choices[None, :]
+                tl.store(to, sums, mask=is_token[:, None] & (choices < beside.num_topk)[None, :])
             taken += counts
             release_max(rings.ours, taken, counts > 0)
             token += TILE_TOKENS

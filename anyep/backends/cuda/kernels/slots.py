@@ -604,15 +604,15 @@ def cast_token(
     share,
     TRAVEL: tl.constexpr,
     NUM_TOPK: tl.constexpr,
-    SLOT_BLOCK: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
     NUM_SHARES: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
     """Put a share of a token into its message, cast to its travel format, if it goes to any expert."""
-    slots = tl.arange(0, SLOT_BLOCK)
-    experts = tl.load(topk_idx + token * NUM_TOPK + slots, mask=slots < NUM_TOPK, other=-1)
+    choices = tl.arange(0, TOPK_BLOCK)
+    experts = tl.load(topk_idx + token * NUM_TOPK + choices, mask=choices < NUM_TOPK, other=-1)
     is_wanted = tl.max(((experts >= 0) & (experts < num_experts)).to(tl.int32), axis=0) > 0
-    look_for_wrong_ids(state, experts, token * NUM_TOPK + slots, num_experts, share == 0)
+    look_for_wrong_ids(state, experts, token * NUM_TOPK + choices, num_experts, share == 0)
     source = x + token * hidden
     payload = messages + token * message_bytes + MESSAGE_HEADER_BYTES
     for start in range(share * TILE_BLOCKS * CHANNELS, hidden, NUM_SHARES * TILE_BLOCKS * CHANNELS):
@@ -645,16 +645,16 @@ def list_tokens(
     local,
     num_tokens,
     NUM_TOPK: tl.constexpr,
-    SLOT_BLOCK: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
     """List the tokens that chose an expert, each once, and store their number in the completion record."""
-    slots = tl.arange(0, SLOT_BLOCK)
+    choices = tl.arange(0, TOPK_BLOCK)
     count = tl.full((), 0, tl.int32)
     for start in range(0, num_tokens, TILE_TOKENS):
         tokens = start + tl.arange(0, TILE_TOKENS)
-        is_slot = (tokens < num_tokens)[:, None] & (slots < NUM_TOPK)[None, :]
-        chosen = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + slots[None, :], mask=is_slot, other=-1)
+        is_choice = (tokens < num_tokens)[:, None] & (choices < NUM_TOPK)[None, :]
+        chosen = tl.load(topk_idx + tokens[:, None] * NUM_TOPK + choices[None, :], mask=is_choice, other=-1)
         here = tl.max((chosen == expert).to(tl.int32), axis=1)
         tl.store(listed + count + tl.cumsum(here, axis=0) - here, tokens, mask=here > 0)
         count += tl.sum(here, axis=0)
@@ -671,7 +671,7 @@ def send_tokens(
     hidden,
     TRAVEL: tl.constexpr,
     NUM_TOPK: tl.constexpr,
-    SLOT_BLOCK: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
     NUM_SHARES: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
@@ -717,7 +717,7 @@ def send_tokens(
                     local,
                     num_tokens,
                     NUM_TOPK,
-                    SLOT_BLOCK,
+                    TOPK_BLOCK,
                     TILE_TOKENS,
                 )
         else:
@@ -736,7 +736,7 @@ def send_tokens(
                 program - num_experts - token * NUM_SHARES,
                 TRAVEL,
                 NUM_TOPK,
-                SLOT_BLOCK,
+                TOPK_BLOCK,
                 NUM_SHARES,
                 TILE_BLOCKS,
             )
@@ -1003,13 +1003,13 @@ def return_rows(
 
 
 @triton.jit
-def find_places(listed, counts, token, SLOT_BLOCK: tl.constexpr, TILE_LIST: tl.constexpr):
+def find_places(listed, counts, token, TOPK_BLOCK: tl.constexpr, TILE_LIST: tl.constexpr):
     """Find the place of a token in each of these lists (pointers to int32); -1 where it is not listed.
 
     Example:
         Token 3 in the lists [0, 3], [1] and [3, 4] is at [1, -1, 0].
     """
-    places = tl.full((SLOT_BLOCK,), -1, tl.int32)
+    places = tl.full((TOPK_BLOCK,), -1, tl.int32)
     for first in range(0, tl.max(counts, axis=0), TILE_LIST):
         indices = first + tl.arange(0, TILE_LIST)
         is_listed = indices[None, :] < counts[:, None]
@@ -1020,13 +1020,13 @@ def find_places(listed, counts, token, SLOT_BLOCK: tl.constexpr, TILE_LIST: tl.c
 
 
 @triton.jit
-def sum_raw_rows(addresses, slots, weights, columns, hidden, NUM_TOPK: tl.constexpr):
+def sum_raw_rows(addresses, choices, weights, columns, hidden, NUM_TOPK: tl.constexpr):
     """0 + row * weight + ... of the messages at these addresses, by choice; address 0 is no message."""
     sums = tl.zeros(columns.shape, tl.float32)
-    for slot in tl.static_range(NUM_TOPK):
-        address = tl.sum(tl.where(slots == slot, addresses, 0), axis=0)
+    for choice in tl.static_range(NUM_TOPK):
+        address = tl.sum(tl.where(choices == choice, addresses, 0), axis=0)
         is_there = address != 0
-        weight = tl.load(weights + slot, mask=is_there, other=0.0)
+        weight = tl.load(weights + choice, mask=is_there, other=0.0)
         payload = (address + MESSAGE_HEADER_BYTES).to(tl.pointer_type(tl.uint16))
         row = tl.multiple_of(payload, 16)
         values = tl.load(row + columns, mask=is_there & (columns < hidden), other=0)
@@ -1036,15 +1036,15 @@ def sum_raw_rows(addresses, slots, weights, columns, hidden, NUM_TOPK: tl.conste
 
 
 @triton.jit
-def sum_logfmt_rows(addresses, slots, weights, blocks, hidden, NUM_TOPK: tl.constexpr):
+def sum_logfmt_rows(addresses, choices, weights, blocks, hidden, NUM_TOPK: tl.constexpr):
     """Like `sum_raw_rows`, for messages in LogFMT: sums [blocks, 128]."""
     sums = tl.zeros((blocks.shape[0], CHANNELS), tl.float32)
-    for slot in range(NUM_TOPK):
-        address = tl.sum(tl.where(slots == slot, addresses, 0), axis=0)
+    for choice in range(NUM_TOPK):
+        address = tl.sum(tl.where(choices == choice, addresses, 0), axis=0)
         if address != 0:
             message = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
             values = load_logfmt_blocks(message, blocks, blocks < hidden // CHANNELS)
-            sums += values * tl.load(weights + slot)
+            sums += values * tl.load(weights + choice)
     return sums
 
 
@@ -1062,7 +1062,7 @@ def sum_tokens(
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
     NUM_TOPK: tl.constexpr,
-    SLOT_BLOCK: tl.constexpr,
+    TOPK_BLOCK: tl.constexpr,
     TILE_LIST: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
@@ -1086,7 +1086,7 @@ def sum_tokens(
     token = tl.program_id(0).to(tl.int64)
     is_good = (tl.load(state + OUTCOME) == 0) & (token < num_tokens)
     table = tl.load(state + NUMBER) % NUM_SETS * NUM_RANKS
-    choices = tl.arange(0, SLOT_BLOCK)
+    choices = tl.arange(0, TOPK_BLOCK)
     is_choice = (choices < NUM_TOPK) & (token < num_tokens)
     chosen = tl.load(topk_idx + token * NUM_TOPK + choices, mask=is_choice, other=-1)
     is_expert = (chosen >= 0) & (chosen < NUM_RANKS * local_experts)
@@ -1098,7 +1098,7 @@ def sum_tokens(
     counts = tl.where(is_wanted, theirs & COUNT_MASK, 0).to(tl.int32)
     listed = tl.load(slots.lists + table + ranks) + locals_there * slots.list_stride
     listed = listed.to(tl.pointer_type(tl.int32))
-    places = find_places(listed, counts, token, SLOT_BLOCK, TILE_LIST)
+    places = find_places(listed, counts, token, TOPK_BLOCK, TILE_LIST)
     is_missing = is_wanted & (places < 0)
     first_missing = tl.min(tl.where(is_missing, token * NUM_TOPK + choices, NONE_MISSING), axis=0)
     is_told = (first_missing != NONE_MISSING) & (tl.program_id(1) == 0)

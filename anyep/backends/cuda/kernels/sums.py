@@ -164,17 +164,17 @@ def sum_weights(
         rows_of_all = rows_of_tokens(send_head, tokens, is_token, ranks, NUM_RANKS)
         refuse_rows_beyond(state, rows_of_all, rows_at(targets, ranks, NUM_RANKS), ranks)
         if TOPK_BLOCK:
-            slots = tl.arange(0, TOPK_BLOCK)
-            is_slot = (slots < num_topk)[None, :]
+            choices = tl.arange(0, TOPK_BLOCK)
+            is_choice = (choices < num_topk)[None, :]
             weights = tl.zeros((CHUNK_TOKENS, TOPK_BLOCK), tl.float32)
             for rank in tl.static_range(NUM_RANKS):
                 rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
                 theirs = tl.load(targets + TARGET_WORDS * rank + 3).to(tl.pointer_type(tl.float32))
-                is_there = is_below(rows, num_rows_there(targets, rank))[:, None] & is_slot
-                source = theirs + rows.to(tl.int64)[:, None] * num_topk + slots[None, :]
+                is_there = is_below(rows, num_rows_there(targets, rank))[:, None] & is_choice
+                source = theirs + rows.to(tl.int64)[:, None] * num_topk + choices[None, :]
                 weights += tl.load(source, mask=is_there, other=0.0)
-            to = out_weights + tokens.to(tl.int64)[:, None] * num_topk + slots[None, :]
-            tl.store(to, weights, mask=is_token[:, None] & is_slot)
+            to = out_weights + tokens.to(tl.int64)[:, None] * num_topk + choices[None, :]
+            tl.store(to, weights, mask=is_token[:, None] & is_choice)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])

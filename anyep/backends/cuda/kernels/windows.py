@@ -196,18 +196,18 @@ def send_choices(
     Example:
         With 2 experts per rank, receiver 1 gets [-1, 1] for the ids [0, 3].
     """
-    slots = tl.arange(0, TOPK_BLOCK)
-    is_slot = is_token[:, None] & (slots < num_topk)[None, :]
-    index = tokens[:, None] * num_topk + slots[None, :]
-    ids = tl.load(payload.topk_idx + index, mask=is_slot, other=-1)
-    weights = tl.load(payload.topk_weights + index, mask=is_slot, other=0.0)
+    choices = tl.arange(0, TOPK_BLOCK)
+    is_choice = is_token[:, None] & (choices < num_topk)[None, :]
+    index = tokens[:, None] * num_topk + choices[None, :]
+    ids = tl.load(payload.topk_idx + index, mask=is_choice, other=-1)
+    weights = tl.load(payload.topk_weights + index, mask=is_choice, other=0.0)
     # Not unrolled: the values for all receivers at once would not fit into registers.
     for receiver in range(NUM_RECEIVERS):
         rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
-        is_sent = is_below(rows, num_rows_there(targets, receiver))[:, None] & is_slot
+        is_sent = is_below(rows, num_rows_there(targets, receiver))[:, None] & is_choice
         local = ids - receiver * experts_per_rank
         is_here = (local >= 0) & (local < experts_per_rank)
-        to = rows.to(tl.int64)[:, None] * num_topk + slots[None, :]
+        to = rows.to(tl.int64)[:, None] * num_topk + choices[None, :]
         ids_there = tl.load(targets + TARGET_WORDS * receiver + 2).to(tl.pointer_type(tl.int64))
         weights_there = tl.load(targets + TARGET_WORDS * receiver + 3).to(tl.pointer_type(tl.float32))
         tl.store(ids_there + to, tl.where(is_here, local, -1), mask=is_sent)

@@ -1,4 +1,4 @@
-"""`deep_ep.utils`: where deep_ep has its events."""
+"""`deep_ep.utils`: events, and what programs that test and measure deep_ep import from here."""
 
 from anyep import Config, EventHandle, EventOverlap
 

@@ -1,0 +1,135 @@
+"""`deep_ep.utils.refs`: dispatch and combine by torch's own collectives, to compare results with.
+
+Dispatch exchanges rows between all ranks of the job. Combine needs no exchange: it takes what the experts
+would return for each choice of the rank's own tokens, and adds it up as `ElasticBuffer.combine` does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .envs import get_global_seed
+
+PRIME: Final = 131071
+
+
+def dispatch(
+    x: Tensor | tuple[Tensor, Tensor],
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    num_max_tokens_per_rank: int,
+    num_experts: int,
+) -> tuple[Any, Tensor, Tensor | None, Tensor, Tensor]:
+    """Each rank's tokens, one row each, in order of source rank, then token.
+
+    Returns the rows (with their scales, if they have any); local ids, -1 for experts elsewhere; the senders'
+    weights; source rank x `num_max_tokens_per_rank` + source token; and on the CPU the rows from each rank.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_local = num_experts // num_ranks
+    target = torch.where(topk_idx >= 0, topk_idx // num_local, -1)
+    tokens = [torch.nonzero((target == other).any(1)).flatten() for other in range(num_ranks)]
+    sent = torch.tensor([len(part) for part in tokens], dtype=torch.int32, device=topk_idx.device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    order = torch.cat(tokens)
+    counts = received.tolist(), sent.tolist()
+
+    def exchange(rows: Tensor) -> Tensor:
+        return _exchange(rows[order], *counts)
+
+    data, scales = x if isinstance(x, tuple) else (x, None)
+    rows = exchange(data) if scales is None else (exchange(data), exchange(scales))
+    ids = exchange(topk_idx) - rank * num_local
+    ids = ids.masked_fill((ids < 0) | (ids >= num_local), -1)
+    weights = None if topk_weights is None else exchange(topk_weights)
+    own = torch.arange(len(data), dtype=torch.int32, device=data.device) + rank * num_max_tokens_per_rank
+    return rows, ids, weights, exchange(own), received.cpu()
+
+
+def _exchange(rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+    """All-to-all of rows of any dtype, as bytes."""
+    width = rows.element_size() * math.prod(rows.shape[1:])
+    out = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    dist.all_to_all_single(
+        out.view(-1).view(torch.uint8),
+        rows.reshape(-1).view(torch.uint8),
+        [width * count for count in received],
+        [width * count for count in sent],
+    )
+    return out
+
+
+def generate_pre_combine_data(
+    src_token_global_idx: Tensor, num_max_tokens_per_rank: int, num_topk: int, hidden: int
+) -> Tensor:
+    """Bfloat16 [tokens, top-k, hidden] that every rank can compute for any token, from the token's source.
+
+    With s = source x top-k + choice and m = ranks x `num_max_tokens_per_rank` x top-k, channel c (from 1) of
+    a choice is sin((131071 s mod m + 1) / m x c + sin(global seed)).
+    """
+    num_values = dist.get_world_size() * num_max_tokens_per_rank * num_topk
+    device = src_token_global_idx.device
+    choices = torch.arange(num_topk, device=device)
+    seeds = (src_token_global_idx.long().unsqueeze(1) * num_topk + choices) * PRIME % num_values
+    slopes = (seeds.float() + 1) / num_values
+    channels = torch.arange(1, hidden + 1, dtype=torch.float32, device=device)
+    return torch.sin(slopes.unsqueeze(2) * channels + math.sin(get_global_seed())).bfloat16()
+
+
+def ordered_accumulate(data: Tensor, initial_value: Tensor | None = None) -> Tensor:
+    """The sum over the second dimension [tokens, top-k, hidden], one after the other in float32."""
+    total = torch.zeros_like(data[:, 0], dtype=torch.float32)
+    if initial_value is not None:
+        total = initial_value.float()
+    for choice in range(data.shape[1]):
+        total = total + data[:, choice].float()
+    return total.to(data.dtype)
+
+
+def combine(
+    y: Tensor,
+    topk_idx: Tensor,
+    num_scaleout_ranks: int,
+    num_scaleup_ranks: int,
+    num_experts: int,
+    bias: Tensor | tuple[Tensor, Tensor] | None,
+    reduce_in_local: bool,
+    reduce_in_scaleup: bool,
+) -> Tensor:
+    """The sum of `y` [tokens, top-k, hidden] over each token's choices.
+
+    With `reduce_in_local` the choices of each rank are added first, and with `reduce_in_scaleup` the ranks of
+    each node, too; such a sum is rounded, and stands where the last of its choices was.
+    """
+    experts_per_rank = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
+    if reduce_in_local:
+        y = _reduce_groups(y, topk_idx // experts_per_rank)
+    if reduce_in_scaleup:
+        y = _reduce_groups(y, topk_idx // (experts_per_rank * num_scaleup_ranks))
+    return ordered_accumulate(y, _sum_of_biases(bias))
+
+
+def _reduce_groups(y: Tensor, groups: Tensor) -> Tensor:
+    """The sum of each group of choices at its last choice, 0 at the others."""
+    num_topk = y.shape[1]
+    reduced = torch.zeros_like(y)
+    for last in range(num_topk):
+        same = groups == groups[:, last : last + 1]
+        is_last = ~same[:, last + 1 :].any(1)
+        total = torch.zeros_like(y[:, 0], dtype=torch.float32)
+        for choice in range(last + 1):
+            total = total + y[:, choice].float().where(same[:, choice, None], 0.0)
+        reduced[:, last] = total.to(y.dtype).where(is_last[:, None], 0.0)
+    return reduced
+
+
+def _sum_of_biases(bias: Tensor | tuple[Tensor, Tensor] | None) -> Tensor | None:
+    if isinstance(bias, tuple):
+        return bias[0].float() + bias[1].float()
+    return None if bias is None else bias.float()
