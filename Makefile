@@ -1,12 +1,14 @@
-# make demo | test | test-all | lint | bench | soak | coverage | mutate | mutate-arithmetic | clean: each sets up .venv itself when needed.
+# make demo | test | test-all | lint | docs | docs-serve | bench | soak | coverage | mutate | mutate-arithmetic | clean:
+# each sets up .venv itself when needed.
 # The demo needs the packages of AnyEP alone; the others add what they need to the same environment.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_FOR_DEMO := $(VENV)/.ready-for-demo
+READY_FOR_DOCS := $(VENV)/.ready-for-docs
 
-.PHONY: demo test test-all lint bench soak coverage mutate mutate-arithmetic clean
+.PHONY: demo test test-all lint docs docs-serve docs-version bench soak coverage mutate mutate-arithmetic clean
 
 demo: $(READY_FOR_DEMO)
 	$(BIN)/anyep demo --ranks 8
@@ -27,6 +29,19 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# The site, from docs/ and mkdocs.yml, into site/; a warning is an error.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+docs: $(READY_FOR_DOCS)
+	$(MKDOCS) build --strict
+
+docs-serve: $(READY_FOR_DOCS)
+	$(MKDOCS) serve
+
+# Add the site as one version to the local branch gh-pages: make docs-version VERSION=0.2. It pushes nothing.
+docs-version: $(READY_FOR_DOCS)
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike set-default latest
 
 bench: $(READY)
 	$(BIN)/python tools/bench_startup.py
@@ -60,10 +75,14 @@ $(READY): pyproject.toml constraints.txt tools/make_venv.py
 	$(PYTHON) tools/make_venv.py $(VENV) dev,plot,cuda,network,examples
 	touch $@ $(READY_FOR_DEMO)
 
+$(READY_FOR_DOCS): pyproject.toml constraints.txt tools/make_venv.py
+	$(PYTHON) tools/make_venv.py $(VENV) docs
+	touch $@ $(READY_FOR_DEMO)
+
 $(READY_FOR_DEMO): pyproject.toml constraints.txt tools/make_venv.py
 	$(PYTHON) tools/make_venv.py $(VENV)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage dist build
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage dist build site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -82,9 +82,15 @@ class EventHandle:
 class EventOverlap:
     """An event, and the tensors that must live until it has occurred. Use it in `with` to overlap work:
 
+    ```
     with event:
         compute_something_else()
     # here the event has occurred
+    ```
+
+    Args:
+        event: The event; None where nothing is to be waited for.
+        extra_tensors: Any object; it is kept as long as this one.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:

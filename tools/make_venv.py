@@ -58,7 +58,7 @@ def main(folder: str, extras: str = "") -> None:
 
 def announcement(folder: str, extras: str) -> str:
     """What is about to happen, with what was measured on a machine with two cores and no GPU."""
-    size = "2.4 GB, all that tests need" if extras else "1.2 GB, most of it torch"
+    size = "2.4 GB, all that tests need" if "dev" in extras.split(",") else "1.2 GB, most of it torch"
     return (
         f"Setting up {folder}: packages of about {size}. That takes one to two minutes on a fast network, and"
         " several on a slow one or on a busy machine."

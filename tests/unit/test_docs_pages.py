@@ -1,0 +1,146 @@
+"""The pages of docs/: their links lead somewhere, and what they quote is what the package says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import logging
+import re
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+import anyep
+from anyep.cli.app import app
+from tests.support.programs import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "tools" / "docs_site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def shown(site: ModuleType, path: Path, text: str | None = None) -> str:
+    """What the hook makes of a page."""
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=str(path.relative_to(DOCS))))
+    result: str = site.on_page_markdown(path.read_text() if text is None else text, page=page)
+    return result
+
+
+# Links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_links_lead_to_files(page: Path) -> None:
+    """In the repository, without the site."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]*)\)", text):
+        if not link.startswith(("https://", "#")):
+            assert (page.parent / link.split("#")[0]).exists(), link
+
+
+def test_links_out_of_the_folder_lead_to_the_repository(site: ModuleType) -> None:
+    text = shown(site, DOCS / "reference" / "errors.md", "[a](../../examples/train.py#x) [b](../nodes.md)")
+    assert text == f"[a]({site.REPOSITORY}/blob/main/examples/train.py#x) [b](../nodes.md)"
+    text = shown(site, DOCS / "nodes.md", "[tests](../tests/model/)")
+    assert text == f"[tests]({site.REPOSITORY}/tree/main/tests/model)"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[a](../nothing.md)", "there is no nothing.md"), ("Two:\n- one", "needs an empty line before it")],
+)
+def test_what_the_hook_warns_of(
+    site: ModuleType, caplog: pytest.LogCaptureFixture, text: str, said: str
+) -> None:
+    """MkDocs counts warnings of this logger, and fails."""
+    with caplog.at_level(logging.WARNING, "mkdocs.hooks"):
+        shown(site, DOCS / "nodes.md", text)
+    assert [said in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_no_page_causes_a_warning(site: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "mkdocs.hooks"):
+        for page in PAGES:
+            shown(site, page)
+    assert not caplog.records
+
+
+def test_examples_of_the_hook(site: ModuleType) -> None:
+    result = doctest.testmod(site)
+    assert result.attempted >= 2
+    assert result.failed == 0
+
+
+# Commands
+
+
+def test_every_option_of_every_command_is_shown(site: ModuleType) -> None:
+    text = shown(site, DOCS / "reference" / "commands.md")
+    group: Any = typer.main.get_command(app)
+    assert len(group.commands) >= 8
+    for name, command in group.commands.items():
+        part = text.split(f"## anyep {name}\n")[1].split("\n## ")[0]
+        for parameter in command.params:
+            rows = [
+                row for row in rows_of(part) if set(names_of(parameter)) <= set(re.split(r"[` ,]+", row[0]))
+            ]
+            assert len(rows) == 1, (name, parameter.name)
+            assert parameter.help, f"anyep {name}: {parameter.name} has no help"
+            assert rows[0][-1] == site.in_one_line(parameter.help)
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of its tables."""
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+
+
+def names_of(parameter: Any) -> list[str]:
+    return (
+        list(parameter.opts)
+        if parameter.param_type_name == "option"
+        else [parameter.metavar or parameter.name.upper()]
+    )
+
+
+# What pages quote
+
+
+def said_by_the_package() -> str:
+    """Its sources, with strings over several lines joined."""
+    sources = "".join(path.read_text() for path in Path(anyep.__file__).parent.rglob("*.py"))
+    return re.sub(r'"\s+f?"', "", sources)
+
+
+@pytest.mark.parametrize("page", ["exceptions", "installation"])
+def test_messages_are_those_of_the_package(page: str) -> None:
+    """Quoted messages, up to what varies in them: numbers, and "..."."""
+    sources = said_by_the_package()
+    rows = re.findall(r"^\| (.*?) \|", (DOCS / "troubleshooting" / f"{page}.md").read_text(), re.MULTILINE)
+    quoted = [found for row in rows for found in re.findall(r"``? ?(.+?)``?(?=[ ,]|$)", row) if " " in found]
+    assert len(quoted) >= 6
+    for message in quoted:
+        for part in re.split(r"(?<=\w) \.\.\. (?=\w)|\d+", message):
+            assert part.strip() in sources, f"{message!r}: no message has {part.strip()!r}"
+
+
+def test_every_exception_has_a_part() -> None:
+    page = (DOCS / "troubleshooting" / "exceptions.md").read_text()
+    kinds = [name for name in anyep.__all__ if isinstance(getattr(anyep, name), type)]
+    exceptions = [name for name in kinds if issubclass(getattr(anyep, name), anyep.AnyEPError)]
+    assert len(exceptions) >= 8
+    for name in exceptions:
+        if name != "AnyEPError":
+            assert f"\n## {name}\n" in page, name
+            assert f"[`{name}`](#{name.lower()})" in page, name
