@@ -26,7 +26,7 @@ def get_unbalanced_scores(
     num_tokens: int, num_experts: int, num_ranks: int, num_topk: int, ratio: float, precise: bool
 ) -> Tensor:
     """Float32 scores [tokens, experts], with which rank 0 gets `ratio` times the tokens of another rank,
-    or as nearly that as choices of experts allow.
+    or as nearly that as choices of experts allow. They lie on torch's default device.
 
     Not precise: scores are random, those of rank 0's experts on a larger scale. Precise: tokens are dealt to
     the ranks, so that the other ranks get equal numbers, up to one token.
@@ -38,7 +38,7 @@ def get_unbalanced_scores(
         )
     if not ratio >= 1:
         raise InvalidCall(f"ratio={ratio} is less than 1: rank 0 gets the most tokens")
-    scores = torch.rand((num_tokens, num_experts), dtype=torch.float32)
+    scores = torch.rand((num_tokens, num_experts), dtype=torch.float32, device=torch.get_default_device())
     if precise:
         return _dealt_scores(scores, num_ranks, num_topk, ratio)
     if ratio == 1 or num_ranks == 1:
@@ -73,7 +73,7 @@ def tokens_per_rank(scores: Tensor, num_ranks: int, num_topk: int) -> Tensor:
 def _ranks_of(scores: Tensor, num_ranks: int, num_topk: int) -> Tensor:
     """Bool [tokens, ranks]."""
     ranks = scores.topk(num_topk).indices // (scores.shape[1] // num_ranks)
-    goes_to = torch.zeros((len(scores), num_ranks), dtype=torch.bool)
+    goes_to = torch.zeros((len(scores), num_ranks), dtype=torch.bool, device=scores.device)
     return goes_to.scatter_(1, ranks, True)
 
 
@@ -89,21 +89,21 @@ def _dealt_scores(scores: Tensor, num_ranks: int, num_topk: int, ratio: float) -
 
 def _deal(widths: Tensor, num_ranks: int, num_topk: int, num_local: int, ratio: float) -> Tensor:
     """Bool [tokens, ranks]: token t goes to `widths[t]` ranks, or to fewer where the ratio needs it."""
-    num_others, num_tokens = num_ranks - 1, len(widths)
-    goes_to = torch.zeros((num_tokens, num_ranks), dtype=torch.bool)
+    num_others, num_tokens, device = num_ranks - 1, len(widths), widths.device
+    goes_to = torch.zeros((num_tokens, num_ranks), dtype=torch.bool, device=device)
     if num_others == 0:
         return ~goes_to
     widths = _narrowed(widths, math.ceil(num_topk / num_local), num_tokens * (1 + num_others / ratio))
     for_rank_0 = min(num_tokens, round(int(widths.sum()) * ratio / (ratio + num_others)))
     # Tokens that go to all ranks go to rank 0; the others are drawn.
-    drawn = torch.rand(num_tokens, dtype=torch.float32) + (widths == num_ranks)
+    drawn = torch.rand(num_tokens, dtype=torch.float32, device=device) + (widths == num_ranks)
     goes_to[drawn.topk(max(for_rank_0, int((widths == num_ranks).sum()))).indices, 0] = True
     # The others take turns, in an order of their own: a token's ranks follow each other, so they differ.
     num_turns = widths - goes_to[:, 0].long()
     first = num_turns.cumsum(0) - num_turns
-    turn = torch.arange(num_others)
+    turn = torch.arange(num_others, dtype=torch.int64, device=device)
     is_turn = (turn - first.unsqueeze(1)) % num_others < num_turns.unsqueeze(1)
-    goes_to[:, 1:] = is_turn[:, torch.randperm(num_others)]
+    goes_to[:, 1:] = is_turn[:, torch.randperm(num_others, device=device)]
     return goes_to
 
 
@@ -126,8 +126,10 @@ def _choose(goes_to: Tensor, num_topk: int, num_local: int) -> Tensor:
     num_tokens, num_ranks = goes_to.shape
     widths = goes_to.sum(1, keepdim=True)
     # The ranks of a token are numbered in random order; the first ones get one choice more.
-    order = (torch.rand((num_tokens, num_ranks), dtype=torch.float32) + ~goes_to).argsort(1).argsort(1)
+    keys = torch.rand((num_tokens, num_ranks), dtype=torch.float32, device=goes_to.device) + ~goes_to
+    order = keys.argsort(1).argsort(1)
     per_rank = num_topk // widths + (order < num_topk % widths).long()
     per_rank = torch.where(goes_to, per_rank, 0)
-    drawn = torch.rand((num_tokens, num_ranks, num_local), dtype=torch.float32)
+    shape = (num_tokens, num_ranks, num_local)
+    drawn = torch.rand(shape, dtype=torch.float32, device=goes_to.device)
     return (drawn.argsort(2).argsort(2) < per_rank.unsqueeze(2)).flatten(1)

@@ -75,7 +75,7 @@ def generate_pre_combine_data(
     """
     num_values = dist.get_world_size() * num_max_tokens_per_rank * num_topk
     device = src_token_global_idx.device
-    choices = torch.arange(num_topk, device=device)
+    choices = torch.arange(num_topk, dtype=torch.int64, device=device)
     seeds = (src_token_global_idx.long().unsqueeze(1) * num_topk + choices) * PRIME % num_values
     slopes = (seeds.float() + 1) / num_values
     channels = torch.arange(1, hidden + 1, dtype=torch.float32, device=device)
