@@ -141,6 +141,8 @@ class CombineInput(NamedTuple):
     topk_weights: torch.Tensor | None
     biases: tuple[torch.Tensor, ...]
     config: Config
+    order: torch.Tensor | None = None
+    """int32 [tokens, ranks]: the ranks in the order in which their rows are added; by default ascending."""
 
     @property
     def token(self) -> TokenLayout:

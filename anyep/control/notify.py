@@ -7,6 +7,7 @@ from typing import Final
 
 from anyep.core.calls import Kind
 from anyep.core.headers import DTYPES, NETWORK_ROWS_SHIFT, WIDE_DTYPES, Field
+from anyep.core.terms import Terms
 
 # In the order in which they explain a disagreement: later differences may follow from earlier ones.
 SIGNATURE_WORDS: Final = {
@@ -20,6 +21,8 @@ SIGNATURE_WORDS: Final = {
     Field.RING_ROWS: "the rows of a ring (config, num_nvl_bytes or num_rdma_bytes)",
     Field.ROUTING: "the routing in the handle",
 }
+DISPATCH_WORDS: Final = {**SIGNATURE_WORDS, Field.ROUTING: "the terms of the dispatch"}
+"""The same for a dispatch without a handle."""
 
 
 def word_for_people(field: int, header: Sequence[int]) -> str:
@@ -35,7 +38,8 @@ def word_for_people(field: int, header: Sequence[int]) -> str:
     if field == Field.KIND:
         return Kind(word).name.lower().replace("_", " ") if word in list(Kind) else str(word)
     if field == Field.ROUTING:
-        return f"checksum {word:08x}"
+        is_first = int(header[Field.KIND]) == Kind.DISPATCH
+        return str(Terms.of_word(word)) if is_first else f"checksum {word:08x}"
     if field == Field.DTYPE:
         return DTYPES[word]
     if field == Field.ROW_BYTES:

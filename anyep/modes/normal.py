@@ -50,6 +50,8 @@ class Dispatch(NamedTuple):
     config: Config
     num_worst_tokens: int
     expert_alignment: int
+    terms: int = 0
+    """`core.terms.Terms` as a word; 0 where an API has none. All ranks must have the same."""
 
 
 class Dispatched(NamedTuple):
@@ -108,7 +110,7 @@ class NormalMode:
         """Learn the number of rows from the notify messages, then allocate exactly as many."""
         payload, counts, config, *_ = request
         ops.prepare_to_wait()
-        header = self._dispatch_header(payload, config, counts.num_experts)
+        header = self._dispatch_header(payload, config, counts.num_experts, request.terms)
         offer_what_is_free(header, self.windows)
         routing = ops.new_routing(payload, counts, config)
         ops.begin()
@@ -130,8 +132,8 @@ class NormalMode:
 
     def _dispatch_worst_case(self, ops: NormalCall, request: Dispatch) -> Dispatched:
         """The number of rows is given, so the host does not wait."""
-        payload, counts, config, num_rows, _ = request
-        header = self._dispatch_header(payload, config, counts.num_experts)
+        payload, counts, config, num_rows, *_ = request
+        header = self._dispatch_header(payload, config, counts.num_experts, request.terms)
         window = offer_exactly(header, self.windows, payload, num_rows)
         routing = ops.with_rows(ops.new_routing(payload, counts, config), num_rows, is_counted=False)
         results = ops.new_results(payload, routing, window)
@@ -158,18 +160,23 @@ class NormalMode:
         config: Config,
         previous: EventOverlap | None,
         run_async: bool,
+        num_experts: int = NO_EXPERTS,
     ) -> Dispatched:
-        """A dispatch along the routing of a handle: short messages, no counts."""
+        """A dispatch along the routing of a handle: short messages, no counts.
+
+        `num_experts` are those of a payload with top-k.
+        """
         ops = self.ops.start(call, previous, run_async)
 
         def whole_call() -> Dispatched:
             rows = self.ops.aligned_payload(payload)
-            header = self._dispatch_header(rows, config, NO_EXPERTS)
+            header = self._dispatch_header(rows, config, num_experts)
             window = offer_exactly(header, self.windows, rows, routing.num_recv_rows)
             results = ops.new_results(rows, routing, window)
             ops.begin()
             ops.notify_by_handle(header, rows, routing)
-            ops.send_rows(rows, routing, results, config, NO_EXPERTS, is_new=False)
+            experts_per_rank = num_experts // self._num_ranks
+            ops.send_rows(rows, routing, results, config, experts_per_rank, is_new=False)
             ops.barrier(Phase.RECEIVE)
             ops.unpack(rows, routing, results, is_new=False, pads=False)
             return _dispatched(results, [], routing, ops.end(*_tensors_of(rows)))
@@ -250,7 +257,9 @@ class NormalMode:
         self.ops.raise_earlier(checks_ids)
         return done
 
-    def _dispatch_header(self, payload: Payload, config: Config, num_experts: int) -> Array:
+    def _dispatch_header(
+        self, payload: Payload, config: Config, num_experts: int, terms: int = 0
+    ) -> Array:
         token = payload.token
         return signature(
             row_bytes=token.hidden_bytes,
@@ -260,6 +269,7 @@ class NormalMode:
             num_experts=num_experts,
             num_channels=config.num_channels,
             ring_rows=self.rings.header_word(config, token),
+            routing=terms,
         )
 
     def _combine_header(self, combined: CombineInput) -> Array:

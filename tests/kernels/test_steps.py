@@ -21,6 +21,7 @@ from anyep.backends.cpu.kernels import (
 )
 from anyep.backends.cpu.kernels.groups import (
     Bells,
+    NO_ORDER,
     EntryParts,
     NodeHandle,
     NodeSums,
@@ -133,12 +134,20 @@ def test_rows_in_place_and_in_rings() -> None:
     ends, here, found = Ends(3, 2), rows_of(0, 1, 2, 3, 4), scratch(3)
     find, heads = from_python(lanes.find_rows), int32([[4, -1, 0]])
     summed = outputs(here, [here.ctypes.data, 0, 0])
-    assert find(heads, 0, 0, ends.rings, PARTS, summed, found) == -1
+    assert find(heads, 0, 0, ends.rings, PARTS, summed, found, NO_ORDER) == -1
     ends.arrive(2, [[9] * 4])
-    assert find(heads, 0, 0, ends.rings, PARTS, summed, found) == 2
+    assert find(heads, 0, 0, ends.rings, PARTS, summed, found, NO_ORDER) == 2
     assert found.rows[:2].tolist() == [here[4].ctypes.data, ends.of[2, 0].ctypes.data]
+    assert find(heads, 0, 0, ends.rings, PARTS, summed, found, int32([[2, 1, 0]])) == 2
+    assert found.rows[:2].tolist() == [ends.of[2, 0].ctypes.data, here[4].ctypes.data]
     from_python(lanes.release_rows)(heads, 0, 0, ends.rings, summed, ends.wake)
     assert ends.counters[3].tolist() == [BASE, BASE, BASE + 1]
+
+
+def test_order_of_ranks() -> None:
+    rank_at = from_python(sums.rank_at)
+    assert rank_at(int32([[2, 0, 1]]), 0, 0) == 2
+    assert rank_at(NO_ORDER, 5, 0) == 0
 
 
 def test_sum_token() -> None:

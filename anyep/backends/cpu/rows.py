@@ -256,6 +256,7 @@ def sums_group(combined: CombineInput, out: torch.Tensor, out_weights: torch.Ten
         x.shape[1] * x.element_size(),
         DTYPE_CODES[x.dtype],
         out_weights.numpy(),
+        combined.order.numpy() if combined.order is not None else groups.NO_ORDER,
     )
 
 

@@ -29,6 +29,7 @@ Octets2D = Annotated[Array, types.uint8[:, ::1]]
 Flags2D = Annotated[Array, types.boolean[:, ::1]]
 Floats = Annotated[Array, types.float32[::1]]
 Floats2D = Annotated[Array, types.float32[:, ::1]]
+NO_ORDER: Final = np.zeros((0, 0), np.int32)
 
 
 class RingStack(NamedTuple):
@@ -109,6 +110,8 @@ class Sums(NamedTuple):
     row_bytes: Number
     dtype: Number
     topk_weights: Floats2D
+    order: Words2D = NO_ORDER
+    """[token, ranks]: the ranks in the order in which their rows are added; without rows, ascending."""
 
 
 class Scratch(NamedTuple):

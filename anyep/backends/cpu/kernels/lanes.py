@@ -11,6 +11,7 @@ from __future__ import annotations
 from anyep.backends.cpu.kernels.atomics import back_off, load_acquire, ring_bell, store_release
 from anyep.backends.cpu.kernels.compiler import inlined
 from anyep.backends.cpu.kernels.memory import copy_bytes, copy_row, drain_stores
+from anyep.backends.cpu.kernels.sums import rank_at
 from anyep.layout import (
     RECV_BASE,
     RECV_HEAD,
@@ -132,15 +133,16 @@ def push_row(entry, parts, outputs, row, streaming):
 
 
 @inlined
-def find_rows(heads, token, channel, rings, parts, outputs, scratch):
-    """Find the rows of a token, in ascending order of the peers; returns how many, or -1 if some is to come.
+def find_rows(heads, token, channel, rings, parts, outputs, scratch, order):
+    """Find the rows of a token, in the order given; returns how many, or -1 if some is to come.
 
     Example:
-        With heads [[4, -1, 0]] token 0 has row 4 of peer 0, read in place if `x_of` names it, and the next
+        With heads [[4, -1, 0]] and no order token 0 has row 4 of peer 0, read in place if `x_of` names it, and the next
         row in the ring from peer 2: 2 rows.
     """
     count = 0
-    for peer in range(outputs.x_of.shape[0]):
+    for index in range(outputs.x_of.shape[0]):
+        peer = rank_at(order, token, index)
         row = heads[token, peer]
         if row < 0:
             continue

@@ -65,7 +65,8 @@ def sum_of_node(to, channel, virtual, nvl, parts, bells, outputs, sums, tokens, 
         With the row [1, 2] of rank 0, read in place, and [3, 4] of rank 1, through a ring: the sum is [4, 6],
         added in the order of the ranks, and the head of that ring advances by one.
     """
-    num_rows = find_rows(tokens.send_nvl_head, virtual, channel, nvl, parts, outputs, scratch)
+    heads, ascending = tokens.send_nvl_head, sums.order[:0]
+    num_rows = find_rows(heads, virtual, channel, nvl, parts, outputs, scratch, ascending)
     if num_rows < 0:
         return False
     sum_rows(to, scratch.rows, num_rows, 0, 0, sums.hidden, sums.dtype, scratch.sums)

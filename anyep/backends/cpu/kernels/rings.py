@@ -226,7 +226,7 @@ def sum_arrived(channel, rings, parts, bells, outputs, sums, tokens, scratch):
     token = first
     end_token = end_of_channel(channel, cursor.shape[0], send_head.shape[0])
     while token < end_token:
-        num_rows = find_rows(send_head, token, channel, rings, parts, outputs, scratch)
+        num_rows = find_rows(send_head, token, channel, rings, parts, outputs, scratch, sums.order)
         if num_rows < 0:
             break
         sum_token(token, num_rows, sums, scratch)

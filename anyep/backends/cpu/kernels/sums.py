@@ -95,6 +95,16 @@ def sum_weights(out, rows, num_rows, num_topk):
 
 
 @inlined
+def rank_at(order, token, index):
+    """The rank whose row of a token is added at place `index`; `order` is that of `Sums`.
+
+    Example:
+        With the order [[2, 0, 1]], rank 2 comes first; without an order it is rank 0.
+    """
+    return order[token, index] if order.shape[0] else index
+
+
+@inlined
 def scratch_bytes(num_rows):
     """The bytes of a `Scratch` for at most `num_rows` rows."""
     return 16 * num_rows + 4 * BLOCK
@@ -125,7 +135,7 @@ def sum_token(token, num_rows, sums, scratch):
 
 @kernel("void(int64, int64, int32[:,::1], int64[::1], int64[::1], Sums)")
 def pull_and_sum(first_token, end_token, send_head, x_of, weights_of, sums):
-    """Read the rows of each token in place at the peers, and sum them in ascending order of ranks.
+    """Read the rows of each token in place at the peers, and sum them in the order of `sums`.
 
     `x_of[r]` is the address of rank r's rows. Top-k weights are summed likewise, per choice.
 
@@ -140,7 +150,8 @@ def pull_and_sum(first_token, end_token, send_head, x_of, weights_of, sums):
     rows, weights = scratch.rows, scratch.weights
     for token in range(first_token, end_token):
         num_rows = 0
-        for rank in range(num_ranks):
+        for index in range(num_ranks):
+            rank = rank_at(sums.order, token, index)
             row = send_head[token, rank]
             if row >= 0:
                 rows[num_rows] = x_of[rank] + row * sums.row_bytes

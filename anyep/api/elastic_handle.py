@@ -1,0 +1,110 @@
+"""`EPHandle`: what a dispatch of `ElasticBuffer` knows about its rows. It is tensors and numbers, and can be
+pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(eq=False)
+class EPHandle:
+    """The routing of a dispatch, for the calls that follow it."""
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: torch.Tensor
+    """int64 [tokens, top-k], as passed to the dispatch."""
+    num_recv_tokens: int
+    """The received rows; without CPU sync the most that are possible."""
+    num_expanded_tokens: int
+    """The rows by expert with their padding; without CPU sync the most that are possible."""
+    num_recv_tokens_per_expert_list: list[int]
+    """The aligned count of each local expert; empty without CPU sync."""
+    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
+    """int32 [ranks]: inclusive prefix sums of the rows from each rank; the last is the number of rows."""
+    psum_num_recv_tokens_per_expert: torch.Tensor
+    """int32 [local experts]: inclusive prefix sums of the aligned counts."""
+    num_unaligned_recv_tokens_per_expert: torch.Tensor
+    """int32 [local experts]: the counts."""
+    recv_src_metadata: torch.Tensor
+    """int32 [rows, 2 + top-k]: source rank * num_max_tokens_per_rank + source token; source rank * top-k + the
+    last choice that is on this rank; the rest is of the expanded layout, else -1. Rows without a token are -1."""
+    dst_buffer_slot_idx: torch.Tensor
+    """int32 [tokens, top-k]: the row of each choice's rank in which the token arrives, or -1."""
+    routing: tuple[torch.Tensor, ...]
+    """What the calls of AnyEP use."""
+    recv_topk_idx: torch.Tensor
+    """int64 [rows, top-k]: local experts, -1 for those of other ranks."""
+    token_metadata_at_forward: torch.Tensor | None = None
+    channel_linked_list: torch.Tensor | None = None
+    cached_recv_src_metadata_before_sort: torch.Tensor | None = None
+
+
+def source_metadata(
+    recv_src_idx: torch.Tensor,
+    recv_topk_idx: torch.Tensor,
+    psum_by_rank: torch.Tensor,
+    num_max_tokens_per_rank: int,
+) -> torch.Tensor:
+    """The column pairs of `EPHandle.recv_src_metadata`.
+
+    >>> ids = torch.tensor([[0, -1], [1, 0], [-1, -1]], device="cpu")
+    >>> ends = torch.tensor([1, 2], dtype=torch.int32, device="cpu")
+    >>> tokens = torch.tensor([3, 1, 9], dtype=torch.int32, device="cpu")
+    >>> source_metadata(tokens, ids, ends, 5).tolist()
+    [[3, 0, -1, -1], [6, 3, -1, -1], [-1, -1, -1, -1]]
+    """
+    num_rows, num_topk = recv_topk_idx.shape
+    device = recv_topk_idx.device
+    metadata = torch.full((num_rows, 2 + num_topk), -1, dtype=torch.int32, device=device)
+    num_received = int(psum_by_rank[-1])
+    rows = torch.arange(num_received, dtype=torch.int32, device=device)
+    ranks = torch.searchsorted(psum_by_rank, rows, right=True, out_int32=True)
+    last = last_choices(recv_topk_idx[:num_received])
+    metadata[:num_received, 0] = ranks * num_max_tokens_per_rank + recv_src_idx[:num_received]
+    metadata[:num_received, 1] = ranks * num_topk + last
+    return metadata
+
+
+def last_choices(ids: torch.Tensor) -> torch.Tensor:
+    """The last column of each row that is not -1; -1 if there is none.
+
+    >>> last_choices(torch.tensor([[4, -1], [-1, -1], [0, 7]], device="cpu")).tolist()
+    [0, -1, 1]
+    """
+    columns = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
+    return torch.where(ids >= 0, columns, -1).amax(dim=1).to(torch.int32)
+
+
+def order_of_ranks(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> torch.Tensor:
+    """The ranks of each token in the order of its last choice on each; ranks without one come first.
+
+    >>> ids = torch.tensor([[5, 0, 4, -1]], device="cpu")
+    >>> order_of_ranks(ids, num_experts=6, num_ranks=3).tolist()
+    [[1, 0, 2]]
+    """
+    num_tokens, num_topk = topk_idx.shape
+    per_rank = num_experts // num_ranks
+    last = torch.full((num_tokens, num_ranks + 1), -1, dtype=torch.int32, device=topk_idx.device)
+    owners = torch.where(topk_idx >= 0, topk_idx // per_rank, num_ranks)
+    for choice in range(num_topk):
+        last.scatter_(1, owners[:, choice : choice + 1], choice)
+    return last[:, :num_ranks].argsort(dim=1, stable=True).to(torch.int32)
+
+
+def rows_at_owners(topk_idx: torch.Tensor, send_head: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """`EPHandle.dst_buffer_slot_idx`.
+
+    >>> ids = torch.tensor([[3, -1, 0]], device="cpu")
+    >>> heads = torch.tensor([[7, 9]], dtype=torch.int32, device="cpu")
+    >>> rows_at_owners(ids, heads, num_experts=4).tolist()
+    [[9, -1, 7]]
+    """
+    per_rank = num_experts // send_head.shape[1]
+    rows = send_head.gather(1, topk_idx.clamp(min=0) // per_rank)
+    return torch.where(topk_idx >= 0, rows, -1)
