@@ -108,13 +108,13 @@ def _checked_ids(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return ids
 
 
-def checked_handle(handle: Any, num_tokens_per_rank: int) -> EPHandle:
+def checked_handle(handle: Any, num_ranks: int) -> EPHandle:
     """A handle of a dispatch of a group of so many ranks."""
     if not isinstance(handle, EPHandle):
         raise InvalidCall(
             f"handle is of type {type(handle).__name__}: it must be the EPHandle that dispatch returned"
         )
-    if handle.num_experts % num_tokens_per_rank:
+    if handle.num_experts % num_ranks:
         raise InvalidCall("the handle is of a group with another number of ranks")
     return handle
 

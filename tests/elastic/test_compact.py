@@ -1,0 +1,97 @@
+"""The compact layout of `ElasticBuffer`, against the dense oracle."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyep.api.elastic import ElasticBuffer
+from anyep.errors import NotSupported
+from tests.support.depth import examples
+from tests.support.elastic_cases import ElasticCase, check_case, elastic_buffer
+from tests.support.world import RankContext, get_world
+
+CASES = {
+    "plain": ElasticCase((7, 5, 6, 4), num_topk=4, missing=0.0, num_biases=1),
+    "an empty rank, no CPU sync": ElasticCase((0, 9, 3, 24), num_topk=4, waits=False, num_biases=2),
+    "FP8, aligned": ElasticCase((5, 6, 0, 1), hidden=16, num_scales=3, alignment=8),
+    "without weights, nothing chosen": ElasticCase((4, 4, 4, 4), missing=1.0, has_weights=False),
+    "through rings": ElasticCase((20, 24, 9, 8), num_topk=6, num_window_bytes=0, num_biases=1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compact(name: str) -> None:
+    get_world(4).run(check_case, CASES[name])
+
+
+@st.composite
+def elastic_cases(draw: st.DrawFn, num_ranks: int) -> ElasticCase:
+    return ElasticCase(
+        tokens=tuple(draw(st.lists(st.integers(0, 24), min_size=num_ranks, max_size=num_ranks))),
+        hidden=8 * draw(st.integers(1, 12)),
+        num_topk=draw(st.integers(1, 8)),
+        local_experts=draw(st.integers(1, 4)),
+        num_scales=draw(st.sampled_from((0, 0, 1, 5))),
+        has_weights=draw(st.booleans()),
+        alignment=draw(st.sampled_from((1, 4, 7))),
+        waits=draw(st.booleans()),
+        num_biases=draw(st.integers(0, 2)),
+        missing=draw(st.sampled_from((0.0, 0.3, 0.9, 1.0))),
+        num_window_bytes=draw(st.sampled_from((None, 0))),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_any_compact_case(num_ranks: int) -> None:
+    @examples(8, deep=60)
+    @given(elastic_cases(num_ranks))
+    def check(case: ElasticCase) -> None:
+        get_world(num_ranks).run(check_case, case)
+
+    check()
+
+
+def two_handles_one_pickled(context: RankContext) -> None:
+    """Each expert is on one rank, so the sum over a token's ranks is a multiple of the token."""
+    buffer, handles = elastic_buffer(context), []
+    x = torch.ones(3, 16, dtype=torch.bfloat16, device="cpu")
+    for ids in ([[0, 1], [0, -1], [-1, -1]], [[1, -1], [0, 1], [1, 0]]):
+        topk_idx = torch.tensor(ids, device="cpu")
+        recv_x, _, _, handle, event = buffer.dispatch(
+            x, topk_idx, num_experts=2, previous_event=buffer.capture(), async_with_compute_stream=True
+        )
+        event.current_stream_wait()
+        handles.append((recv_x, pickle.loads(pickle.dumps(handle))))
+    for (rows, handle), sums in zip(reversed(handles), ([1, 2, 2], [2, 1, 0]), strict=True):
+        combined, _, _ = buffer.combine(rows, handle)
+        assert combined[:, 0].tolist() == sums
+
+
+def test_two_handles_in_flight_and_pickled() -> None:
+    get_world(2).run(two_handles_one_pickled)
+
+
+def make_wrongly(context: RankContext) -> None:
+    with pytest.raises(NotSupported, match="num_cpu_bytes is for remote tables"):
+        ElasticBuffer(context.group, 2 << 20, num_cpu_bytes=2 << 20)
+    with pytest.raises(ValueError, match="num_bytes is 3: it must be at least 2097152"):
+        ElasticBuffer(context.group, 3)
+    with pytest.raises(ValueError, match="num_max_tokens_per_rank=0 is less than 1"):
+        ElasticBuffer(context.group)
+    with pytest.raises(NotSupported, match="does not work on several nodes yet"):
+        ElasticBuffer(context.group, 2 << 20, device="cpu", ranks_per_node=1)
+    with ElasticBuffer(context.group, num_max_tokens_per_rank=4, hidden=16, device="cpu") as buffer:
+        assert buffer.num_bytes == 2 << 20
+        assert buffer.runtime is not None
+    assert buffer.runtime is None
+
+
+def test_constructor() -> None:
+    get_world(2).run(make_wrongly)

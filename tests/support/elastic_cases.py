@@ -1,0 +1,202 @@
+"""One case of the elastic API, as data: every rank makes all ranks' inputs from the seed, runs the real thing,
+and compares what it got with the oracle, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anyep.api.elastic import ElasticBuffer
+from anyep.api.elastic_handle import EPHandle
+from tests.support import elastic_oracle, oracle
+from tests.support.elastic_oracle import Returned, Shape
+from tests.support.world import RankContext
+
+NUM_BYTES = 2 << 20
+TM = 24
+
+
+@dataclass(frozen=True)
+class ElasticCase:
+    """What the ranks of one dispatch and its combine pass; tokens, one number per rank."""
+
+    tokens: tuple[int, ...]
+    hidden: int = 24
+    num_topk: int = 3
+    local_experts: int = 2
+    num_scales: int = 0
+    has_weights: bool = True
+    alignment: int = 1
+    waits: bool = True
+    num_biases: int = 0
+    missing: float = 0.2
+    """The share of choices without an expert."""
+    num_window_bytes: int | None = None
+    seed: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.local_experts * len(self.tokens), TM, self.alignment)
+
+
+def inputs_of(case: ElasticCase) -> list[oracle.RankInput]:
+    """What every rank passes to dispatch."""
+    random = torch.Generator(device="cpu").manual_seed(case.seed)
+    num_ranks = len(case.tokens)
+    num_experts = num_ranks * case.local_experts
+    num_topk = min(case.num_topk, num_experts)
+    given = []
+    for count in case.tokens:
+        scores = torch.rand((count, num_experts), generator=random, device="cpu")
+        ids = scores.topk(num_topk, dim=1, sorted=False).indices
+        shuffled = torch.rand(ids.shape, generator=random, device="cpu").argsort(dim=1)
+        ids = ids.gather(1, shuffled)
+        ids[torch.rand(ids.shape, generator=random, device="cpu") < case.missing] = -1
+        x = torch.randn((count, case.hidden), generator=random, device="cpu").bfloat16()
+        scales = None
+        if case.num_scales:
+            x = x.repeat(1, 2).to(torch.float8_e4m3fn)
+            scales = torch.rand((count, case.num_scales), generator=random, device="cpu")
+        weights = torch.rand(ids.shape, generator=random, device="cpu") if case.has_weights else None
+        in_rank = oracle.layout(ids, num_experts, num_ranks)[2]
+        given.append(oracle.RankInput(x, in_rank, scales, ids, weights))
+    return given
+
+
+def outputs_of(case: ElasticCase, expected: list[elastic_oracle.Received]) -> Returned:
+    """What the ranks' experts return: rows of very different sizes, whose sum depends on the order."""
+    random = torch.Generator(device="cpu").manual_seed(case.seed + 1)
+    rows, weights = [], []
+    for there in expected:
+        count, num_topk = there.topk_idx.shape
+        values = torch.randn((count, case.hidden), generator=random, device="cpu")
+        sizes = torch.randint(-12, 12, (count, case.hidden), generator=random, device="cpu")
+        rows.append((values * 2.0**sizes).bfloat16())
+        weights.append(torch.rand((count, num_topk), generator=random, device="cpu"))
+    return Returned(rows, weights if case.has_weights else None)
+
+
+def elastic_buffer(context: RankContext, num_window_bytes: int | None = None) -> ElasticBuffer:
+    """A buffer that lives as long as the pool."""
+    key = ("elastic", num_window_bytes)
+    if key not in context.keep:
+        context.keep[key] = ElasticBuffer(
+            context.group,
+            NUM_BYTES,
+            num_max_tokens_per_rank=TM,
+            hidden=256,
+            device="cpu",
+            num_window_bytes=num_window_bytes,
+        )
+    buffer: ElasticBuffer = context.keep[key]
+    return buffer
+
+
+def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | None = None) -> None:
+    """A dispatch, the same along its handle, and a combine."""
+    buffer = buffer or elastic_buffer(context, case.num_window_bytes)
+    inputs, rank = inputs_of(case), context.rank
+    expected = [elastic_oracle.dispatch(inputs, each, case.shape) for each in range(context.num_ranks)]
+    mine, given = expected[rank], inputs[rank]
+    x: Any = given.x if given.scales is None else (given.x, given.scales)
+    stats = torch.ones(case.local_experts, dtype=torch.int32, device="cpu")
+    recv_x, ids, weights, handle, event = buffer.dispatch(
+        x,
+        given.topk_idx,
+        given.topk_weights,
+        stats,
+        num_experts=case.shape.num_experts,
+        expert_alignment=case.alignment,
+        do_cpu_sync=case.waits,
+    )
+    assert event.event is None
+    assert ids is not None
+    num_rows = len(mine.x)
+    check_rows(recv_x, mine)
+    assert oracle.same_bits(ids[:num_rows], mine.topk_idx)
+    assert bool((ids[num_rows:] == -1).all())
+    here = mine.topk_idx >= 0
+    if case.has_weights:
+        assert weights is not None
+        assert mine.topk_weights is not None
+        assert oracle.same_bits(weights[:num_rows][here], mine.topk_weights[here])
+    else:
+        assert weights is None
+    assert (stats - 1).tolist() == mine.counts.tolist()
+    check_handle(handle, case, inputs, expected, rank)
+
+    ids.fill_(7)  # the handle does not depend on what the caller does with the results
+    again_x, again_ids, again_weights, same, _ = buffer.dispatch(
+        x, topk_weights=given.topk_weights, handle=handle
+    )
+    assert same is handle
+    check_rows(again_x, mine)
+    assert oracle.same_bits(again_ids[:num_rows], mine.topk_idx)
+    if again_weights is not None:
+        assert oracle.same_bits(again_weights[:num_rows][here], mine.topk_weights[here])
+
+    returned = outputs_of(case, expected)
+    rows, back = room_for(returned.rows[rank], handle), None
+    if returned.weights is not None:
+        back = room_for(returned.weights[rank], handle)
+    random = torch.Generator(device="cpu").manual_seed(case.seed + 2 + rank)
+    biases = tuple(
+        torch.randn((case.tokens[rank], case.hidden), generator=random, device="cpu").bfloat16()
+        for _ in range(case.num_biases)
+    )
+    bias: Any = (None, biases[0] if biases else None, biases)[case.num_biases]
+    combined, combined_weights, _ = buffer.combine(rows, handle, back, bias)
+    sums, sum_weights = elastic_oracle.combine(returned, inputs, rank, case.shape, biases=biases)
+    assert oracle.same_bits(combined, sums)
+    assert (combined_weights is None) == (sum_weights is None)
+    if combined_weights is not None:
+        assert oracle.same_bits(combined_weights, sum_weights)
+
+
+def check_rows(received: Any, mine: elastic_oracle.Received) -> None:
+    if mine.scales is not None:
+        received, scales = received
+        assert oracle.same_bits(scales[: len(mine.x)], mine.scales)
+    assert oracle.same_bits(received[: len(mine.x)], mine.x)
+
+
+def room_for(rows: torch.Tensor, handle: EPHandle) -> torch.Tensor:
+    """The rows, followed by rows that are not in use."""
+    whole = rows.new_full((handle.num_recv_tokens, rows.shape[1]), float("nan"))
+    whole[: len(rows)] = rows
+    return whole
+
+
+def check_handle(
+    handle: EPHandle,
+    case: ElasticCase,
+    inputs: list[oracle.RankInput],
+    expected: list[elastic_oracle.Received],
+    rank: int,
+) -> None:
+    mine, num_ranks = expected[rank], len(expected)
+    num_rows, ids = len(mine.x), inputs[rank].topk_idx
+    assert ids is not None
+    num_topk = ids.shape[1]
+    assert torch.equal(handle.topk_idx, ids)
+    assert handle.topk_idx.data_ptr() != ids.data_ptr() or not ids.numel()
+    assert handle.num_recv_tokens == (num_rows if case.waits else num_ranks * TM)
+    assert handle.num_recv_tokens_per_expert_list == (mine.aligned_counts if case.waits else [])
+    if case.waits:
+        assert handle.num_expanded_tokens == sum(mine.aligned_counts)
+    assert oracle.same_bits(handle.psum_num_recv_tokens_per_scaleup_rank, mine.psum_by_source)
+    assert oracle.same_bits(handle.psum_num_recv_tokens_per_expert, mine.psum_by_expert)
+    assert oracle.same_bits(handle.num_unaligned_recv_tokens_per_expert, mine.counts)
+    metadata = handle.recv_src_metadata
+    assert metadata.shape == (handle.num_recv_tokens, 2 + num_topk)
+    assert oracle.same_bits(metadata[:num_rows, 0].contiguous(), mine.sources)
+    assert (metadata[:num_rows, 1]).tolist() == (mine.sources // TM * num_topk + mine.last_choice).tolist()
+    for token, experts in enumerate(ids.tolist()):
+        for choice, expert in enumerate(experts):
+            at = int(handle.dst_buffer_slot_idx[token, choice])
+            if expert < 0:
+                assert at == -1
+            else:
+                assert int(expected[expert // case.local_experts].sources[at]) == rank * TM + token
