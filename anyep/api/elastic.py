@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from anyep.api import gradients
 from anyep.api import elastic_arguments as checks
+from anyep.api import gradients
 from anyep.api.arguments import check_config, check_devices, check_payload, check_tensor
 from anyep.api.buffer import Buffer
 from anyep.api.elastic_handle import EPHandle, order_of_ranks, rows_at_owners, source_metadata
@@ -24,7 +24,7 @@ from anyep.backends.base import CombineInput, Payload, Rows
 from anyep.core import elastic_sizes
 from anyep.core.calls import Call, Kind
 from anyep.core.terms import Terms
-from anyep.errors import AnyEPError, BufferBroken, InvalidCall, NotSupported
+from anyep.errors import InvalidCall, NotSupported
 from anyep.events import EventHandle, EventOverlap
 from anyep.modes.normal import Dispatch, Dispatched
 from anyep.session import Session
@@ -85,7 +85,7 @@ class ElasticBuffer:
         num_window_bytes: int | None = None,
     ) -> None:
         if num_cpu_bytes:
-            raise NotSupported("num_cpu_bytes is for remote tables (Engram), which AnyEP does not have: pass 0")
+            raise NotSupported("num_cpu_bytes is for remote tables, which AnyEP does not have: pass 0")
         num_ranks = group.size()
         if num_bytes is None:
             domains = elastic_sizes.Domains.of(1, num_ranks, allow_hybrid_mode)
@@ -195,7 +195,8 @@ class ElasticBuffer:
             checks.wait_for((previous_event, previous_event_before_epilogue))
             if do_expand or do_zero_padding or use_tma_aligned_col_major_sf:
                 raise NotSupported(
-                    "do_expand, do_zero_padding and use_tma_aligned_col_major_sf are not there yet: leave them out"
+                    "do_expand, do_zero_padding and use_tma_aligned_col_major_sf are not there yet:"
+                    " leave them out"
                 )
             check_devices(self._device, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
             gradients.warn_if_lost(x, topk_weights)

@@ -1,4 +1,4 @@
-"""Checks of the arguments that users pass to `ElasticBuffer`: each refuses with a message that says what to do."""
+"""Checks of the arguments that users pass to `ElasticBuffer`; each message says what to do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def wait_for(events: Sequence[Any]) -> None:
             continue
         if not isinstance(event, EventHandle | EventOverlap):
             raise InvalidCall(
-                f"previous_event is of type {type(event).__name__}: pass what ElasticBuffer.capture() returned"
+                f"previous_event is of type {type(event).__name__}:"
+                f" pass what ElasticBuffer.capture() returned"
             )
         event.current_stream_wait()
 
@@ -74,12 +75,13 @@ def checked_tokens(
     most = whole_number("num_max_tokens_per_rank", num_max_tokens_per_rank, minimum=1)
     if ids.shape[0] > most:
         raise InvalidCall(
-            f"x has {ids.shape[0]} tokens, but num_max_tokens_per_rank is {most}: pass a larger one on all ranks"
+            f"x has {ids.shape[0]} tokens, but num_max_tokens_per_rank is {most}:"
+            f" pass a larger one on all ranks"
         )
     if most * num_ranks * ids.shape[1] >= 2**31:
         raise InvalidCall(
-            f"num_max_tokens_per_rank is {most}: with {num_ranks} ranks and top-{ids.shape[1]} the rows cannot be"
-            f" numbered in 31 bits; pass a smaller one"
+            f"num_max_tokens_per_rank is {most}: with {num_ranks} ranks and top-{ids.shape[1]} the rows"
+            f" cannot be numbered in 31 bits; pass a smaller one"
         )
     if topk_weights is not None:
         topk_weights = check_tensor("topk_weights", topk_weights, (torch.float32,), tuple(ids.shape))

@@ -32,8 +32,9 @@ class EPHandle:
     num_unaligned_recv_tokens_per_expert: torch.Tensor
     """int32 [local experts]: the counts."""
     recv_src_metadata: torch.Tensor
-    """int32 [rows, 2 + top-k]: source rank * num_max_tokens_per_rank + source token; source rank * top-k + the
-    last choice that is on this rank; the rest is of the expanded layout, else -1. Rows without a token are -1."""
+    """int32 [rows, 2 + top-k]: source rank * num_max_tokens_per_rank + source token; source rank * top-k +
+    the last choice that is on this rank; the rest is of the expanded layout, else -1. Rows without a token
+    are -1."""
     dst_buffer_slot_idx: torch.Tensor
     """int32 [tokens, top-k]: the row of each choice's rank in which the token arrives, or -1."""
     routing: tuple[torch.Tensor, ...]

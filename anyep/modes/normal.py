@@ -257,9 +257,7 @@ class NormalMode:
         self.ops.raise_earlier(checks_ids)
         return done
 
-    def _dispatch_header(
-        self, payload: Payload, config: Config, num_experts: int, terms: int = 0
-    ) -> Array:
+    def _dispatch_header(self, payload: Payload, config: Config, num_experts: int, terms: int = 0) -> Array:
         token = payload.token
         return signature(
             row_bytes=token.hidden_bytes,

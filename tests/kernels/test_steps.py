@@ -20,8 +20,8 @@ from anyep.backends.cpu.kernels import (
     windows,
 )
 from anyep.backends.cpu.kernels.groups import (
-    Bells,
     NO_ORDER,
+    Bells,
     EntryParts,
     NodeHandle,
     NodeSums,

@@ -1,5 +1,5 @@
-"""One case of the elastic API, as data: every rank makes all ranks' inputs from the seed, runs the real thing,
-and compares what it got with the oracle, bit for bit."""
+"""One case of the elastic API, as data: every rank makes all ranks' inputs from the seed, runs the real
+thing, and compares what it got with the oracle, bit for bit."""
 
 from __future__ import annotations
 

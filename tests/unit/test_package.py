@@ -165,7 +165,7 @@ def test_nothing_reaches_upwards() -> None:
 # The tests themselves
 
 FOLDERS = {
-    *("unit", "kernels", "model", "normal", "low_latency", "nodes", "faults", "layers"),
+    *("unit", "kernels", "model", "normal", "low_latency", "elastic", "nodes", "faults", "layers"),
     *("cli", "compat", "examples", "gpu", "support"),
 }
 

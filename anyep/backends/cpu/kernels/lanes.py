@@ -137,8 +137,8 @@ def find_rows(heads, token, channel, rings, parts, outputs, scratch, order):
     """Find the rows of a token, in the order given; returns how many, or -1 if some is to come.
 
     Example:
-        With heads [[4, -1, 0]] and no order token 0 has row 4 of peer 0, read in place if `x_of` names it, and the next
-        row in the ring from peer 2: 2 rows.
+        With heads [[4, -1, 0]] and no order, token 0 has row 4 of peer 0, read in place if `x_of` names it,
+        and the next row in the ring from peer 2: 2 rows.
     """
     count = 0
     for index in range(outputs.x_of.shape[0]):
