@@ -16,7 +16,7 @@ ids = torch.tensor([[0, 1], [2, 3]])
 WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "no ids": ({"topk_idx": None}, "topk_idx is missing"),
     "no experts": ({"num_experts": None}, "num_experts is missing"),
-    "experts": ({"num_experts": 3}, "num_experts"),
+    "experts": ({"num_experts": 3}, "3 experts do not divide over 2 ranks"),
     "an expert twice": ({"topk_idx": ids * 0}, "topk_idx has expert 0 twice for token 0"),
     "no expert": ({"topk_idx": ids + 2}, "topk_idx is 4 for token 1 in column 0: it must be 0 to 3"),
     "too many tokens": ({"num_max_tokens_per_rank": 1}, "x has 2 tokens, but num_max_tokens_per_rank is 1"),
