@@ -65,7 +65,9 @@ def plan(
         validate(files, as_json)
         return
     if files:
-        raise InvalidCall(f"{str(files[0])!r} is a file of figures only with --validate: add it, or leave it out")
+        raise InvalidCall(
+            f"{str(files[0])!r} is a file of figures only with --validate: add it, or leave it out"
+        )
     workload = Workload(hidden, dtype, tokens, topk, experts, num_sms, ranks_per_node, low_latency_tokens)
     plans = [MemoryPlan(workload, count) for count in _parse_ranks(ranks)]
     records = [plan.record() for plan in plans]

@@ -47,10 +47,7 @@ class Machine(NamedTuple):
 
 def _matches(selector: dict[str, Any], row: dict[str, Any]) -> bool:
     for name, wanted in selector.items():
-        if name == "min_tokens":
-            if row["tokens"] < wanted:
-                return False
-        elif row[name] not in (wanted if isinstance(wanted, list) else [wanted]):
+        if row[name] not in (wanted if isinstance(wanted, list) else [wanted]):
             return False
     return True
 
@@ -59,7 +56,9 @@ def _matches(selector: dict[str, Any], row: dict[str, Any]) -> bool:
 def all_machines() -> tuple[Machine, ...]:
     """Every machine of the package, in the order of the files' names."""
     folder = files("anyep") / "machines"
-    found = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    found = sorted(
+        (file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name
+    )
     machines = []
     for file in found:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from anyep.errors import InvalidCall
 from anyep.planning.expectation import Reach, largest
 
 SOFTNESS: Final = 6.0
-"""How sharply the slowest part decides: parts that take the same time take 2 ** (1 / 6) = 1.12 times as long."""
+"""How sharply the slowest part decides: two equal parts take 2 ** (1 / 6) = 1.12 times as long."""
 NORMAL: Final = "normal"
 LOW_LATENCY: Final = "ll"
 DISPATCH: Final = "dispatch"
@@ -40,9 +40,7 @@ class Call(NamedTuple):
 
     @property
     def reach(self) -> Reach:
-        return Reach(
-            self.num_ranks, self.num_nodes, self.num_experts, self.num_topk, self.num_group_nodes
-        )
+        return Reach(self.num_ranks, self.num_nodes, self.num_experts, self.num_topk, self.num_group_nodes)
 
     @property
     def received_bytes(self) -> float:
@@ -103,7 +101,7 @@ def _normal(call: Call, constants: Mapping[str, float]) -> Times:
         network_us = _us(far_rows * call.row_bytes, constant(constants, "network_gbs"))
     near_us = slowest_of([sms_us, nvlink_us])
     body_us = slowest_of([near_us, network_us], constants.get("softness", SOFTNESS))
-    # The pipeline fills while the first rows are on their way; a call with few rows ends before it has filled.
+    # The pipeline fills while the first rows are on their way; a call with few rows ends before that.
     filling_us = fill_us * body_us / (fill_us + body_us) if body_us else 0.0
     return Times(start_us, sms_us, nvlink_us, network_us, start_us + filling_us + body_us)
 

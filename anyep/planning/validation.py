@@ -1,8 +1,9 @@
-"""Published figures beside what the model predicts for them: the arithmetic behind `anyep plan --validate`."""
+"""Published figures beside the model's predictions: the arithmetic behind `anyep plan --validate`."""
 
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from collections.abc import Iterable, Iterator
 from importlib.resources import files
@@ -42,7 +43,7 @@ class Figure(NamedTuple):
     published_us: float
 
     def record(self) -> dict[str, Any]:
-        """The figure and its prediction, for programs; the error is relative, positive if predicted longer."""
+        """The figure and its prediction, for programs; its error is relative, and positive if too long."""
         machine = find_machine(self.machine)
         times = time_of(self.call, machine.constants(self.library, self.call.mode))
         row: dict[str, Any] = {
@@ -101,12 +102,16 @@ def _figures(name: str, lines: list[str]) -> Iterator[Figure]:
         read = _published
     else:
         missing = sorted(set(PUBLISHED_COLUMNS if "machine" in columns else MEASURED_COLUMNS) - columns)
-        raise InvalidCall(f"{name!r} lacks the columns {', '.join(missing)}: use those of {' or '.join(DATA)}")
+        raise InvalidCall(
+            f"{name!r} lacks the columns {', '.join(missing)}: use those of {' or '.join(DATA)}"
+        )
     for number, row in enumerate(reader, start=2):
         try:
             figures = list(read(row))
         except (ValueError, TypeError) as error:
-            raise InvalidCall(f"line {number} of {name!r} is no figure ({error}): correct or remove it") from None
+            raise InvalidCall(
+                f"line {number} of {name!r} is no figure ({error}): correct or remove it"
+            ) from None
         yield from figures
 
 
@@ -122,7 +127,9 @@ def _measured(row: dict[str, str]) -> Iterator[Figure]:
 
 def _published(row: dict[str, str]) -> Iterator[Figure]:
     nodes = int(row["nodes"])
-    is_grouped = row["source"] in GROUP_LIMITED_SOURCES and row["mode"] == NORMAL and nodes >= MIN_GROUPED_NODES
+    is_grouped = (
+        row["source"] in GROUP_LIMITED_SOURCES and row["mode"] == NORMAL and nodes >= MIN_GROUPED_NODES
+    )
     for what in (DISPATCH, COMBINE):
         dtype = row[f"{what}_dtype"] or ("fp8" if what == DISPATCH else "bf16")
         call = _call(row, what, int(row["ranks"]), dtype, GROUP_NODES if is_grouped else None)
@@ -143,7 +150,9 @@ def _call(row: dict[str, str], what: str, ranks: int, dtype: str, group_nodes: i
     nodes, tokens = int(row["nodes"]), int(row["tokens"])
     topk, experts = int(row["topk"]), int(row["experts"])
     if min(nodes, ranks, tokens, topk, hidden) < 1 or ranks % nodes or experts < ranks or topk > experts:
-        raise ValueError(f"{ranks} ranks, {nodes} nodes, {experts} experts and top-{topk} do not fit together")
+        raise ValueError(
+            f"{ranks} ranks, {nodes} nodes, {experts} experts and top-{topk} do not fit together"
+        )
     sms = int(row["sms"]) if row["sms"] else DEFAULT_SMS
     return Call(row["mode"], what, nodes, ranks, tokens, row_bytes, topk, experts, sms, group_nodes)
 
@@ -158,7 +167,7 @@ def _counted_bytes(call: Call, basis: str) -> float:
 
 
 def _checked(figure: Figure) -> Figure:
-    if figure.published_us <= 0:
+    if not 0 < figure.published_us < math.inf:
         raise ValueError(f"a time or rate is {figure.published_us}")
     find_machine(figure.machine).constants(figure.library, figure.call.mode)
     return figure

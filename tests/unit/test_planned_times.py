@@ -1,4 +1,4 @@
-"""The planner's model of time: what it must do whatever its constants are, and how near published figures it is."""
+"""The planner's model of time: what holds for all machines, and how near published figures it is."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_fewer_sms_take_longer() -> None:
 
 
 def test_no_machine_and_no_constant() -> None:
-    with pytest.raises(InvalidCall, match="no machine 'H1000' in anyep/machines: choose one of .*H800 CX7"):
+    with pytest.raises(InvalidCall, match=r"no machine 'H1000' in anyep/machines: choose one of .*H800 CX7"):
         find_machine("H1000")
     with pytest.raises(InvalidCall, match="no constant 'network_gbs': add it"):
         constant({}, "network_gbs")
@@ -156,7 +156,10 @@ HEADER += ",combine_notify_us,source"
     ("text", "said"),
     [
         ("a,b\n1,2\n", "lacks the columns combine_notify_us, "),
-        (f"{HEADER}\nh100_sxm,1,fast,1,7168,8,256,4,1,0,1,0,x\n", "line 2 .* mode is 'fast', not normal or ll"),
+        (
+            f"{HEADER}\nh100_sxm,1,fast,1,7168,8,256,4,1,0,1,0,x\n",
+            "line 2 .*mode is 'fast', not normal or ll",
+        ),
         (f"{HEADER}\nh100_sxm,1,ll,1,7168,8,4,4,1,0,1,0,x\n", "8 ranks, 1 nodes, 4 experts and top-8 do not"),
         (f"{HEADER}\nZX81,1,ll,1,7168,8,256,4,1,0,1,0,x\n", "there is no machine 'ZX81'"),
         (f"{HEADER}\nh100_sxm,1,ll,1,7168,8,256,4,-1,0,1,0,x\n", "a time or rate is -1.0"),
@@ -177,7 +180,9 @@ def test_files_without_validate_are_refused() -> None:
 
 
 def test_the_page_is_current() -> None:
-    spec = importlib.util.spec_from_file_location("planning_accuracy", ROOT / "tools" / "planning_accuracy.py")
+    spec = importlib.util.spec_from_file_location(
+        "planning_accuracy", ROOT / "tools" / "planning_accuracy.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
