@@ -1,6 +1,6 @@
-"""Checks of the GPU's kernels between nodes against a dense reference: on a GPU, or in the interpreter ("cpu").
+"""Checks of the GPU's kernels between nodes against a dense reference: on a GPU, or interpreted ("cpu").
 
-Ranks and their heaps are those of the checks of rings; here a ring's peers are nodes. Every rank has a window.
+Ranks and their heaps are those of the checks of rings; here a ring's peers are nodes. All ranks have windows.
 """
 
 from __future__ import annotations
@@ -136,9 +136,7 @@ class NodeRouting:
         )
         matrix = torch.stack([wanted.sum(0) for wanted in self.wanted]).int().numpy()
         next_row = torch.from_numpy(plan.next_rows(matrix, rows.astype(np.int32)))
-        return Relayed(
-            send_nvl_head, ranks.there(first.long()), ranks.there(expected), ranks.there(next_row)
-        )
+        return Relayed(send_nvl_head, ranks.there(first.long()), ranks.there(expected), ranks.there(next_row))
 
 
 @dataclass(frozen=True)
@@ -384,7 +382,9 @@ class NodeCombine:
             own_table = table.clone()
             own_table[rank, 0] = GUARD
             tables = ranks.node_tables(rank, ranks.there(own_table))
-            heads = [ranks.there(part(rank)) for part in (self.nodes.send_rdma_head, self.nodes.send_nvl_head)]
+            heads = [
+                ranks.there(part(rank)) for part in (self.nodes.send_rdma_head, self.nodes.send_nvl_head)
+            ]
             relayed = self.nodes.relayed(ranks, rank, heads[1])
             of_rank.append(((biases + [out.view(bits)] * 2)[:2], heads[0], relayed, tables))
 

@@ -1,9 +1,9 @@
 """A combine between nodes: the relay sums a token's rows on its node, and one row per node crosses back.
 
-Even programs are relays: they put the sums of this node into the rings to the sources on other nodes, as there
-is room, and never wait for a single node. Odd programs sum this rank's own tokens: the rows of its own node,
-rounded as a relay's are, and what has come from other nodes. All rows are read from windows. The channels are
-those of `rings`, and so are waits and their ends.
+Even programs are relays: they put the sums of this node into the rings to the sources on other nodes, as
+there is room, and never wait for a single node. Odd programs sum this rank's own tokens: the rows of its own
+node, rounded as a relay's are, and what has come from other nodes. All rows are read from windows. The
+channels are those of `rings`, and so are waits and their ends.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def combine_between_nodes(
 
     Example:
     With 2 nodes of 1 rank, counters at 2, rings of 3 entries, and a token of rank 0 that went to both: rank 1
-    puts 0 + its row into entry 2 of its ring at rank 0, whose tail becomes 3; rank 0 adds its own row and that
-    entry, and the head at rank 1 becomes 3.
+    puts 0 + its row into entry 2 of its ring at rank 0, whose tail becomes 3; rank 0 adds its own row and
+    that entry, and the head at rank 1 becomes 3.
     """
     channel = tl.program_id(0) // 2
     num_channels = area.num_channels.to(tl.int32)
@@ -282,7 +282,14 @@ def return_sums(
                     for start in tl.range(0, hidden, TILE_VALUES, num_stages=1):
                         columns = start + tl.arange(0, TILE_VALUES)
                         sums = sums_here(
-                            relayed, tables, virtual, is_row, columns, own_x, waiting, hidden,
+                            relayed,
+                            tables,
+                            virtual,
+                            is_row,
+                            columns,
+                            own_x,
+                            waiting,
+                            hidden,
                             DTYPE,
                             RANKS_PER_NODE,
                         )
@@ -366,7 +373,14 @@ def sum_own(
                 is_value = is_token[:, None] & is_column
                 index = tokens[:, None] * hidden + columns[None, :]
                 own = sums_here(
-                    relayed, tables, virtual, is_own, columns, own_x, waiting, hidden,
+                    relayed,
+                    tables,
+                    virtual,
+                    is_own,
+                    columns,
+                    own_x,
+                    waiting,
+                    hidden,
                     DTYPE,
                     RANKS_PER_NODE,
                 )
