@@ -312,6 +312,8 @@ def place_rows(
             tl.debug_barrier()
             rows = tl.where(is_wanted, first + tl.cumsum(is_wanted.to(tl.int32), axis=0) - 1, -1)
             tl.store(next_row + index, first + tl.sum(is_wanted.to(tl.int64), axis=0))
+            # And it is stored before one of them reads it for the next tile.
+            tl.debug_barrier()
             tl.store(heads, rows.to(tl.int32), mask=is_row)
         else:
             rows = tl.load(heads, mask=is_row, other=-1)
@@ -322,17 +324,17 @@ def place_rows(
         # Not written to the outcome: programs decide by it whether to begin, and all of them must take part.
         tl.store(tables.state + BAD_ROWS, problem, mask=any_of((rows >= 0) & ~is_sent))
         if any_of(is_sent):
-            rows = rows.to(tl.int64)
+            places = rows.to(tl.int64)
             target = tables.targets + TARGET_WORDS * rank
             copy_rows(
-                source, tl.load(target) + rows * (4 * row_words), is_sent, row_words, TILE_WORDS, STAGES
+                source, tl.load(target) + places * (4 * row_words), is_sent, row_words, TILE_WORDS, STAGES
             )
-            meta = int32_at(tl.load(target + 1)) + 2 * rows
+            meta = int32_at(tl.load(target + 1)) + 2 * places
             tl.store(meta, node + tl.zeros_like(masks), mask=is_sent)
             tl.store(meta + 1, masks, mask=is_sent)
             if TOPK_BLOCK:
                 is_choice = is_sent[:, None] & (choices < beside.num_topk)[None, :]
-                to = rows[:, None] * beside.num_topk + choices[None, :]
+                to = places[:, None] * beside.num_topk + choices[None, :]
                 local = ids - rank * experts_per_rank
                 is_local = (local >= 0) & (local < experts_per_rank)
                 ids_there = tl.load(target + 2).to(tl.pointer_type(tl.int64))
@@ -341,7 +343,7 @@ def place_rows(
                 tl.store(weights_there + to, tl.where(is_local, weights, 0.0), mask=is_choice)
             if SCALE_BLOCK:
                 is_scale = is_sent[:, None] & (columns < beside.num_scales)[None, :]
-                to = rows[:, None] * beside.num_scales + columns[None, :]
+                to = places[:, None] * beside.num_scales + columns[None, :]
                 tl.store(int32_at(tl.load(target + 4)) + to, factors, mask=is_scale)
 
 
