@@ -430,6 +430,7 @@ def plan(*faults: Fault, slow: bool = False) -> Any:
         plan(fault(0, 2, "send"), fault(1, 4, "receive"), fault(3, 7, "acknowledge")),
         plan(fault(1, 4, "receive", "sleep")),
         plan(fault(1, 2, "send", "sleep"), fault(3, 2, "send")),
+        plan(fault(2, 3, "send", place=NODES), fault(3, 3, "send", place=NODES)),
         plan(fault(1, 1, "send", place=SIMULATED)),
         plan(fault(1, 3, "send", place=GPU)),
         plan(fault(0, 1, "send"), slow=True),
@@ -441,6 +442,11 @@ def plan(*faults: Fault, slow: bool = False) -> Any:
         plan(fault(1, 2, "receive"), fault(3, 5, "send"), slow=True),
         plan(fault(2, 3, "send", "sleep"), slow=True),
         plan(fault(0, 5, "acknowledge", "sleep"), slow=True),
+        # A whole node: in a dispatch, in a combine, its ranks in different calls.
+        plan(fault(0, 1, "send", place=NODES), fault(1, 1, "send", place=NODES), slow=True),
+        plan(fault(2, 4, "receive", place=NODES), fault(3, 4, "receive", place=NODES), slow=True),
+        plan(fault(0, 3, "acknowledge", place=NODES), fault(1, 4, "send", place=NODES), slow=True),
+        plan(fault(2, 4, "send", "sleep", NODES), fault(3, 4, "send", "sleep", NODES), slow=True),
     ],
 )
 def test_the_others_go_on(plan: tuple[Fault, ...]) -> None:
@@ -518,6 +524,8 @@ def come_back(
         at(FOUR, True, True, 2),
         at(FOUR, False, False, 2),
         at(FOUR, False, True, 3, slow=True),
+        at(NODES, True, True, 2),
+        at(NODES, False, False, 2, slow=True),
         at(SIMULATED, True, True, 1),
         at(SIMULATED, True, True, 2, slow=True),
         at(SIMULATED, False, False, 2, slow=True),
