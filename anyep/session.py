@@ -175,13 +175,13 @@ class Session:
         self.heap = gpu_connection.heap
         self.device_control = gpu_connection.device_control
         try:
-            made_on_all_ranks(rendezvous, partial(self._make_gpu_modes, gpu_connection, connection))
+            made_on_all_ranks(rendezvous, partial(self._make_gpu_modes, gpu_connection))
         except BaseException:
             self.lifetime = self.low_latency = None
             gpu_connection.close()
             raise
 
-    def _make_gpu_modes(self, gpu_connection: GpuConnection, connection: Connection) -> None:
+    def _make_gpu_modes(self, gpu_connection: GpuConnection) -> None:
         from anyep.backends.cuda.lifetime import GpuLifetime
         from anyep.backends.cuda.ops_normal import GpuNormalOps
 

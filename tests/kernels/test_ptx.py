@@ -490,9 +490,7 @@ KERNELS: dict[str, Source] = {
     "exchange of a refusal": exchange(5, is_refused=True),
     # At once, or after a wait.
     "barrier": normal(notify.barrier, 1, 7, True, **BLOCKS, FLAGS_AT=constants.ARRIVED_AT, UNLESS_RINGS=True),
-    "place_in_new_block": normal(
-        notify.place_in_new_block, 1, types={"num_topk": "i64", "num_scales": "i64"}, **BLOCKS
-    ),
+    "place_in_new_block": normal(notify.place_in_new_block, 1, types={"num_topk": "i64"}, **BLOCKS),
     "copy_for_peers": copy_for_peers(),
     "fill_send_head": normal(notify.fill_send_head, 4, **BLOCKS, TILE_TOKENS=128),
     "send between 2": send(2, 32, 512, 32, True),

@@ -85,6 +85,12 @@ def test_what_the_page_lists_is_there() -> None:
             assert hasattr(module, attribute), f"{name}.{attribute}"
 
 
+def test_the_page_lists_what_modules_export() -> None:
+    listed = set(re.findall(r"`(\w+)`", (TESTS.parent / "docs" / "api.md").read_text()))
+    for name in ("anyep", "anyep.nn"):
+        assert set(importlib.import_module(name).__all__) <= listed, name
+
+
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="module 'anyep' has no attribute 'nothing'"):
         anyep.nothing  # noqa: B018

@@ -83,7 +83,7 @@ class ControlKernels:
     def place_in_new_block(self) -> Launch:
         """Give every receiver without a window a window in a new block."""
         tables = self.tables
-        numbers = (Input("offset"), Input("row_bytes"), Input("block_topk"), Input("block_scales"))
+        numbers = (Input("offset"), Input("row_bytes"), Input("block_topk"))
         arguments = (tables.bases, tables.state, tables.targets, *numbers)
         return Launch(kernels.place_in_new_block, 1, self.blocks, (1,), arguments)
 

@@ -153,14 +153,9 @@ class DeviceControl:
         self._ticket += 1
         return self._ticket
 
-    def place_in_new_block(self, offset: int, row_bytes: int, num_topk: int, num_scales: int) -> None:
+    def place_in_new_block(self, offset: int, row_bytes: int, num_topk: int) -> None:
         """Give every receiver without a window a window at this offset, in a block that was just added."""
-        values = {
-            "offset": offset,
-            "row_bytes": row_bytes,
-            "block_topk": num_topk,
-            "block_scales": num_scales,
-        }
+        values = {"offset": offset, "row_bytes": row_bytes, "block_topk": num_topk}
         self.batches.run(((self.kernels.place_in_new_block,),), self.gpu.stream.moment(False, False), values)
 
     def refuse(self, kind: int, text: int) -> None:

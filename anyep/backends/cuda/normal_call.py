@@ -262,7 +262,7 @@ class GpuCall:
         if first is None:
             return totals.window
         token = payload.token
-        control.place_in_new_block(first, token.hidden_bytes, token.num_topk, token.num_scales)
+        control.place_in_new_block(first, token.hidden_bytes, token.num_topk)
         if totals.window >= 0:
             return totals.window
         self._ops.windows.allocate_at(first, payload.window_bytes(totals.num_rows))

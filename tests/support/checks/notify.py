@@ -831,7 +831,7 @@ def check_new_block(device: str) -> None:
     call.state[constants.USES_RINGS] = 1
     launch(
         *(notify.place_in_new_block, device, 1, call.bases, call.state, call.places),
-        *((1 << constants.WINDOW_BLOCK_BITS) + 256, 64, 2, 1),
+        *((1 << constants.WINDOW_BLOCK_BITS) + 256, 64, 2),
         num_warps=1,
         **call.blocks,
     )

@@ -225,7 +225,7 @@ def bytes_of_window(rows, row_bytes, num_topk, num_scales):
 
 
 @triton.jit
-def write_targets(targets, place, rows, row_bytes, num_topk, num_scales, ranks, mask):
+def write_targets(targets, place, rows, row_bytes, num_topk, ranks, mask):
     """Store where each receiver's results lie: side by side from `place`, the window; 0 is no window."""
     has_target = place != 0
     table = targets + ranks * TARGET_WORDS
@@ -262,11 +262,11 @@ def choose_windows(headers, rows, ranks, is_rank, bases, targets):
         chosen = tl.where((chosen < 0) & fits, offset, chosen)
     has_target = chosen >= 0
     place = tl.where(has_target, address_in_window(bases, ranks, is_rank, chosen), 0)
-    write_targets(targets, place, rows, row_bytes, num_topk, num_scales, ranks, is_rank)
+    write_targets(targets, place, rows, row_bytes, num_topk, ranks, is_rank)
     return has_target
 
 
-@triton.jit(do_not_specialize=["offset", "row_bytes", "num_topk", "num_scales"])
+@triton.jit(do_not_specialize=["offset", "row_bytes", "num_topk"])
 def place_in_new_block(
     bases,
     state,
@@ -274,7 +274,6 @@ def place_in_new_block(
     offset: tl.int64,
     row_bytes: tl.int64,
     num_topk: tl.int64,
-    num_scales: tl.int64,
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
@@ -287,7 +286,7 @@ def place_in_new_block(
     has_none = is_rank & (tl.load(targets + ranks * TARGET_WORDS, mask=is_rank, other=1) == 0)
     rows = tl.load(targets + ranks * TARGET_WORDS + TARGET_ROWS, mask=is_rank, other=0)
     place = address_in_window(bases, ranks, is_rank, tl.zeros((RANK_BLOCK,), tl.int64) + offset)
-    write_targets(targets, place, rows, row_bytes, num_topk, num_scales, ranks, has_none)
+    write_targets(targets, place, rows, row_bytes, num_topk, ranks, has_none)
     tl.store(state + USES_RINGS, 0)
 
 
