@@ -362,14 +362,12 @@ def check_connections() -> Iterator[Finding]:
     if problem is None:
         yield Finding("connections", "ok", f"{CONNECTIONS} is {NEEDED_CONNECTIONS}")
         return
-    started = "`anyep run`, `anyep demo` and `anyep bench` set it for ranks that share a GPU"
-    if os.environ.get(CONNECTIONS):
-        started += ", unless it is set already"
     yield Finding(
         "connections",
         "note",
         problem,
-        f"{started}; for your own jobs with the service: export {CONNECTIONS}={NEEDED_CONNECTIONS}."
+        "`anyep run`, `anyep demo` and `anyep bench` set it for ranks that share a GPU, unless it is set"
+        f" already; for your own jobs with the service: export {CONNECTIONS}={NEEDED_CONNECTIONS}."
         " With one rank per GPU there is nothing to do",
     )
 
