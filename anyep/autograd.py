@@ -40,7 +40,14 @@ MULTIPLE_OF_FLOATS: Final = 4
 
 
 class Received(NamedTuple):
-    """What a dispatch received; `topk_idx` has ids of local experts, and -1 for experts of other ranks."""
+    """What a dispatch received; `topk_idx` has ids of local experts, and -1 for experts of other ranks.
+
+    Args:
+        x: The received rows [rows, hidden].
+        topk_idx: int64 [rows, top-k], ids of local experts; -1 for experts of other ranks.
+        topk_weights: float32 [rows, top-k].
+        handle: The routing, for `combine`, `dispatch_again` and `combine_buffer`.
+    """
 
     x: Tensor
     topk_idx: Tensor
@@ -56,7 +63,17 @@ def dispatch(
     num_experts: int,
     num_worst_tokens: int = 0,
 ) -> Received:
-    """Send each token to every rank that holds one of its experts; x and topk_weights get gradients."""
+    """Send each token to every rank that holds one of its experts; x and topk_weights get gradients.
+
+    Args:
+        buffer: The Buffer of the ranks.
+        x: This rank's tokens [tokens, hidden]: bfloat16, float16 or float32.
+        topk_idx: int64 [tokens, top-k], the experts of each token; -1 means "no expert".
+        topk_weights: float32 [tokens, top-k].
+        num_experts: The experts of all ranks together.
+        num_worst_tokens: If above 0, exactly so many rows are returned, and the host does not wait for
+            counts.
+    """
     rows, ids, weights, handle = torch.ops.anyep.dispatch(
         x, topk_idx, topk_weights, key_of(buffer), num_experts, num_worst_tokens
     )
@@ -66,20 +83,39 @@ def dispatch(
 def combine(
     buffer: Buffer, x: Tensor, handle: Handle, topk_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Add up each token's rows, and weights where given, at its source; both get gradients."""
+    """Add up each token's rows, and weights where given, at its source; both get gradients.
+
+    Args:
+        buffer: The Buffer of the dispatch.
+        x: The experts' outputs, one row for each received row.
+        handle: That of the dispatch.
+        topk_weights: float32 [rows, top-k] to be added up as well; by default none.
+    """
     combined, weights = torch.ops.anyep.combine(x, list(handle), topk_weights, key_of(buffer))
     return combined, None if topk_weights is None else weights
 
 
 def dispatch_again(buffer: Buffer, x: Tensor, handle: Handle) -> Tensor:
-    """Send other rows along the routing of an earlier dispatch; x gets a gradient."""
+    """Send other rows along the routing of an earlier dispatch; x gets a gradient.
+
+    Args:
+        buffer: The Buffer of the earlier dispatch.
+        x: As many rows as in the earlier dispatch.
+        handle: That of the earlier dispatch.
+    """
     rows: Tensor = torch.ops.anyep.dispatch_again(x, list(handle), key_of(buffer))
     return rows
 
 
 def combine_buffer(buffer: Buffer, like: Tensor, handle: Handle) -> Tensor:
     """Memory for the experts' outputs, with the columns and the dtype of `like`: see
-    `Buffer.get_combine_buffer`. What is written to it in place has gradients as usual."""
+    `Buffer.get_combine_buffer`. What is written to it in place has gradients as usual.
+
+    Args:
+        buffer: The Buffer of the dispatch.
+        like: A tensor with the columns and the dtype that the outputs have.
+        handle: That of the dispatch.
+    """
     # `like` itself is no argument, since the result does not depend on what it was computed from.
     rows: Tensor = torch.ops.anyep.combine_buffer(list(handle), like.shape[1], like.dtype, key_of(buffer))
     return rows

@@ -29,6 +29,10 @@ def expert_counts(topk_idx: Tensor, num_experts: int) -> Tensor:
 
     -1 means "no expert" and is not counted.
 
+    Args:
+        topk_idx: int64 ids of experts, of any shape.
+        num_experts: The experts of all ranks together.
+
     >>> expert_counts(torch.tensor([[0, 2], [2, -1]]), num_experts=3)
     tensor([1, 0, 2])
     """
@@ -48,15 +52,16 @@ def load_balancing_loss(
     mean of p[t, e] over the tokens. The loss is 1 if the load is even, and at most E. (transformers does not
     divide by K, so its loss is K times this one.)
 
-    router_logits: [tokens, num_experts]. With dimensions before these, [sequences, tokens, num_experts], the
-        loss is that of each sequence, averaged over the sequences: DeepSeek-V3's sequence-wise loss. A
-        sequence is on one rank, so this needs no group.
-    topk_idx: the choices, [tokens, topk] or [sequences, tokens, topk]; -1 is not counted. To exclude
-        padding, omit its rows from both.
-    group: the ranks that hold the other tokens of the batch. Then count and T are sums over these ranks, and
-        the loss of the whole batch is the mean of the ranks' results, also if ranks have different numbers
-        of tokens. Only counts are sent; P[e] of other ranks is not needed, because averaging the gradients
-        includes theirs. Every rank of the group makes this call.
+    Args:
+        router_logits: [tokens, num_experts]. With dimensions before these, [sequences, tokens, num_experts],
+            the loss is that of each sequence, averaged over the sequences: DeepSeek-V3's sequence-wise loss.
+            A sequence is on one rank, so this needs no group.
+        topk_idx: The choices, [tokens, topk] or [sequences, tokens, topk]; -1 is not counted. To exclude
+            padding, omit its rows from both.
+        group: The ranks that hold the other tokens of the batch. Then count and T are sums over these ranks,
+            and the loss of the whole batch is the mean of the ranks' results, also if ranks have different
+            numbers of tokens. Only counts are sent; P[e] of other ranks is not needed, because averaging the
+            gradients includes theirs. Every rank of the group makes this call.
 
     Two tokens with one expert each, both chose expert 0: f = (1, 0), P = (0.75, 0.25), loss 2 * 0.75:
 
@@ -92,6 +97,9 @@ def router_z_loss(router_logits: Tensor) -> Tensor:
 
     It is a mean over tokens, like the loss of the model: only gradients are reduced over ranks.
 
+    Args:
+        router_logits: float32 [..., num_experts].
+
     >>> router_z_loss(torch.zeros(3, 4))  # log(4) squared
     tensor(1.9218)
     """
@@ -107,11 +115,12 @@ def update_bias(
 
     The bias is changed in place. Call this after each optimizer step.
 
-    bias: one number per expert, the buffer of `TopKGate(..., has_bias=True)`.
-    counts: the sum of `expert_counts` over all micro-batches of the step.
-    rate: the size of the change.
-    group: as for `load_balancing_loss`: counts are summed over these ranks. Without it ranks with different
-        tokens would get different biases, which averaging gradients does not correct.
+    Args:
+        bias: One number per expert, the buffer of `TopKGate(..., has_bias=True)`.
+        counts: The sum of `expert_counts` over all micro-batches of the step.
+        rate: The size of the change.
+        group: As for `load_balancing_loss`: counts are summed over these ranks. Without it ranks with
+            different tokens would get different biases, which averaging gradients does not correct.
 
     >>> bias = torch.zeros(3)
     >>> update_bias(bias, torch.tensor([5, 1, 3]), rate=0.5)

@@ -37,6 +37,9 @@ def install_as_deep_ep(replace: bool = False) -> None:
     """Make `import deep_ep` import AnyEP. Call it before any import of deep_ep.
 
     If there is another deep_ep, this raises `NotSupported`; with `replace`, AnyEP replaces it.
+
+    Args:
+        replace: Take the place of another deep_ep, instead of raising `NotSupported`.
     """
     if replace:
         os.environ[REPLACE] = "1"

@@ -44,7 +44,11 @@ class EventHandle:
 
     @classmethod
     def on(cls, stream: Any) -> EventHandle:
-        """The current point of a CUDA stream."""
+        """The current point of a CUDA stream.
+
+        Args:
+            stream: The CUDA stream.
+        """
         event = cls.pending()
         event.finished = None
         event._record(stream)
@@ -55,6 +59,11 @@ class EventHandle:
         self.moment.record(stream)
 
     def finish(self, error: BaseException | None = None) -> None:
+        """Mark a pending event as occurred.
+
+        Args:
+            error: What the work before the event raised, for those who wait for it; None if all went well.
+        """
         assert self.finished is not None
         self._error = error
         self.finished.set()

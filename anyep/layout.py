@@ -364,6 +364,10 @@ class ControlRegion:
 
     A rank polls its own control region and writes into those of its peers, so each block is divided by
     writer: the words of two peers never share a 128-byte line.
+
+    Args:
+        num_ranks: The ranks of the group.
+        ranks_per_node: The ranks of a node.
     """
 
     num_ranks: int
@@ -440,7 +444,13 @@ class ControlRegion:
 
 @dataclass(frozen=True)
 class NormalHeap:
-    """A rank's heap in normal mode. Rows from other nodes have one area, rows for other nodes a second."""
+    """A rank's heap in normal mode. Rows from other nodes have one area, rows for other nodes a second.
+
+    Args:
+        control: The control region, at the start.
+        nvl: The rings within the node.
+        rdma: The rings between nodes, received and to send; empty on one node.
+    """
 
     control: ControlRegion
     nvl: RingArea
@@ -489,7 +499,12 @@ def normal_heap(config: Config, num_ranks: int, ranks_per_node: int, token: Toke
 
 @dataclass(frozen=True)
 class LowLatencyHeap:
-    """A rank's heap in low-latency mode."""
+    """A rank's heap in low-latency mode.
+
+    Args:
+        control: The control region, at the start.
+        slots: Two sets of slots for calls in turn.
+    """
 
     control: ControlRegion
     slots: LowLatencySlots

@@ -69,6 +69,14 @@ def make_buffer(
     """Make a Buffer for layers of this size, with rows of float32 or a smaller dtype; collective.
 
     A node is a host, unless `ranks_per_node` (or `ANYEP_RANKS_PER_NODE`) splits a host into several nodes.
+
+    Args:
+        group: The process group of the ranks.
+        hidden: Values per row.
+        num_experts: The experts of all ranks together, a multiple of the number of ranks.
+        max_decode_tokens: The most tokens that a rank passes to one `decode`; 0: no low-latency mode.
+        device: "cpu" or "cuda"; by default CUDA where there is a GPU.
+        ranks_per_node: The ranks of a virtual node.
     """
     rendezvous = rendezvous_of(group, None)
     num_ranks = rendezvous.num_ranks
@@ -108,6 +116,16 @@ class TopKGate(nn.Module):
     each step. Keep it in float32 when the model is converted to a smaller dtype.
 
     `device` and `dtype` are those of the weight; as in torch.nn, they default to torch's defaults.
+
+    Args:
+        hidden: Values per row.
+        num_experts: The experts of all ranks together.
+        topk: The experts of each token.
+        num_groups: Groups of equally many experts.
+        topk_groups: The groups whose experts are eligible.
+        has_bias: Add a bias per expert to the scores that decide the choice.
+        device: Of the weight.
+        dtype: Of the weight.
     """
 
     bias: Tensor | None
@@ -143,6 +161,10 @@ class TopKGate(nn.Module):
         """The experts of each row, their weights in float32, and on request the logits.
 
         Logits are computed in float32, also under autocast: a rounded logit changes the choice.
+
+        Args:
+            x: Rows [tokens, hidden].
+            output_router_logits: Return the logits as a third result.
         """
         device = x.device.type
         has_autocast = torch.amp.is_autocast_available(device)
@@ -152,7 +174,11 @@ class TopKGate(nn.Module):
         return (topk_idx, weights, logits) if output_router_logits else (topk_idx, weights)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts and weights for these logits; deterministic as long as `bias` does not change."""
+        """The experts and weights for these logits; deterministic as long as `bias` does not change.
+
+        Args:
+            logits: float32 [tokens, num_experts].
+        """
         scores = logits.softmax(dim=-1)
         ranking = scores.detach() if self.bias is None else scores.detach() + self.bias
         topk_idx = self._eligible(ranking).topk(self.topk, dim=-1).indices
@@ -177,6 +203,12 @@ class FeedForward(nn.Module):
     """An expert: `down(silu(gate(x)) * up(x))`.
 
     `device` and `dtype` are those of the weights; as in torch.nn, they default to torch's defaults.
+
+    Args:
+        hidden: Values per row.
+        inner: Values between the two products.
+        device: Of the weights.
+        dtype: Of the weights.
     """
 
     def __init__(
@@ -193,6 +225,11 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The expert's output for each row.
+
+        Args:
+            x: Rows [rows, hidden]; there may be none.
+        """
         output: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
         return output
 
@@ -208,6 +245,13 @@ def run_experts(
 
     Rows are sorted by expert, and each expert is called once with all of its rows. The result is written to
     `out` if that is given, such as to a combine buffer.
+
+    Args:
+        rows: The received rows [rows, hidden].
+        topk_idx: int64 [rows, top-k], ids of local experts; -1: none.
+        weights: float32 [rows, top-k].
+        experts: This rank's experts, in order; each maps rows to rows.
+        out: Where the result is written; by default a new tensor of the rows' dtype.
 
     >>> rows, ids = torch.tensor([[1.0], [2.0]]), torch.tensor([[1, 0], [-1, 1]])
     >>> run_experts(rows, ids, torch.ones(2, 2), [lambda x: x, lambda x: 10 * x])
@@ -248,17 +292,19 @@ class _Link:
 class ExpertParallelMoE(nn.Module):
     """A Mixture-of-Experts layer; every rank of `group` makes it, and calls it with its own tokens.
 
-    gate: chooses the experts. It is called with rows [tokens, hidden] and returns the experts of each row,
-        int64 [tokens, topk], and their weights in float32; with `output_router_logits=True` it also returns
-        the logits, as a third result. It is the same on all ranks: its gradients, like those of everything
-        but the experts, must be summed over the ranks.
-    experts: the modules of this rank's experts, from rows to rows, or a function that makes the expert with
-        a given number; then `num_experts` is the number of experts on all ranks together.
-    group: the process group of the ranks.
-    hidden: if given, the Buffer is made by the constructor, else by the first call.
-    max_decode_tokens: the most tokens that a rank may pass to `decode`; 0 disables low-latency mode.
-    buffer: a Buffer to use; layers of one model share one (`make_buffer`).
-    device: the device of the Buffer if the layer makes it, "cpu" or "cuda".
+    Args:
+        gate: Chooses the experts. It is called with rows [tokens, hidden] and returns the experts of each
+            row, int64 [tokens, topk], and their weights in float32; with `output_router_logits=True` it also
+            returns the logits, as a third result. It is the same on all ranks: its gradients, like those of
+            everything but the experts, must be summed over the ranks.
+        experts: The modules of this rank's experts, from rows to rows, or a function that makes the expert
+            with a given number; then `num_experts` is the number of experts on all ranks together.
+        group: The process group of the ranks.
+        num_experts: The experts of all ranks together; needed where `experts` is a function.
+        hidden: If given, the Buffer is made by the constructor, else by the first call.
+        max_decode_tokens: The most tokens that a rank may pass to `decode`; 0 disables low-latency mode.
+        buffer: A Buffer to use; layers of one model share one (`make_buffer`).
+        device: The device of the Buffer if the layer makes it, "cpu" or "cuda".
     """
 
     def __init__(
@@ -299,7 +345,11 @@ class ExpertParallelMoE(nn.Module):
         self._link = _Link(self._link.group if buffer is None else buffer.group, buffer)
 
     def ready_buffer(self, hidden: int) -> Buffer:
-        """The layer's Buffer; makes it if there is none yet (collective)."""
+        """The layer's Buffer; makes it if there is none yet (collective).
+
+        Args:
+            hidden: Values per row.
+        """
         link = self._link
         if link.buffer is None:
             if link.group is None:
@@ -315,8 +365,10 @@ class ExpertParallelMoE(nn.Module):
     def forward(self, x: Tensor, output_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The layer's output for `x` [..., hidden]; uses low-latency mode if `low_latency` is set.
 
-        output_router_logits: return `(output, logits)`, the logits in float32 [tokens, num_experts] with the
-            leading dimensions of x flattened, for the losses of `anyep.balance`.
+        Args:
+            x: This rank's tokens [..., hidden].
+            output_router_logits: Return `(output, logits)`, the logits in float32 [tokens, num_experts] with
+                the leading dimensions of x flattened, for the losses of `anyep.balance`.
         """
         if self.low_latency:
             return self.decode(x, output_router_logits)
@@ -336,6 +388,10 @@ class ExpertParallelMoE(nn.Module):
 
         An expert's output is rounded to bfloat16; the weighted sum is computed in float32, in the order of
         the gate's choice, and rounded once.
+
+        Args:
+            x: bfloat16 [..., hidden], at most `max_decode_tokens` tokens.
+            output_router_logits: Return the logits as well, as `forward` does.
         """
         flat, buffer = x.reshape(-1, x.shape[-1]), self.ready_buffer(x.shape[-1])
         topk_idx, weights, logits = self._chosen(flat, output_router_logits)
@@ -373,7 +429,11 @@ class ExpertParallelMoE(nn.Module):
 
 
 def expert_layers(model: nn.Module) -> list[ExpertParallelMoE]:
-    """The expert-parallel layers of a model, for example to give all of them one Buffer after unpickling."""
+    """The expert-parallel layers of a model, for example to give all of them one Buffer after unpickling.
+
+    Args:
+        model: The model; its submodules are searched.
+    """
     return [module for module in model.modules() if isinstance(module, ExpertParallelMoE)]
 
 

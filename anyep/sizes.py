@@ -60,6 +60,15 @@ def align(num_bytes: int, alignment: int) -> int:
 class Config:
     """How a call divides its work: the number of SMs (two per channel) and the chunk sizes of its rings.
 
+    Args:
+        num_sms: An even number, two per channel. If a rank's share of its GPU is smaller, fewer SMs serve
+            the channels.
+        num_max_nvl_chunked_send_tokens: Rows that a ring within a node moves at a time.
+        num_max_nvl_chunked_recv_tokens: Rows of such a ring; more than are moved at a time.
+        num_max_rdma_chunked_send_tokens: Rows that a ring between nodes moves at a time.
+        num_max_rdma_chunked_recv_tokens: Rows of such a ring; at least twice as many as are moved at a time,
+            and rounded up to a multiple of them.
+
     >>> Config(20, 6, 256, 6, 128).num_channels
     10
     >>> Config(20, 36, 288, 20, 128).num_max_rdma_chunked_recv_tokens  # up to a multiple of 20
@@ -103,6 +112,11 @@ class Config:
         """Bytes for `Buffer(num_nvl_bytes=...)` that suffice for any call with this config.
 
         `ranks_per_node` defaults to `ANYEP_RANKS_PER_NODE`, or 8.
+
+        Args:
+            hidden_bytes: Bytes per row.
+            num_ranks: The ranks of the group.
+            ranks_per_node: The ranks of a node.
         """
         per_node = _expected_ranks_per_node(ranks_per_node)
         return sum(nvl_hint_parts(self, hidden_bytes, num_ranks, ranks_per_node=per_node).values())
@@ -113,6 +127,11 @@ class Config:
         """Bytes for `Buffer(num_rdma_bytes=...)` that suffice for any call; 0 on one node.
 
         `ranks_per_node` defaults to `ANYEP_RANKS_PER_NODE`, or 8.
+
+        Args:
+            hidden_bytes: Bytes per row.
+            num_ranks: The ranks of the group.
+            ranks_per_node: The ranks of a node.
         """
         per_node = _expected_ranks_per_node(ranks_per_node)
         return sum(rdma_hint_parts(self, hidden_bytes, num_ranks, ranks_per_node=per_node).values())
@@ -146,12 +165,22 @@ TUNED_COMBINE: Final = {
 
 
 def get_dispatch_config(num_ranks: int, num_sms: int = NUM_DEFAULT_SMS) -> Config:
-    """The tuned config for dispatch between `num_ranks` ranks (any number of them)."""
+    """The tuned config for dispatch between `num_ranks` ranks (any number of them).
+
+    Args:
+        num_ranks: The ranks of the group.
+        num_sms: An even number of SMs, two per channel.
+    """
     return _tuned("dispatch", whole_number("num_ranks", num_ranks, minimum=1), num_sms)
 
 
 def get_combine_config(num_ranks: int, num_sms: int = NUM_DEFAULT_SMS) -> Config:
-    """The tuned config for combine between `num_ranks` ranks (any number of them)."""
+    """The tuned config for combine between `num_ranks` ranks (any number of them).
+
+    Args:
+        num_ranks: The ranks of the group.
+        num_sms: An even number of SMs, two per channel.
+    """
     return _tuned("combine", whole_number("num_ranks", num_ranks, minimum=1), num_sms)
 
 
@@ -159,6 +188,12 @@ def size_hints(
     row_bytes: int, num_ranks: int, ranks_per_node: int, num_sms: int = NUM_DEFAULT_SMS
 ) -> tuple[int, int]:
     """NVL and RDMA bytes that suffice for dispatch and combine, with the tuned configs.
+
+    Args:
+        row_bytes: Bytes per row.
+        num_ranks: The ranks of the group.
+        ranks_per_node: The ranks of a node.
+        num_sms: An even number of SMs, two per channel.
 
     >>> size_hints(14336, 8, 8)[1], size_hints(14336, 8, 4)[1] > 0
     (0, True)
@@ -301,7 +336,14 @@ def low_latency_sizes(num_max_tokens: int, hidden: int, num_experts: int) -> Low
 def get_low_latency_rdma_size_hint(
     num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
 ) -> int:
-    """Bytes for `Buffer(num_rdma_bytes=...)` that suffice for low-latency calls of these sizes."""
+    """Bytes for `Buffer(num_rdma_bytes=...)` that suffice for low-latency calls of these sizes.
+
+    Args:
+        num_max_dispatch_tokens_per_rank: The most tokens that a rank passes to one call.
+        hidden: Values per token.
+        num_ranks: The ranks of the group.
+        num_experts: The experts of all ranks together.
+    """
     whole_number("num_ranks", num_ranks, minimum=1)
     return LowLatencySizes(num_max_dispatch_tokens_per_rank, hidden, num_experts).total_bytes
 

@@ -36,6 +36,10 @@ def check_nodes(num_ranks: int, ranks_per_node: int, name: str = "ranks_per_node
 class Topology:
     """`num_ranks` ranks on nodes of `ranks_per_node` each.
 
+    Args:
+        num_ranks: The ranks of the group.
+        ranks_per_node: The ranks of each node; divides `num_ranks`.
+
     >>> cluster = Topology(num_ranks=16, ranks_per_node=8)
     >>> cluster.num_nodes, cluster.node_of(11), cluster.nvl_rank_of(11), cluster.rank_at(node=1, nvl_rank=3)
     (2, 1, 3, 11)
@@ -52,12 +56,28 @@ class Topology:
         return self.num_ranks // self.ranks_per_node
 
     def node_of(self, rank: int) -> int:
+        """The index of a rank's node.
+
+        Args:
+            rank: A rank of the group.
+        """
         return self._known(rank) // self.ranks_per_node
 
     def nvl_rank_of(self, rank: int) -> int:
+        """The index of a rank within its node.
+
+        Args:
+            rank: A rank of the group.
+        """
         return self._known(rank) % self.ranks_per_node
 
     def rank_at(self, node: int, nvl_rank: int) -> int:
+        """The rank at a place in a node.
+
+        Args:
+            node: The index of a node.
+            nvl_rank: The index of the rank within that node.
+        """
         if not (0 <= node < self.num_nodes and 0 <= nvl_rank < self.ranks_per_node):
             raise InvalidCall(
                 f"there is no rank {nvl_rank} on node {node}:"
@@ -66,10 +86,20 @@ class Topology:
         return node * self.ranks_per_node + nvl_rank
 
     def ranks_on(self, node: int) -> range:
+        """The ranks of a node.
+
+        Args:
+            node: The index of a node.
+        """
         first = self.rank_at(node, 0)
         return range(first, first + self.ranks_per_node)
 
     def experts_per_rank(self, num_experts: int) -> int:
+        """How many experts each rank holds.
+
+        Args:
+            num_experts: The experts of all ranks together.
+        """
         return experts_per_rank(num_experts, self.num_ranks)
 
     def _known(self, rank: int) -> int:
@@ -82,6 +112,10 @@ def topology_of_hosts(hosts: Sequence[str], ranks_per_node: int | None = None) -
     """The topology of ranks that run on these hosts (one name per rank, in rank order).
 
     Without `ranks_per_node` a host is a node. With it, hosts are split into virtual nodes of that size.
+
+    Args:
+        hosts: The name of each rank's host, in rank order.
+        ranks_per_node: The ranks of a virtual node; by default a host is a node.
 
     >>> topology_of_hosts(["a", "a", "b", "b"])
     Topology(num_ranks=4, ranks_per_node=2)

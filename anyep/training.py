@@ -33,6 +33,9 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     Exclude them from FSDP2: `fully_shard(..., ignored_params=set(expert_parameters(model).values()))`.
     If FSDP2 shards the rest of the model, give the experts their own parameter group in the optimizer: an
     optimizer may process a whole group at once, and cannot mix sharded and plain tensors there.
+
+    Args:
+        model: The model, wrapped or not.
     """
     return {
         f"{prefix}{name}": parameter
@@ -44,7 +47,9 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
     """Wrap the model in DistributedDataParallel, which averages all gradients except those of experts.
 
-    options: arguments of DistributedDataParallel, such as `process_group` or `device_ids`.
+    Args:
+        model: The model with its expert-parallel layers.
+        options: Arguments of DistributedDataParallel, such as `process_group` or `device_ids`.
     """
     apart = [
         f"{prefix}{name}"
@@ -66,10 +71,12 @@ def average_expert_gradients(
     expert's gradient is then the sum over the ranks, since its tokens come from all of them: R times too
     large. This divides it by R. Call it once per step, after the last `backward` and before clipping.
 
-    num_ranks: R, the number of ranks whose losses are averaged, which is all data-parallel ranks.
-    replicas: if several groups of ranks hold the same experts, the ranks that hold this rank's experts.
-        An expert only received the tokens of its own group, so gradients are first summed over the replicas.
-        R still counts the ranks of all groups.
+    Args:
+        model: The model with its expert-parallel layers.
+        num_ranks: R, the number of ranks whose losses are averaged, which is all data-parallel ranks.
+        replicas: If several groups of ranks hold the same experts, the ranks that hold this rank's experts.
+            An expert only received the tokens of its own group, so gradients are first summed over the
+            replicas. R still counts the ranks of all groups.
     """
     for parameter in expert_parameters(model).values():
         if replicas is not None and parameter.requires_grad:
@@ -89,7 +96,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float, group: dist.ProcessGroup) 
     this rank's copy; one sharded by FSDP2 is summed over its own mesh. `torch.nn.utils.clip_grad_norm_` would
     compute a different norm on each rank, and the ranks' copies would diverge. Every rank makes this call.
 
-    group: the ranks over which the experts are spread.
+    Args:
+        model: The model with its expert-parallel layers.
+        max_norm: The largest norm that gradients have afterwards.
+        group: The ranks over which the experts are spread.
     """
     apart = {id(parameter) for parameter in expert_parameters(model).values()}
     experts: list[nn.Parameter] = []
@@ -122,6 +132,10 @@ class TrainingState(Stateful):
     and reads those that it needs, including those that other ranks wrote. The rest is written once, or by
     shards if FSDP2 sharded it. Names are those of the unwrapped model: FSDP2 or a single process can read
     what DDP wrote.
+
+    Args:
+        model: The model, wrapped or not.
+        optimizer: The optimizer of its parameters.
     """
 
     # By parameter, not by group: the lists of parameters in an optimizer's groups differ from rank to rank.
@@ -135,6 +149,11 @@ class TrainingState(Stateful):
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put loaded tensors into the model and the optimizer.
+
+        Args:
+            state_dict: What `state_dict` returned, with the tensors as loaded.
+        """
         set_state_dict(
             self.model,
             self.optimizer,

@@ -154,7 +154,11 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set the number of SMs for calls without a config, on every Buffer of this process."""
+        """Set the number of SMs for calls without a config, on every Buffer of this process.
+
+        Args:
+            new_num_sms: An even number, two per channel.
+        """
         Buffer.num_sms = Config(new_num_sms).num_sms
 
     @staticmethod
@@ -164,19 +168,34 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The tuned config for dispatch between `num_ranks` ranks."""
+        """The tuned config for dispatch between `num_ranks` ranks.
+
+        Args:
+            num_ranks: The ranks of the group; any number.
+        """
         return sizes.get_dispatch_config(num_ranks, Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """The tuned config for combine between `num_ranks` ranks."""
+        """The tuned config for combine between `num_ranks` ranks.
+
+        Args:
+            num_ranks: The ranks of the group; any number.
+        """
         return sizes.get_combine_config(num_ranks, Buffer.num_sms)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes for `num_rdma_bytes` that suffice for low-latency calls of these sizes."""
+        """Bytes for `num_rdma_bytes` that suffice for low-latency calls of these sizes.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: The most tokens that a rank passes to one call.
+            hidden: Values per token.
+            num_ranks: The ranks of the group.
+            num_experts: The experts of all ranks together.
+        """
         return sizes.get_low_latency_rdma_size_hint(
             num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
         )
@@ -199,7 +218,14 @@ class Buffer:
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
-        """This rank's NVL (or RDMA) bytes as a tensor that starts at `offset` (in bytes)."""
+        """This rank's NVL (or RDMA) bytes as a tensor that starts at `offset` (in bytes).
+
+        Args:
+            dtype: The tensor's dtype.
+            size: The tensor's shape; by default one dimension, up to the end of the bytes.
+            offset: Bytes before the tensor, a multiple of the size of a value.
+            use_rdma_buffer: Take the RDMA bytes instead of the NVL bytes.
+        """
         session, _ = self._check_usable()
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         start = session.region.num_bytes + (self.num_nvl_bytes if use_rdma_buffer else 0)

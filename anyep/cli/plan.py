@@ -1,4 +1,5 @@
-"""`anyep plan`: how much memory a cluster's ranks need, where it goes, and a picture of it."""
+"""`anyep plan`: how much memory a cluster's ranks need, where it goes, and a picture of it; and, with
+`--validate`, published times beside predicted ones."""
 
 from __future__ import annotations
 
@@ -17,9 +18,18 @@ from anyep.errors import InvalidCall
 from anyep.sizes import NUM_DEFAULT_SMS, NUM_MAX_NVL_PEERS, Config
 
 MAP_ENDINGS = (".svg", ".png")
+STANDARD_OUTPUT = "-"
+"""What may follow --json, which has no other place to print to."""
 
 
 def plan(
+    figures: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE.csv]...",
+            help="With --validate: the files of published figures; those of the package where none is given.",
+        ),
+    ] = None,
     ranks: Annotated[str, typer.Option(help="Number of ranks; several as 8,16,32.")] = "8",
     hidden: Annotated[int, typer.Option(help="Hidden size: values per token.")] = 7168,
     dtype: Annotated[str, typer.Option(help=f"What travels: {', '.join(ELEMENT_BYTES)}.")] = "bf16",
@@ -42,8 +52,22 @@ def plan(
     map_file: Annotated[
         Path | None, typer.Option("--map", help="Draw one rank's memory to this .svg or .png file.")
     ] = None,
+    with_validation: Annotated[
+        bool,
+        typer.Option("--validate", help="Compare predicted times with published ones instead."),
+    ] = False,
 ) -> None:
     """Show how much memory each rank needs and where it goes."""
+    files = [file for file in figures or [] if not (as_json and str(file) == STANDARD_OUTPUT)]
+    if with_validation:
+        from anyep.cli.validation_report import validate
+
+        validate(files, as_json)
+        return
+    if files:
+        raise InvalidCall(
+            f"{str(files[0])!r} is a file of figures only with --validate: add it, or leave it out"
+        )
     workload = Workload(hidden, dtype, tokens, topk, experts, num_sms, ranks_per_node, low_latency_tokens)
     plans = [MemoryPlan(workload, count) for count in _parse_ranks(ranks)]
     records = [plan.record() for plan in plans]

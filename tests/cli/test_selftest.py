@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from anyep import InvalidCall, PeerLost, WaitTimeout
 from anyep.cli.doctor import Finding
 from anyep.cli.gpus import ON_THE_CPU, Placement
-from anyep.cli.nodes import Nodes
+from anyep.cli.nodes import ONE_NODE, Nodes
 from anyep.cli.ranks import Rank
-from anyep.cli.selftest import low_latency, normal, plan, reference
+from anyep.cli.selftest import command, low_latency, normal, plan, reference
 from anyep.cli.selftest.job import Job, job_of
 from anyep.cli.selftest.killing import StoreAddress, Trial, lose_a_rank
 from anyep.cli.selftest.on_rank import RankOfTest
@@ -208,6 +208,28 @@ def test_a_rank_is_killed(mode: str) -> None:
     before = set(descendants_of(os.getpid()))
     assert lose(Trial(mode, "cpu", 3)) == {0: "", 1: ""}
     assert len(set(descendants_of(os.getpid())) - before) <= 1, "only the server that ranks are forked from"
+
+
+def test_a_rank_of_a_virtual_node_is_killed() -> None:
+    trial = Trial("low-latency mode", "cpu", 4, {"ranks_per_node": 2, "network": "loopback"})
+    assert lose(trial) == {0: "", 1: "", 2: ""}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device", "hosts", "modes"),
+    [
+        (ONE_NODE, "cpu", 1, 2),
+        (ONE_NODE, "cpu", 2, 1),
+        (Nodes(2, 2), "cpu", 1, 2),
+        (Nodes(2, 2, network="loopback"), "cpu", 1, 2),
+        (Nodes(2, 2, network="nixl"), "cpu", 1, 1),
+        (Nodes(2, 2), "cuda", 1, 1),
+    ],
+)
+def test_where_low_latency_mode_loses_a_rank(nodes: Nodes, device: str, hosts: int, modes: int) -> None:
+    trials = command._trials(Plan(True, 0, nodes), device, 4, hosts)
+    assert [trial.mode for trial in trials] == ["normal mode", "low-latency mode"][:modes]
+    assert all(trial.place == nodes.place for trial in trials)
 
 
 def test_ranks_that_cannot_start() -> None:

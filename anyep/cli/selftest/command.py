@@ -27,6 +27,7 @@ from anyep.cli.selftest.plan import Plan
 from anyep.cli.selftest.report import Check, Host, Report, Timing, listed_variables
 from anyep.errors import AnyEPError, InvalidCall, NotSupported, whole_number
 from anyep.launch.forked import StoreFile
+from anyep.settings import NETWORK
 from anyep.topology import check_nodes
 from anyep.version import __version__
 
@@ -196,13 +197,20 @@ def _kill_here(plan: Plan, device: str, num_ranks: int, placement: Placement, co
 
 
 def _trials(plan: Plan, device: str, num_ranks: int, hosts: int) -> list[Trial]:
-    """The ranks to kill: in normal mode, and on one node in low-latency mode with masks."""
+    """The ranks to kill: in normal mode, and where there are masks also in low-latency mode."""
     if num_ranks < 2:
         return []
     trials = [Trial("normal mode", device, num_ranks, plan.nodes.place)]
-    if hosts == 1 and not plan.nodes.are_several:
-        trials.append(Trial("low-latency mode", device, num_ranks))
+    if _has_masks(plan.nodes, device, hosts):
+        trials.append(Trial("low-latency mode", device, num_ranks, plan.nodes.place))
     return trials
+
+
+def _has_masks(nodes: Nodes, device: str, hosts: int) -> bool:
+    """Whether low-latency mode can go on without a rank: on one node, or on nodes that memory connects."""
+    if hosts > 1 or not nodes.are_several:
+        return hosts == 1
+    return device == "cpu" and NETWORK.choose(nodes.place["network"]).value != "nixl"
 
 
 def _result_of(trial: Trial, outcomes: dict[int, Outcome]) -> Check:
