@@ -12,7 +12,7 @@ from anyep.api import gradients
 from anyep.api.accepted import Accepted
 from anyep.api.arguments import check_devices, check_num_experts, check_tensor, check_topk_idx, check_x
 from anyep.api.unfilled import Unfilled
-from anyep.backends.base import LowLatencyInput, LowLatencyTokens
+from anyep.backends.low_latency import LowLatencyInput, LowLatencyTokens
 from anyep.core import formats
 from anyep.core.calls import Call
 from anyep.core.records import Format
@@ -186,27 +186,52 @@ class LowLatencyArguments:
             known = self._last_combine
             are_plain = type(num_max_tokens) is type(hidden) is type(num_experts) is int
             if known is not None and are_plain and known.numbers == numbers and known.tensors.covers(*given):
-                _, _, sizes, use_logfmt, zero_copy = known
-                self._unfilled.wait_for(layout_range)
-                self._mode.check_sizes(sizes)
-                self._mode.check_is_filled(layout_range)
-                num_rows = self._count_rows(src_info, layout_range, sizes)
-                self._mode.check_ids(topk_idx, num_experts)
-                if zero_copy:
-                    self._mode.check_was_lent(call, sizes)
-                return LowLatencyInput(
-                    x,
-                    topk_idx,
-                    topk_weights,
-                    src_info,
-                    layout_range,
-                    num_rows,
-                    sizes,
-                    use_logfmt,
-                    zero_copy,
-                    out,
-                    wait_stats,
-                )
+                return self._combine_again(call, known, given)
+        parts = x, topk_idx, topk_weights, handle
+        combined = self._check_combine(call, *parts, formats_wanted, out, wait_stats)
+        accepted = (*combined[:NUM_PARTS], out, combined.wait_stats)
+        if given and all(map(operator.is_, given, accepted)):
+            options = combined.use_logfmt, combined.zero_copy
+            self._last_combine = KnownCombine(self._accepted(given), numbers, combined.sizes, *options)
+        return combined
+
+    def _combine_again(self, call: Call, known: KnownCombine, given: tuple[Any, ...]) -> LowLatencyInput:
+        """A combine whose tensors look like those of an accepted one: only their contents are checked."""
+        _, _, sizes, use_logfmt, zero_copy = known
+        x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats = given
+        self._unfilled.wait_for(layout_range)
+        self._mode.check_sizes(sizes)
+        self._mode.check_is_filled(layout_range)
+        num_rows = self._count_rows(src_info, layout_range, sizes)
+        self._mode.check_ids(topk_idx, sizes.num_experts)
+        if zero_copy:
+            self._mode.check_was_lent(call, sizes)
+        return LowLatencyInput(
+            x,
+            topk_idx,
+            topk_weights,
+            src_info,
+            layout_range,
+            num_rows,
+            sizes,
+            use_logfmt,
+            zero_copy,
+            out,
+            wait_stats,
+        )
+
+    def _check_combine(
+        self,
+        call: Call,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        handle: Any,
+        formats_wanted: tuple[bool, bool],
+        out: Any,
+        wait_stats: Any,
+    ) -> LowLatencyInput:
+        """Check every argument of a combine."""
         check_devices(
             self._device,
             x=x,
@@ -239,7 +264,7 @@ class LowLatencyArguments:
         checked_stats = check_stats("combine_wait_recv_cost_stats", wait_stats, torch.int64, self._num_ranks)
         if zero_copy:
             self._mode.check_was_lent(call, sizes)
-        combined = LowLatencyInput(
+        return LowLatencyInput(
             rows,
             ids,
             weights.contiguous(),
@@ -252,11 +277,6 @@ class LowLatencyArguments:
             out,
             checked_stats,
         )
-        accepted = (*combined[:NUM_PARTS], out, checked_stats)
-        if given and all(map(operator.is_, given, accepted)):
-            options = combined.use_logfmt, combined.zero_copy
-            self._last_combine = KnownCombine(self._accepted(given), numbers, sizes, *options)
-        return combined
 
     def clean(self, num_max_tokens: Any, hidden: Any, num_experts: Any) -> LowLatencySizes:
         """The sizes that the slots shall have."""

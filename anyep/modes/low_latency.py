@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
-from anyep.backends.base import (
+from anyep.backends.low_latency import (
     LowLatencyInput,
     LowLatencyOps,
     LowLatencyResults,

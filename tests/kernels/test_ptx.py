@@ -37,7 +37,18 @@ from anyep.backends.cuda.expand_kernels import (
     REDUCE_WARPS,
     UNROLLED_CHOICES,
 )
-from anyep.backends.cuda.kernels import counting, digests, expand, notify, rings, slots, sums, windows
+from anyep.backends.cuda.kernels import (
+    counting,
+    digests,
+    expand,
+    notify,
+    relay_combine,
+    relay_dispatch,
+    rings,
+    slots,
+    sums,
+    windows,
+)
 from anyep.backends.cuda.kernels.groups import RingResults
 from anyep.backends.cuda.slot_kernels import CAST_BLOCKS
 from anyep.backends.cuda.tiles import RowTile, SumTile
@@ -363,6 +374,33 @@ def ring_combine(num_ranks: int, num_warps: int, stages: int, dtype: int, num_bi
     return Source(rings.combine_through_rings, types, blocks | tile | kind, options, aspects)
 
 
+def between_nodes(kernel: Any, types: dict[str, str], **blocks: Any) -> Source:
+    """Of 2 nodes of 4 ranks. Tails or heads of either side, and the abort flag of each wait, are released."""
+    types = TYPES | types | {"send_rdma_head": "*i32", "send_nvl_head": "*i32", "expected": "*i32"}
+    types |= {"first_virtual": "*i64", "next_row": "*i64"}
+    shape = {"NUM_NODES": 2, "NODE_BLOCK": 2, "RANKS_PER_NODE": 4, "TOPK_BLOCK": 8, "TILE_TOKENS": 16}
+    options = {"num_warps": 8, "enable_fp_fusion": False}
+    return Source(kernel, types, shape | blocks, options, (partial(releases, 4, 1000), asks_by_one_thread))
+
+
+def node_dispatch(is_new: bool, scale_block: int = 0) -> Source:
+    blocks = {"IS_NEW": is_new, "SCALE_BLOCK": scale_block, "TILE_WORDS": 256, "STAGES": 1}
+    return between_nodes(relay_dispatch.dispatch_between_nodes, {}, **blocks)
+
+
+def node_combine(dtype: int, num_biases: int = 0) -> Source:
+    kind = {"DTYPE": dtype, "NUM_BIASES": num_biases, "IN_HARDWARE": True, "TILE_VALUES": 128}
+    return between_nodes(relay_combine.combine_between_nodes, types_of_sums(dtype, num_biases), **kind)
+
+
+BETWEEN_NODES = {
+    "dispatch": node_dispatch(True),
+    "dispatch along a handle, with scales": node_dispatch(False, 64),
+    "combine": node_combine(cpu.BF16),
+    "combine of fp16, with biases": node_combine(cpu.FP16, 2),
+    "combine of fp32": node_combine(cpu.FP32),
+}
+
 # Commands
 
 
@@ -515,6 +553,7 @@ KERNELS: dict[str, Source] = {
     "combine of fp16 through rings": ring_combine(2, 32, 3, cpu.FP16, num_biases=1),
     "combine of float32 through rings": ring_combine(2, 16, 3, cpu.FP32, num_biases=2),
     **COMMANDS,
+    **{f"{name} between nodes": source for name, source in BETWEEN_NODES.items()},
     "count_tiles": by_expert(expand.count_tiles, PLACE_WARPS, **PLACING),
     "add_tiles": by_expert(
         expand.add_tiles, PLACE_WARPS, TILE_BLOCK=ADDED_TILES, EXPERT_BLOCK=PLACED_EXPERTS

@@ -17,7 +17,12 @@ import numpy as np
 import torch
 
 from anyep.backends import cpu
-from anyep.backends.base import (
+from anyep.backends.cpu.heap import Block
+from anyep.backends.cpu.memory import WarmMemory
+from anyep.backends.cpu.rows import WORTH_SPLITTING_BYTES, WORTH_STREAMING_BYTES, wrong_id
+from anyep.backends.cpu.stream import Stream
+from anyep.backends.cpu.team import Team
+from anyep.backends.low_latency import (
     Agreement,
     LowLatencyControl,
     LowLatencyInput,
@@ -26,11 +31,6 @@ from anyep.backends.base import (
     Mask,
     Outline,
 )
-from anyep.backends.cpu.heap import Block
-from anyep.backends.cpu.memory import WarmMemory
-from anyep.backends.cpu.rows import WORTH_SPLITTING_BYTES, WORTH_STREAMING_BYTES, wrong_id
-from anyep.backends.cpu.stream import Stream
-from anyep.backends.cpu.team import Team
 from anyep.core import records
 from anyep.core.calls import Array, Call, Phase, Topic, name_of_call
 from anyep.core.records import REFUSAL_TEXTS, Format

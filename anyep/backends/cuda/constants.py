@@ -38,6 +38,11 @@ OWN_HEAP: Final = 15
 AT_HOST: Final = 16
 """The address of this rank's control region in the host's memory, laid out like that of the heap; 0 if
 kernels cannot read it."""
+NETWORK_TAIL_AT: Final = 17
+"""The tails and heads of rings between nodes, by node."""
+NETWORK_HEAD_AT: Final = 18
+NETWORK_STRIDE: Final = 19
+"""From one node's tails or heads to the next one's."""
 COMMANDS: Final = 28
 """The address of the rings of commands in memory of the host (anyep/core/commands.py); 0 without a proxy."""
 COMMANDS_TAKEN: Final = 29

@@ -132,6 +132,9 @@ class DeviceControl:
         words[constants.TAIL_AT] = tail.start
         words[constants.HEAD_AT] = region.blocks.ring_head.start
         words[constants.RING_STRIDE] = tail.stride
+        words[constants.NETWORK_TAIL_AT] = region.blocks.network_tail.start
+        words[constants.NETWORK_HEAD_AT] = region.blocks.network_head.start
+        words[constants.NETWORK_STRIDE] = region.blocks.network_tail.stride
         return words
 
     def set_window_bases(self, addresses: Sequence[Sequence[int]]) -> None:

@@ -22,14 +22,6 @@ import numpy as np
 import torch
 
 from anyep import ending
-from anyep.backends.base import (
-    Agreement,
-    LowLatencyControl,
-    LowLatencyInput,
-    LowLatencyResults,
-    LowLatencyTokens,
-    Outline,
-)
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.batch import Batch, Prepared, Recipes
 from anyep.backends.cuda.device_control import DeviceControl
@@ -40,6 +32,14 @@ from anyep.backends.cuda.moment import Moment
 from anyep.backends.cuda.order import Order
 from anyep.backends.cuda.slot_kernels import Movers, Signature, SlotKernels, SlotTables, new_state
 from anyep.backends.cuda.templates import template
+from anyep.backends.low_latency import (
+    Agreement,
+    LowLatencyControl,
+    LowLatencyInput,
+    LowLatencyResults,
+    LowLatencyTokens,
+    Outline,
+)
 from anyep.core import diagnosis, outcomes, records
 from anyep.core.calls import Array, Call, Phase, Stall, name_of_call
 from anyep.core.outcomes import still_missing

@@ -48,6 +48,11 @@ tl = importlib.import_module("triton.language")
 atomics = importlib.import_module("anyep.backends.cuda.kernels.atomics")
 floats = importlib.import_module("anyep.backends.cuda.kernels.floats")
 rings = importlib.import_module("anyep.backends.cuda.kernels.rings")
+BETWEEN_NODES = ("links", "node_rings", "relay_combine", "relay_dispatch", "windows")
+KERNELS = [
+    *(rings, atomics, floats),
+    *[importlib.import_module(f"anyep.backends.cuda.kernels.{name}") for name in BETWEEN_NODES],
+]
 
 GUARD = 7
 TIMEOUT_NS = 20 * 10**9
@@ -239,7 +244,7 @@ class Ranks:
 def rewrite_kernels() -> None:
     """What the interpreter would do in each child, when it calls a function for the first time."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
-    for module in (rings, atomics, floats, tl.standard):
+    for module in (*KERNELS, tl.standard):
         for value in list(vars(module).values()):
             if isinstance(value, interpreter.InterpretedFunction):
                 interpreter._patch_lang(value.fn)

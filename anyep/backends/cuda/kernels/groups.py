@@ -106,6 +106,28 @@ class RingResults(NamedTuple):
     scales: Any
 
 
+class NodeTokens(NamedTuple):
+    """Where a rank's tokens go between nodes."""
+
+    in_rank: Any
+    """[token, rank]: whether a token goes to a rank, as bytes."""
+    send_rdma_head: Any
+    """[token, node]: the number of a token among those for a node, or -1."""
+
+
+class Relayed(NamedTuple):
+    """The virtual tokens that a rank relays within its node: by source node, then by token."""
+
+    send_nvl_head: Any
+    """[virtual token, rank of the node]: the row there, or -1."""
+    first_virtual: Any
+    """[channel, node]: the first virtual token of a lane."""
+    expected: Any
+    """[node, channel]: how many there are."""
+    next_row: Any
+    """[channel, node, rank of the node]: in a new dispatch, the row there for the first row of a lane."""
+
+
 class Outputs(NamedTuple):
     """What a combine sums: the experts' rows, and top-k weights."""
 

@@ -305,7 +305,7 @@ def give_up(is_missing, rings, waiting):
     """
     is_other = is_missing & (rings.ranks != waiting.rank)
     # A rank's own rows are missing only if it also waits for another rank.
-    silent = tl.min(tl.where(is_other, rings.ranks, rings.ranks.shape[0]), axis=0)
+    silent = tl.min(tl.where(is_other, rings.ranks, 2147483647), axis=0)
     silent = tl.where(any_of(is_other), silent, waiting.rank)
     raised_by = load_acquire(waiting.abort.to(tl.pointer_type(tl.int64)), None) - 1
     outcome = tl.where(raised_by == waiting.rank, LATE, STOPPED) + NUM_CODES * silent
