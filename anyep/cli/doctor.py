@@ -352,6 +352,26 @@ def check_mps() -> Iterator[Finding]:
         yield Finding("mps", "note", f"installed, but not running{where}: {turns}", START_MPS)
 
 
+def check_connections() -> Iterator[Finding]:
+    """Whether copies run beside streams that wait, where ranks share a GPU."""
+    if not _list_gpus():
+        return
+    from anyep.backends.cuda.mps import CONNECTIONS, NEEDED_CONNECTIONS, problem_with_connections
+
+    problem = problem_with_connections(os.environ)
+    if problem is None:
+        yield Finding("connections", "ok", f"{CONNECTIONS} is {NEEDED_CONNECTIONS}")
+        return
+    yield Finding(
+        "connections",
+        "note",
+        problem,
+        "`anyep run`, `anyep demo` and `anyep bench` set it for ranks that share a GPU, unless it is set"
+        f" already; for your own jobs with the service: export {CONNECTIONS}={NEEDED_CONNECTIONS}."
+        " With one rank per GPU there is nothing to do",
+    )
+
+
 def check_tuned() -> Iterator[Finding]:
     """Whether Buffers on GPUs use tile sizes that `anyep tune` has stored."""
     from anyep.backends.cache_folder import Unusable
@@ -468,6 +488,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], Iterator[Finding]]], ...]] = (
     ("triton", check_triton),
     ("gpu", check_gpus),
     ("mps", check_mps),
+    ("connections", check_connections),
     ("tuned", check_tuned),
     ("symmetric memory", check_symmetric_memory),
     ("nvshmem", check_nvshmem),

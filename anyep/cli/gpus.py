@@ -7,6 +7,7 @@ by which several ranks share a GPU.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -79,14 +80,15 @@ def placed(device: str, num_ranks: int) -> Iterator[Placement]:
     with ExitStack() as stack:
         environment: dict[str, str] = {}
         if num_ranks > num_gpus:
-            from anyep.backends.cuda.mps import MultiProcessService
+            from anyep.backends.cuda.mps import MultiProcessService, connections_for_ranks
 
-            # A service that the user has already started works as well.
-            if not MultiProcessService.is_running():
-                try:
+            try:
+                # A service that the user has already started works as well.
+                if not MultiProcessService.is_running():
                     environment = stack.enter_context(MultiProcessService())
-                except NotSupported as reason:
-                    _warn_of_turns(num_ranks, num_gpus, str(reason))
+                environment = environment | connections_for_ranks(os.environ)
+            except NotSupported as reason:
+                _warn_of_turns(num_ranks, num_gpus, str(reason))
         yield Placement(num_gpus, environment)
 
 

@@ -59,6 +59,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     monkeypatch.setenv("PATH", put_on_path(tmp_path, "nvidia-cuda-mps-control", script))
     for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
         monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
 
 
 def users_of(folder: str) -> list[str]:
@@ -157,7 +158,7 @@ def test_more_ranks_than_gpus_get_the_service(
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_MPS_PIPE_DIRECTORY", folder)
             with placed("cuda", 3) as second:
-                assert second == Placement(2)
+                assert second == Placement(2, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     assert not Path(folder).exists()
     assert capsys.readouterr().err == ""
 
@@ -174,6 +175,41 @@ def test_a_missing_service_is_a_warning(
     assert warning.startswith("anyep: 3 ranks share one GPU without NVIDIA's multi-process service")
     assert "no permission" in warning
     assert "a few milliseconds for each of them instead of microseconds" in warning
+
+
+@pytest.mark.usefixtures("service")
+def test_a_number_of_connections_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with placed("cuda", 2) as placement:
+        assert placement.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with placed("cuda", 2) as placement:
+        assert "CUDA_MPS_PIPE_DIRECTORY" in placement.environment
+        assert "CUDA_DEVICE_MAX_CONNECTIONS" not in placement.environment
+
+
+PRINTS_CONNECTIONS = "import os; print(os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS'))"
+
+
+@pytest.mark.parametrize(
+    ("is_running", "value", "seen"), [(False, "", ""), (True, "", "32"), (True, "1", "1")]
+)
+def test_run_sets_the_connections_under_the_service(
+    tmp_path: Path, is_running: bool, value: str, seen: str
+) -> None:
+    path = put_on_path(tmp_path, "nvidia-cuda-mps-control", SERVES)
+    script = tmp_path / "program.py"
+    script.write_text(PRINTS_CONNECTIONS)
+    if is_running:
+        (tmp_path / "control").touch()
+    environment = {
+        "PATH": path,
+        "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path),
+        "CUDA_DEVICE_MAX_CONNECTIONS": value,
+    }
+    finished = anyep("run", "-n", "2", "--no-prefix", str(script), env=environment)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == f"{seen}\n" * 2
 
 
 def variable_of(rank: Rank, name: str) -> tuple[int, str | None]:
@@ -244,6 +280,19 @@ def test_doctor_on_a_gpu_with_the_service(tmp_path: Path) -> None:
     running = findings_of(**environment)["mps"]
     assert running["state"] == "ok"
     assert f"runs in {tmp_path} (CUDA_MPS_PIPE_DIRECTORY)" in running["detail"]
+
+
+def test_doctor_tells_about_connections(tmp_path: Path) -> None:
+    assert "connections" not in findings_of(PATH="", **NO_GPU)
+    put_on_path(tmp_path, "nvidia-smi", LISTS_A_GPU)
+    for value, found in (("", "is not set: under"), ("1", "is 1: under")):
+        finding = findings_of(PATH=str(tmp_path), CUDA_DEVICE_MAX_CONNECTIONS=value)["connections"]
+        assert finding["state"] == "note"
+        assert finding["detail"].startswith(f"CUDA_DEVICE_MAX_CONNECTIONS {found}")
+        assert "export CUDA_DEVICE_MAX_CONNECTIONS=32" in finding["next_step"]
+    finding = findings_of(PATH=str(tmp_path), CUDA_DEVICE_MAX_CONNECTIONS="32")["connections"]
+    assert finding["state"] == "ok"
+    assert finding["next_step"] == ""
 
 
 def test_doctor_on_a_gpu_without_a_c_compiler(tmp_path: Path) -> None:

@@ -33,8 +33,37 @@ FOLDER_PREFIX: Final = "anyep-mps-"
 ENDED_BY_ITSELF: Final = "ended"
 """A file by which the keeper tells the process that waits for the start that the service has ended."""
 PR_SET_PDEATHSIG: Final = 1
+CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Read by CUDA when a process first uses it: how many hardware queues the streams of a process share."""
+NEEDED_CONNECTIONS: Final = 32
 START_TIMEOUT_S: Final = 10.0
 END_TIMEOUT_S: Final = 5.0
+
+
+def connections_for_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """What ranks that share a GPU need besides this environment: a value that the user has chosen stays.
+
+    >>> connections_for_ranks({}), connections_for_ranks({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    ({'CUDA_DEVICE_MAX_CONNECTIONS': '32'}, {})
+    """
+    return {} if environment.get(CONNECTIONS) else {CONNECTIONS: str(NEEDED_CONNECTIONS)}
+
+
+def problem_with_connections(environment: Mapping[str, str]) -> str | None:
+    """Why copies may stand still under the service, or None if this environment is as they need it.
+
+    With fewer queues a copy may lie behind a stream that waits for a peer, which waits for that copy.
+
+    >>> problem_with_connections({"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    """
+    value = environment.get(CONNECTIONS)
+    if value == str(NEEDED_CONNECTIONS):
+        return None
+    found = f"{CONNECTIONS} is {value}" if value else f"{CONNECTIONS} is not set"
+    return (
+        f"{found}: under NVIDIA's multi-process service, copies that are started while a stream waits for"
+        f" another rank may never run unless it is {NEEDED_CONNECTIONS}"
+    )
 
 
 class MultiProcessService:
