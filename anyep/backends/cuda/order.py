@@ -23,8 +23,10 @@ class Order:
         self._done_in_graph = gpu.now()
         self._raw_done = gpu.stream.raw_event(self.done)
         self._raw_done_in_graph = gpu.stream.raw_event(self._done_in_graph)
-        self._last: tuple[int, int] = (0, gpu.stream.raw)
-        """The graph that the last batch was captured in, 0 for none, and its stream."""
+        self._last_stream: int = gpu.stream.raw
+        """That of the last batch outside of graphs."""
+        self._last_in_graph: tuple[int, int] = (UNKNOWN_GRAPH, gpu.stream.raw)
+        """The graph that the last captured batch belongs to, and its stream."""
         self._lock = threading.Lock()
 
     def run(self, batch: Prepared, moment: Moment, values: Mapping[str, Any], is_captured: bool) -> None:
@@ -33,10 +35,17 @@ class Order:
         stream, event_before, stream_before, _, _, stream_after = moment
         with self._lock:
             graph = (self._stream.graph() or UNKNOWN_GRAPH) if is_captured else 0
-            last_graph, last_stream = self._last
             done = self._raw_done_in_graph if graph else self._raw_done
-            # A graph can only wait for its own work; the caller orders its replays.
-            is_elsewhere = graph == last_graph != UNKNOWN_GRAPH and stream != last_stream
+            if graph:
+                # A graph can only wait for its own work; the caller orders its replays.
+                last_graph, last_stream = self._last_in_graph
+                is_elsewhere = graph == last_graph != UNKNOWN_GRAPH and stream != last_stream
+            else:
+                # Whatever was captured meanwhile: a graph does not wait for what ran before it.
+                is_elsewhere = stream != self._last_stream
             also = done if is_elsewhere else 0
             batch.run(Moment(stream, event_before, stream_before, also, done, stream_after), values)
-            self._last = (graph, stream)
+            if graph:
+                self._last_in_graph = graph, stream
+            else:
+                self._last_stream = stream
