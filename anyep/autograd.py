@@ -42,7 +42,7 @@ MULTIPLE_OF_FLOATS: Final = 4
 class Received(NamedTuple):
     """What a dispatch received; `topk_idx` has ids of local experts, and -1 for experts of other ranks.
 
-    Args:
+    Attributes:
         x: The received rows [rows, hidden].
         topk_idx: int64 [rows, top-k], ids of local experts; -1 for experts of other ranks.
         topk_weights: float32 [rows, top-k].

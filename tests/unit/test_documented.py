@@ -25,13 +25,13 @@ SAME: dict[str, str] = {
 
 
 def documented(docstring: str) -> dict[str, str]:
-    """What the "Args:" of a docstring say of each argument."""
+    """What the "Args:" of a docstring, or the "Attributes:" of a named tuple, say of each argument."""
     lines = textwrap.dedent("    " + docstring).splitlines() if docstring else []
     lines = inspect.cleandoc("\n".join(lines)).splitlines()
     found: dict[str, str] = {}
     inside = False
     for line in lines:
-        if line == "Args:":
+        if line in ("Args:", "Attributes:"):
             inside = True
         elif line and not line.startswith(" "):
             inside = False
