@@ -121,7 +121,9 @@ def test_buffers_hold_the_results(
     assert num_bytes % (2 << 20) == 0
     assert num_bytes >= of_ranks.num_ranks * num_tokens * hidden * (1 if is_fp8 else 2)
     assert num_bytes <= sizes.buffer_bytes(of_ranks, num_tokens + 1, *arguments[1:])
-    assert num_bytes <= sizes.buffer_bytes(of_ranks, num_tokens, hidden, num_topk, False, False)
+    # In narrower rows the scales of FP8 take more than its values save.
+    if hidden >= 128 or not is_fp8:
+        assert num_bytes <= sizes.buffer_bytes(of_ranks, num_tokens, hidden, num_topk, False, False)
 
 
 rates = st.builds(Rates, *[st.just(0.0) | st.floats(0.01, 1e4)] * 2, *[st.floats(0.01, 1e4)] * 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,7 +84,9 @@ def get_local_seed() -> int:
 def dist_print(s: str = "", once_in_node: bool = False) -> None:
     """Print on every rank, or on the first one of each node, and wait for all ranks."""
     if not once_in_node or _JOB.local_rank == 0:
-        print(s, flush=True)
+        # In one write, since ranks share a terminal.
+        sys.stdout.write(f"{s}\n")
+        sys.stdout.flush()
     dist.barrier()
 
 
