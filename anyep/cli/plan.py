@@ -27,7 +27,7 @@ def plan(
     figures: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[FILE.csv]...",
+            metavar="FILE.csv",
             help="With --validate: the files of published figures; those of the package where none is given.",
         ),
     ] = None,

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from anyep.errors import InvalidCall
 from anyep.planning.counts import count_choices
 from anyep.planning.expectation import Reach, largest
-from anyep.planning.machines import all_machines, find_machine
+from anyep.planning.machines import Machine, all_machines, find_machine
 from anyep.planning.times import Call, constant, slowest_of, time_of
 from anyep.planning.validation import figures_of, shipped_figures, summary
 from anyep.topology import Topology
@@ -84,6 +85,34 @@ def test_machines(machine) -> None:  # type: ignore[no-untyped-def]
                 assert times[0] == time_of(call_of(mode=mode, what=what, num_tokens=0), constants).start_us
                 longer = call_of(mode=mode, what=what, num_nodes=4, num_ranks=32)
                 assert time_of(longer, constants).total_us > times[3]
+
+
+@pytest.mark.parametrize("machine", all_machines(), ids=lambda machine: machine.file)
+def test_constants_are_what_their_sources_say(machine: Machine) -> None:
+    """Where a source names another file, the value is the one there. What is "fitted" has figures that were
+    used for it, and fitted rates of relays are not copies of those on one node."""
+    for library, modes in machine.tables.items():
+        for mode, table in modes.items():
+            used = {
+                figure.call.num_nodes
+                for figure in shipped_figures()
+                if figure.library == library and figure.call.mode == mode and figure.record()["calibrated"]
+                if figure.machine in machine.names
+            }
+            for name, entry in table.items():
+                named = [other for other in all_machines() if re.search(rf"\b{other.file}", entry["source"])]
+                if named:
+                    assert entry["value"] in values_of(name, mode, named), (library, mode, name)
+                if entry["source"].startswith("fitted"):
+                    needed = 2 if re.search("relay|notify|hop|network|message", name) else 1
+                    assert max(used, default=0) >= needed, (library, mode, name)
+                    assert "relay" not in name or entry["value"] != table[name.replace("_relay", "")]["value"]
+
+
+def values_of(name: str, mode: str, machines: list[Machine]) -> list[float]:
+    """What the tables of some machines have for a constant."""
+    tables = [modes[mode] for machine in machines for modes in machine.tables.values() if mode in modes]
+    return [table[name]["value"] for table in tables if name in table]
 
 
 def test_fewer_sms_take_longer() -> None:
