@@ -63,37 +63,38 @@ def node(x: float, y: float, width: float, height: float, words: str) -> str:
 def one_node() -> str:
     return picture(
         640,
-        210,
+        180,
         "The way of a token on one node",
-        node(10, 10, 620, 190, "one node"),
-        box(40, 70, 150, 60, "rank 0", "token, gate"),
-        box(240, 70, 160, 60, "window of rank 1", "received rows"),
-        box(460, 70, 140, 60, "rank 1", "its experts"),
-        arrow(190, 88, 240, 88),
-        arrow(400, 88, 460, 88),
-        text(215, 60, "dispatch writes", small=True),
-        arrow(460, 114, 400, 114, back=True),
-        arrow(240, 114, 190, 114, back=True),
-        text(215, 150, "combine reads, and adds up", small=True),
+        node(10, 10, 620, 160, "one node"),
+        box(30, 66, 140, 60, "rank 0", "token, gate"),
+        box(260, 66, 140, 60, "window of rank 1", "received rows"),
+        box(490, 66, 120, 60, "rank 1", "its experts"),
+        arrow(170, 84, 260, 84),
+        arrow(400, 84, 490, 84),
+        text(215, 56, "dispatch writes", small=True),
+        arrow(490, 110, 400, 110, back=True),
+        arrow(260, 110, 170, 110, back=True),
+        text(215, 146, "combine reads, and adds up", small=True),
     )
 
 
 def between_nodes() -> str:
     return picture(
         680,
-        220,
+        180,
         "The way of a token between nodes",
-        node(10, 10, 230, 200, "node 0"),
-        node(350, 10, 320, 200, "node 1"),
-        box(40, 50, 150, 60, "rank 1", "token"),
-        box(370, 50, 120, 60, "rank 5", "relay: same place"),
-        box(540, 40, 110, 44, "rank 4"),
-        box(540, 100, 110, 44, "rank 7"),
-        arrow(190, 72, 370, 72, "once over the network"),
-        arrow(490, 72, 540, 62),
-        arrow(490, 90, 540, 120),
-        arrow(370, 96, 190, 96, back=True),
-        text(295, 118, "combine: one sum per node", small=True),
+        node(10, 10, 170, 160, "node 0"),
+        node(370, 10, 300, 160, "node 1"),
+        box(30, 70, 120, 60, "rank 1", "token"),
+        box(390, 70, 120, 60, "rank 5", "relay: same place"),
+        box(560, 50, 90, 44, "rank 4"),
+        box(560, 108, 90, 44, "rank 7"),
+        arrow(150, 88, 390, 88),
+        text(275, 80, "once over the network", small=True),
+        arrow(510, 92, 560, 76),
+        arrow(510, 108, 560, 128),
+        arrow(390, 112, 150, 112, back=True),
+        text(275, 130, "combine: one sum per node", small=True),
     )
 
 
@@ -103,15 +104,15 @@ def low_latency() -> str:
         230,
         "The way of a token in low-latency mode",
         node(10, 10, 620, 210, "one node"),
-        box(30, 50, 150, 60, "rank 0", "row, cast once"),
-        box(30, 130, 150, 60, "completion record", "number, counts"),
-        box(380, 50, 110, 60, "rank 1", "expert 2"),
-        box(380, 130, 110, 60, "rank 2", "expert 5"),
-        arrow(180, 72, 380, 72, "each reads in place"),
-        arrow(180, 92, 380, 150),
-        text(560, 84, "rows packed", small=True),
-        text(560, 100, "by expert", small=True),
-        text(280, 200, "no exchange of counts before the rows", small=True),
+        box(30, 40, 150, 60, "rank 0", "row, cast once"),
+        box(30, 116, 150, 60, "completion record", "number, counts"),
+        box(380, 40, 110, 60, "rank 1", "expert 2"),
+        box(380, 116, 110, 60, "rank 2", "expert 5"),
+        arrow(180, 62, 380, 62, "each reads in place"),
+        arrow(180, 82, 380, 140),
+        text(560, 100, "rows packed", small=True),
+        text(560, 116, "by expert", small=True),
+        text(320, 206, "no exchange of counts before the rows", small=True),
     )
 
 
@@ -165,7 +166,7 @@ ROUTES: Final = ((0, 1), (0, 2), (1, 3), (1, 0), (2, 2), (2, 0), (3, 1), (3, 2))
 
 def moving_dispatch() -> str:
     """Four ranks in a square with two tokens each; a token's colour is that of its source."""
-    corners = ((90, 60), (390, 60), (90, 220), (390, 220))
+    corners = ((30, 50), (230, 50), (30, 210), (230, 210))
     ranks = [
         box(x, y, 120, 60, f"rank {i}", f"experts {2 * i}, {2 * i + 1}") for i, (x, y) in enumerate(corners)
     ]
@@ -184,13 +185,14 @@ def moving_dispatch() -> str:
         )
     style = "<style>@media(prefers-reduced-motion:no-preference){" + "".join(moves) + "}</style>"
     return picture(
-        600,
-        340,
+        380,
+        350,
         "A dispatch among four ranks: each token moves to the rank of its expert",
         style,
         *ranks,
         *dots,
-        text(300, 334, "above a rank: its tokens; below: what it receives, by source"),
+        text(190, 322, "above a rank: its tokens;"),
+        text(190, 340, "below it: what it receives, by source"),
     )
 
 

@@ -280,7 +280,7 @@ class ControlPlane(ending.Part):
         num_count_bytes = 4 * num_counts if counts is not None else 0
         # The call number closes the message: it is a counter.
         num_bytes = NOTIFY_HEADER_BYTES - COUNTER_BYTES + num_count_bytes
-        self.traffic.normal.add_message(slice(None), num_bytes)
+        self.traffic.normal.add_message_to_all(num_bytes)
         if self.transport is not None:
             self._send_messages(self.transport, call, pieces, num_count_bytes, refusal)
 

@@ -65,54 +65,67 @@ class Sent:
     def __init__(self, topology: Topology, rank: int, words: Array | None = None) -> None:
         self.topology = topology
         self.rank = rank
-        self._words: Array = np.zeros((4, topology.num_ranks), np.int64) if words is None else words
+        self.words: Array = np.zeros((4, topology.num_ranks), np.int64) if words is None else words
+        """[4, ranks]: the words of an `Amount` for every rank, to which kernels add."""
+        self._bytes_to_all = 0
 
     @property
     def rows(self) -> Array:
-        words: Array = self._words[0]
+        words: Array = self.words[0]
         return words
 
     @property
     def payload_bytes(self) -> Array:
-        words: Array = self._words[1]
+        words: Array = self.words[1]
         return words
 
     @property
     def beside_bytes(self) -> Array:
-        words: Array = self._words[2]
+        words: Array = self.words[2]
         return words
 
     @property
     def message_bytes(self) -> Array:
-        words: Array = self._words[3]
+        words: Array = self._totals()[3]
         return words
+
+    def _totals(self) -> Array:
+        """A copy of the words, with the messages to all ranks."""
+        totals = self.words.copy()
+        totals[3] += self._bytes_to_all
+        return totals
 
     def add_rows(self, ranks: object, counts: object, payload_bytes: int, beside_bytes: Array | int) -> None:
         """Count rows to some ranks (an index or a list of them), and the bytes of each row."""
         counts = np.asarray(counts, np.int64)
-        self._words[0, ranks] += counts  # type: ignore[index]
-        self._words[1, ranks] += counts * payload_bytes  # type: ignore[index]
-        self._words[2, ranks] += counts * beside_bytes  # type: ignore[index]
+        self.words[0, ranks] += counts  # type: ignore[index]
+        self.words[1, ranks] += counts * payload_bytes  # type: ignore[index]
+        self.words[2, ranks] += counts * beside_bytes  # type: ignore[index]
 
     def add_message(self, ranks: object, num_bytes: object) -> None:
         """Count bytes of messages to some ranks."""
-        self._words[3, ranks] += num_bytes  # type: ignore[index]
+        self.words[3, ranks] += num_bytes  # type: ignore[index]
+
+    def add_message_to_all(self, num_bytes: int) -> None:
+        """Count bytes of a message to every rank. Every call sends one, so this adds a single number."""
+        self._bytes_to_all += num_bytes
 
     def by_link(self) -> dict[str, Amount]:
         """The sums over the ranks that are reached by each kind of link."""
         links = np.array(
             [LINKS.index(link_between(self.topology, self.rank, rank)) for rank in range(len(self.rows))]
         )
+        totals = self._totals()
         return {
-            link: Amount(*(int(words[links == number].sum()) for words in self._words))
+            link: Amount(*(int(words[links == number].sum()) for words in totals))
             for number, link in enumerate(LINKS)
         }
 
     def copy(self) -> Sent:
-        return Sent(self.topology, self.rank, self._words.copy())
+        return Sent(self.topology, self.rank, self._totals())
 
     def __sub__(self, earlier: Sent) -> Sent:
-        return Sent(self.topology, self.rank, self._words - earlier._words)
+        return Sent(self.topology, self.rank, self._totals() - earlier._totals())
 
 
 @dataclass

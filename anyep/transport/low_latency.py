@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from anyep.backends.cpu.ops_low_latency import COUNT_MASK, SlotAddresses
+from anyep.backends.cpu.kernels.slots import COUNT_MASK
+from anyep.backends.cpu.ops_low_latency import SlotAddresses
 from anyep.core.calls import Array, Call
 from anyep.core.traffic import Sent
 from anyep.layout import COUNTER_BYTES, NUM_SLOT_SETS, RECORD_HEADER_BYTES, TEXT_BYTES, ControlRegion

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyep.backends import cpu
-from anyep.backends.cpu.kernels import counting, notify, rings, windows
+from anyep.backends.cpu.kernels import counting, notify, rings, slots, windows
 from anyep.backends.cpu.kernels import digests as cpu_digests
 from anyep.backends.cpu.kernels.atomics import load_acquire, store_release
 from anyep.backends.cpu.kernels.groups import (
@@ -47,6 +47,31 @@ def test_fill_handle() -> None:
     assert channel_prefix.tolist() == [[1, 1], [1, 3]]
     assert recv_prefix.tolist() == [[0, 1], [0, 1]]
     assert send_head.tolist() == [[2, 1]]
+
+
+def test_count_sent() -> None:
+    """The example; rank 1's rows are what its line of the prefixes adds to that of rank 0."""
+    prefix, offsets = int32([[2, 1], [3, 5]]), int64([0, -1])
+    for rank, is_return, expected in (
+        (0, 0, [[2, 1], [200, 100], [40, 24], [0, 0]]),
+        (0, 1, [[2, 1], [200, 100], [40, 20], [0, 0]]),
+        (1, 0, [[1, 4], [100, 400], [20, 96], [0, 0]]),
+        (1, 1, [[1, 4], [100, 400], [24, 96], [0, 0]]),
+    ):
+        sent = np.zeros((4, 2), np.int64)
+        for times in (1, 2):
+            counting.count_sent(sent, prefix, rank, is_return, offsets, 100, 20, 24)
+            assert (sent // times).tolist() == expected
+
+
+def test_count_read() -> None:
+    """The example, with ranges' beginnings in the upper halves; a masked reader takes nothing."""
+    rows = int64([[7 << 32 | 1, 2], [3, 0]])
+    sent = np.zeros((4, 2), np.int64)
+    slots.count_read(sent, flags([1, 0]), flags([0, 0]), rows, 100, 20, 8)
+    assert sent.tolist() == [[3, 0], [300, 0], [60, 0], [20, 0]]
+    slots.count_read(sent, flags([1, 1]), flags([1, 0]), rows, 100, 20, 8)
+    assert sent.tolist() == [[3, 3], [300, 300], [60, 60], [20, 20]]
 
 
 def test_ids_that_are_no_expert() -> None:

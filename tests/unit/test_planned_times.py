@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from anyep.errors import InvalidCall
 from anyep.planning.counts import count_choices
 from anyep.planning.expectation import Reach, largest
-from anyep.planning.machines import all_machines, find_machine
+from anyep.planning.machines import Machine, all_machines, find_machine
 from anyep.planning.times import Call, constant, slowest_of, time_of
 from anyep.planning.validation import figures_of, shipped_figures, summary
 from anyep.topology import Topology
@@ -86,6 +87,34 @@ def test_machines(machine) -> None:  # type: ignore[no-untyped-def]
                 assert time_of(longer, constants).total_us > times[3]
 
 
+@pytest.mark.parametrize("machine", all_machines(), ids=lambda machine: machine.file)
+def test_constants_are_what_their_sources_say(machine: Machine) -> None:
+    """Where a source names another file, the value is the one there. What is "fitted" has figures that were
+    used for it, and fitted rates of relays are not copies of those on one node."""
+    for library, modes in machine.tables.items():
+        for mode, table in modes.items():
+            used = {
+                figure.call.num_nodes
+                for figure in shipped_figures()
+                if figure.library == library and figure.call.mode == mode and figure.record()["calibrated"]
+                if figure.machine in machine.names
+            }
+            for name, entry in table.items():
+                named = [other for other in all_machines() if re.search(rf"\b{other.file}", entry["source"])]
+                if named:
+                    assert entry["value"] in values_of(name, mode, named), (library, mode, name)
+                if entry["source"].startswith("fitted"):
+                    needed = 2 if re.search("relay|notify|hop|network|message", name) else 1
+                    assert max(used, default=0) >= needed, (library, mode, name)
+                    assert "relay" not in name or entry["value"] != table[name.replace("_relay", "")]["value"]
+
+
+def values_of(name: str, mode: str, machines: list[Machine]) -> list[float]:
+    """What the tables of some machines have for a constant."""
+    tables = [modes[mode] for machine in machines for modes in machine.tables.values() if mode in modes]
+    return [table[name]["value"] for table in tables if name in table]
+
+
 def test_fewer_sms_take_longer() -> None:
     constants = find_machine("h100_sxm").constants("deepep-v1", "normal")
     few, many = (time_of(call_of(num_sms=sms), constants) for sms in (4, 24))
@@ -150,6 +179,7 @@ def test_json_of_a_file(tmp_path: Path) -> None:
 
 HEADER = "system,nodes,mode,tokens,hidden,topk,experts,sms,dispatch_us,dispatch_notify_us,combine_us"
 HEADER += ",combine_notify_us,source"
+PUBLISHED, PUBLISHED_LINE = (FIGURES / "published.csv").read_text().splitlines()[:3:2]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +192,29 @@ HEADER += ",combine_notify_us,source"
         ),
         (f"{HEADER}\nh100_sxm,1,ll,1,7168,8,4,4,1,0,1,0,x\n", "8 ranks, 1 nodes, 4 experts and top-8 do not"),
         (f"{HEADER}\nZX81,1,ll,1,7168,8,256,4,1,0,1,0,x\n", "there is no machine 'ZX81'"),
-        (f"{HEADER}\nh100_sxm,1,ll,1,7168,8,256,4,-1,0,1,0,x\n", "a time or rate is -1.0"),
+        (f"{HEADER}\nh100_sxm,1,ll,1,7168,8,256,4,-1,0,1,0,x\n", "dispatch_us is '-1', not a number above 0"),
+        (
+            f"{HEADER}\nh100_sxm,1,ll,1,7168,8,256,4,1,-1,1,0,x\n",
+            "dispatch_notify_us is '-1', not a number of",
+        ),
+        (
+            f"{HEADER}\nh100_sxm,1,normal,1,7168,8,256,0,1,0,1,0,x\n",
+            "line 2 .*sms is 0: it must be at least 1",
+        ),
+        (f"{HEADER}\nh100_sxm,1,normal,1,7168,8,256,-2,1,0,1,0,x\n", "sms is -2: it must be at least 1"),
+        (
+            f"{HEADER}\n\nh100_sxm,1,normal,1.5,7168,8,256,4,1,0,1,0,x\n",
+            "line 3 .*tokens is '1.5', not a whole",
+        ),
+        (f"{HEADER}\nh100_sxm,1,ll,1,,8,256,4,1\n", "line 2 .*hidden is '', not a whole number"),
+        (f"{HEADER}\n{'x' * 200_000}\n", "line 2 of .* cannot be read as CSV"),
+        (f"{HEADER}\n", "has no figures: add lines"),
+        (f"{PUBLISHED}\n{PUBLISHED_LINE.replace('43', '0')}\n", "dispatch_gbs is '0', not a number above 0"),
+        (
+            f"{PUBLISHED}\n{PUBLISHED_LINE.replace('fp8', 'fp9')}\n",
+            "dispatch_dtype is 'fp9', not fp8 or bf16",
+        ),
+        (f"{PUBLISHED}\n{PUBLISHED_LINE.replace('rdma', 'rmda')}\n", "basis is 'rmda logical', not one of"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -177,6 +229,22 @@ def test_files_without_validate_are_refused() -> None:
     assert finished.returncode == 2
     assert "only with --validate" in finished.stderr
     assert anyep("plan", "--validate", "no-such-file.csv").returncode == 2
+
+
+@pytest.mark.parametrize("option", [("--ranks", "8"), ("--map", "x.svg"), ("--memory", "80GiB")])
+def test_options_that_validate_would_pass_over(option: tuple[str, str]) -> None:
+    finished = anyep("plan", "--validate", *option)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert f"{option[0]} has no effect with --validate" in finished.stderr
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCall, match=r"\(Is a directory\): name a file with the columns of"):
+        figures_of(tmp_path)
+    file = tmp_path / "figures.csv"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidCall, match=r"\(it is no text in UTF-8\)"):
+        figures_of(file)
 
 
 def test_the_page_is_current() -> None:

@@ -11,6 +11,7 @@ from anyep.backends.cpu.kernels.compiler import Group
 from anyep.backends.cpu.kernels.counting import (
     check_handle,
     count_layout,
+    count_sent,
     fill_handle,
     first_contradiction,
     first_difference_of_digests,
@@ -44,6 +45,7 @@ from anyep.backends.cpu.kernels.relay_combine import combine_between_nodes
 from anyep.backends.cpu.kernels.relay_dispatch import dispatch_between_nodes
 from anyep.backends.cpu.kernels.rings import combine_through_rings, dispatch_through_rings, read_counters
 from anyep.backends.cpu.kernels.slots import (
+    count_read,
     count_rows,
     list_returns,
     list_tokens,
@@ -86,8 +88,10 @@ __all__ = [
     "compile_kernels",
     "copy_rows",
     "count_layout",
+    "count_read",
     "count_received",
     "count_rows",
+    "count_sent",
     "dispatch_between_nodes",
     "dispatch_through_rings",
     "expand_rows",

@@ -45,11 +45,25 @@ from anyep.layout import (
 )
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
-COUNT_MASK: Final = (1 << 32) - 1
 NO_STATS: Final = np.zeros(0, np.int32)
 NOT_TIMED: Final = np.zeros(0, np.int64)
 Pieces = dict[int, list[tuple[int, int, int]]]
+
 """By rank on another host: (address, offset there, bytes) of what is put there."""
+
+
+class Written(NamedTuple):
+    """What a call has written for its readers."""
+
+    rows: Array
+    """[reader, local expert]: the rows, in the lower half of each word."""
+    payload_bytes: int = 0
+    """The bytes of each row; rows in LogFMT count as bfloat16."""
+    beside_bytes: int = 0
+    num_ranges: int = 0
+    """The ranges that follow the header of a completion record."""
+    pieces: Pieces | None = None
+    """What to put to other hosts."""
 
 
 class Work(NamedTuple):
@@ -103,6 +117,7 @@ class CpuLowLatencyOps:
         self._near = np.ones(control.num_ranks, np.bool_)
         """The ranks that read this rank's memory; what is put to the others is counted there."""
         self._near[list(remote.ranks) if remote is not None else []] = False
+        self._nothing = Written(np.zeros((control.num_ranks, 0), np.int64))
         self._heap = heaps[control.rank]
         self._heap_addresses = np.array([heap.address for heap in heaps], np.int64)
         self._lists_start = lists_start
@@ -177,7 +192,7 @@ class CpuLowLatencyOps:
         def send() -> None:
             self._wait_until_writable(call)
             self._control.enter(call, Phase.SEND)
-            self._post(call, header, self._send_tokens(call, at, tokens), at)
+            self._post(call, header, self._send_tokens(call, at, tokens))
 
         def receive() -> None:
             ranges, num_rows = self._wait_for_records(call, at, header, tokens.wait_stats)
@@ -194,7 +209,7 @@ class CpuLowLatencyOps:
         def send() -> None:
             self._wait_until_writable(call)
             self._control.enter(call, Phase.SEND)
-            self._post(call, header, self._send_rows(call, at, combined), at)
+            self._post(call, header, self._send_rows(call, at, combined))
 
         def receive() -> None:
             ranges, _ = self._wait_for_records(call, at, header, combined.wait_stats)
@@ -299,8 +314,8 @@ class CpuLowLatencyOps:
             what = f"receipt of {name_of_call(previous)} (by its hook, if it has one)"
             self._wait(call, self._own_packed[slot_set], previous, Topic.PACKED + slot_set, what)
 
-    def _send_tokens(self, call: Call, at: SlotAddresses, tokens: LowLatencyTokens) -> Pieces:
-        """Write the tokens' messages, and lists beside them; returns what to put to other hosts."""
+    def _send_tokens(self, call: Call, at: SlotAddresses, tokens: LowLatencyTokens) -> Written:
+        """Write the tokens' messages, and lists beside them."""
         slot_set = call.number % NUM_SLOT_SETS
         sizes = tokens.sizes
         topk_idx = tokens.topk_idx.numpy()
@@ -330,14 +345,15 @@ class CpuLowLatencyOps:
             by_expert,
         )
         row_bytes = sizes.hidden * (2 if tokens.travel is Format.BF16 else 1)
-        by_reader = by_expert.reshape(self._num_ranks, -1).sum(axis=1)
-        self._count_read(by_reader, row_bytes, 4 * tokens.num_scale_words, at.slots.num_local_experts)
-        if self._remote is None:
-            return {}
-        return self._remote.tokens(at, slot_set, topk_idx, row_bytes, 4 * tokens.num_scale_words)
+        scale_bytes = 4 * tokens.num_scale_words
+        pieces = None
+        if self._remote is not None:
+            pieces = self._remote.tokens(at, slot_set, topk_idx, row_bytes, scale_bytes)
+        rows = by_expert.reshape(self._num_ranks, -1)
+        return Written(rows, row_bytes, scale_bytes, at.slots.num_local_experts, pieces)
 
-    def _send_rows(self, call: Call, at: SlotAddresses, combined: LowLatencyInput) -> Pieces:
-        """Write the experts' rows, and lists beside them; returns what to put to other hosts."""
+    def _send_rows(self, call: Call, at: SlotAddresses, combined: LowLatencyInput) -> Written:
+        """Write the experts' rows, and lists beside them."""
         slot_set = call.number % NUM_SLOT_SETS
         layout_range = combined.layout_range.numpy()
         if not combined.zero_copy:
@@ -367,28 +383,18 @@ class CpuLowLatencyOps:
             self._records_at_peers[slot_set],
             self._mask.masked,
         )
-        self._count_read(
-            (layout_range & COUNT_MASK).sum(axis=0), 2 * combined.sizes.hidden, 0, at.slots.num_local_experts
-        )
-        return self._remote.rows(at, slot_set, layout_range) if self._remote is not None else {}
-
-    def _count_read(self, rows: Array, payload_bytes: int, beside_bytes: int, num_experts: int) -> None:
-        """Count what the readers of this host take: rows, a word of a list for each, and the ranges of the
-        completion record; its header is counted where it is posted. LogFMT rows count as bf16 rows."""
-        near = self._near & ~self._mask.masked
-        sent = self._control.traffic.low_latency
-        sent.add_rows(near, rows[near], payload_bytes, beside_bytes)
-        sent.add_message(near, 4 * rows[near] + COUNTER_BYTES * num_experts)
+        pieces = self._remote.rows(at, slot_set, layout_range) if self._remote is not None else None
+        return Written(layout_range.T, 2 * combined.sizes.hidden, 0, at.slots.num_local_experts, pieces)
 
     def _post(
         self,
         call: Call,
         header: Array,
-        pieces: Pieces | None = None,
-        at: SlotAddresses | None = None,
+        written: Written | None = None,
         refusal: str = "",
     ) -> None:
         """Close this rank's sending: a completion record to every rank, after what is put to other hosts."""
+        rows, payload_bytes, beside_bytes, num_ranges, pieces = written or self._nothing
         header[records.Field.CALL] = call.number
         slot_set = call.number % NUM_SLOT_SETS
         cpu.post_records(
@@ -398,12 +404,14 @@ class CpuLowLatencyOps:
             Topic.RECORD + slot_set,
             header,
         )
-        self._control.traffic.low_latency.add_message(
-            self._near & ~self._mask.masked, RECORD_HEADER_BYTES - COUNTER_BYTES
+        cpu.count_read(
+            *(self._control.traffic.low_latency.words, self._near, self._mask.masked),
+            *(rows, payload_bytes, beside_bytes),
+            # The call number closes the record: it is a counter.
+            RECORD_HEADER_BYTES - COUNTER_BYTES + COUNTER_BYTES * num_ranges,
         )
         if self._remote is not None:
-            num_experts = at.slots.num_local_experts if pieces and at is not None else 0
-            self._remote.post(call, pieces or {}, num_experts, refusal)
+            self._remote.post(call, pieces or {}, num_ranges if pieces else 0, refusal)
 
     # Receiving
 

@@ -145,11 +145,8 @@ class WithinNode:
             mover.signal_arrival(call)
         if min(offsets) < 0:
             self._send_through_rings(call, token, group, routing, results, decision, config, streaming)
-        in_window = decision.offsets >= 0
-        beside = np.where(in_window, sum(payload.bytes_per_row[1:].tolist()), _beside_in_rings(token))
-        mover.control.traffic.normal.add_rows(
-            slice(None), routing.count_matrix()[self._rank], token.hidden_bytes, beside
-        )
+        beside = sum(payload.bytes_per_row[1:].tolist())
+        self._count_sent(routing, decision.offsets, token, beside, is_return=False)
 
     def _send_through_rings(
         self,
@@ -193,10 +190,7 @@ class WithinNode:
         mover = self._mover
         x, routing, config, token = combined.x, combined.routing, combined.config, combined.token
         x_offsets = headers[:, X_OFFSET]
-        # Others read this rank's rows and weights in its window. Without one, it pushes entries of rings.
-        beside = 4 * token.num_topk if x_offsets[self._rank] >= 0 else _beside_in_rings(token)
-        matrix = routing.count_matrix()
-        mover.control.traffic.normal.add_rows(slice(None), matrix[:, self._rank], token.hidden_bytes, beside)
+        self._count_sent(routing, x_offsets, token, 4 * token.num_topk, is_return=True)
         x_of = mover.window_bases + x_offsets
         weights_of = mover.window_bases + headers[:, WEIGHTS_OFFSET]
         send_head, sums = routing.send_head, sums_group(combined, out, out_weights)
@@ -221,10 +215,21 @@ class WithinNode:
             ),
             int(x.shape[0] * token.hidden_bytes >= WORTH_STREAMING_BYTES),
         )
+        matrix = routing.count_matrix()
         to_push = matrix[:, self._rank] if mine else np.zeros(self._num_ranks, np.int32)
         to_take = np.where(in_window, 0, matrix[self._rank])
         rings = self._begin(config, token, mine, ~in_window)
         self._run_rings(*(call, cpu.combine_through_rings, rings, config, token, arguments, to_push, to_take))
+
+    def _count_sent(
+        self, routing: NodeHandle, offsets: Array, token: TokenLayout, beside_bytes: int, is_return: bool
+    ) -> None:
+        """Count the rows; beside one go so many bytes by window, and by ring what its entry has room for."""
+        cpu.count_sent(
+            self._mover.control.traffic.normal.words,
+            *(routing.rank_prefix_matrix, self._rank, int(is_return), offsets),
+            *(token.hidden_bytes, beside_bytes, token.token_bytes - token.hidden_bytes),
+        )
 
     # Rings
 
@@ -266,10 +271,6 @@ class WithinNode:
         control.wait_until(
             call, all_channels, lambda: _stall(rings, to_send, to_take), lambda: rows_moved([rings])
         )
-
-
-def _beside_in_rings(token: TokenLayout) -> int:
-    return token.token_bytes - token.hidden_bytes
 
 
 def _stall(rings: groups.RingStack, to_send: Array, to_take: Array) -> Stall:

@@ -130,6 +130,29 @@ def fill_handle(
             send_head[token, peer] = place + before if place >= 0 else np.int32(-1)
 
 
+@kernel("void(int64[:,::1], int32[:,::1], int64, int64, int64[:], int64, int64, int64)")
+def count_sent(sent, rank_prefix, rank, is_return, offsets, payload_bytes, beside_by_window, beside_by_ring):
+    """Add to `sent` the rows that a rank sends to every peer, their bytes and those beside them.
+
+    A dispatch sends to windows of the peers, a return from the window of this rank. Where the offset of that
+    window is negative, rows go through rings. `sent` has the words of a `Sent` (anyep/core/traffic.py).
+
+    Example:
+        With rank_prefix [[2, 1], [3, 5]] rank 0 sends 2 rows to itself and 1 to rank 1. With offsets [0, -1]
+        and 100, 20 and 24 bytes, `sent` becomes [[2, 1], [200, 100], [40, 24], [0, 0]] from zeros. It returns
+        2 rows and 1 row, all by its window: [[2, 1], [200, 100], [40, 20], [0, 0]].
+    """
+    for peer in range(rank_prefix.shape[0]):
+        source, receiver = (peer, rank) if is_return else (rank, peer)
+        num_rows = rank_prefix[source, receiver]
+        if source > 0:
+            num_rows -= rank_prefix[source - 1, receiver]
+        has_window = offsets[rank if is_return else peer] >= 0
+        sent[0, peer] += num_rows
+        sent[1, peer] += num_rows * payload_bytes
+        sent[2, peer] += num_rows * (beside_by_window if has_window else beside_by_ring)
+
+
 @kernel("int64(int64[:,::1], int32[::1], boolean[:,::1])")
 def first_contradiction(topk_idx, tokens_per_expert, in_rank):
     """-1 if topk_idx agrees with the counts and with in_rank; else a code for the first contradiction.

@@ -121,6 +121,29 @@ def post_records(records, masked, wake_ups, topic, header):
             count_down(wake_ups[reader], topic)
 
 
+@kernel("void(int64[:,::1], boolean[::1], boolean[::1], int64[:,:], int64, int64, int64)")
+def count_read(sent, near, masked, rows, payload_bytes, beside_bytes, message_bytes):
+    """Add to `sent` what the readers take that are near and not masked: rows, their bytes and those beside
+    them; of messages the bytes given, and a word of a list for each row.
+
+    `rows[r]` has the rows of reader r by expert, in the lower half of each word. `sent` has the words of a
+    `Sent` (anyep/core/traffic.py).
+
+    Example:
+        With the rows [[1, 2], [3, 0]], only reader 0 near, and 100, 20 and 8 bytes, `sent` becomes
+        [[3, 0], [300, 0], [60, 0], [20, 0]] from zeros.
+    """
+    for reader in range(rows.shape[0]):
+        if near[reader] and not masked[reader]:
+            num_rows = 0
+            for expert in range(rows.shape[1]):
+                num_rows += rows[reader, expert] & COUNT_MASK
+            sent[0, reader] += num_rows
+            sent[1, reader] += num_rows * payload_bytes
+            sent[2, reader] += num_rows * beside_bytes
+            sent[3, reader] += num_rows * 4 + message_bytes
+
+
 @kernel("int64(int64[::1], boolean[::1], int64[::1], int64, int64, int64[:,::1], int64[:,::1])")
 def read_records(records, masked, own_header, first, end, headers, ranges):
     """Copy every sender's header and ranges (row s comes from sender s); returns the rows in all ranges.
