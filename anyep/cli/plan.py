@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from anyep.cli import options
-from anyep.cli.checks import check_folder
+from anyep.cli.checks import check_file, writing
 from anyep.cli.memory_plan import ELEMENT_BYTES, MemoryPlan, Workload
 from anyep.cli.units import format_bytes, parse_bytes
 from anyep.errors import InvalidCall
@@ -23,6 +23,7 @@ STANDARD_OUTPUT = "-"
 
 
 def plan(
+    context: typer.Context,
     figures: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -60,6 +61,7 @@ def plan(
     """Show how much memory each rank needs and where it goes."""
     files = [file for file in figures or [] if not (as_json and str(file) == STANDARD_OUTPUT)]
     if with_validation:
+        _check_alone(context)
         from anyep.cli.validation_report import validate
 
         validate(files, as_json)
@@ -85,6 +87,15 @@ def plan(
         _print_rows(plans, memory_bytes)
 
 
+def _check_alone(context: typer.Context) -> None:
+    """Refuse options that --validate would pass over."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and parameter.name not in ("figures", "as_json", "with_validation"):
+            raise InvalidCall(f"{parameter.opts[0]} has no effect with --validate: leave one of them out")
+
+
 def _parse_ranks(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -97,13 +108,11 @@ def _draw(plans: list[MemoryPlan], map_file: Path) -> None:
         raise InvalidCall(f"a map cannot be written to {str(map_file)!r}: its name must end in .svg or .png")
     if len(plans) > 1:
         raise InvalidCall("a map shows one cluster: give --ranks a single number with --map")
-    check_folder("the map", map_file)
+    check_file("the map", map_file)
     from anyep.cli.memory_map import draw_memory_map
 
-    try:
+    with writing("the map", map_file):
         draw_memory_map(plans[0], map_file)
-    except OSError as error:
-        raise InvalidCall(f"the map {str(map_file)!r} cannot be written: {error.strerror}") from error
     print(f"wrote {map_file}", file=sys.stderr)
 
 

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from anyep.errors import InvalidCall
+from anyep.errors import InvalidCall, whole_number
 from anyep.planning.expectation import Reach
 from anyep.planning.machines import find_machine
 from anyep.planning.times import COMBINE, DEFAULT_SMS, DISPATCH, LOW_LATENCY, NORMAL, Call, time_of
@@ -22,6 +22,10 @@ SCALE_CHANNELS: Final = 128
 GROUP_LIMITED_SOURCES: Final = ("uccl", "deepep-v1")
 """Their gates choose among four groups of nodes where there are at least eight."""
 GROUP_NODES: Final = 4
+DTYPES: Final = ("fp8", "bf16")
+RDMA_LOGICAL: Final = "rdma logical"
+BASES: Final = ("", "logical", "nvlink", RDMA_LOGICAL)
+"""Which bytes a rate counts; docs/planning-accuracy.md has the meaning of each."""
 MIN_GROUPED_NODES: Final = 8
 MEASURED_COLUMNS: Final = (
     *("system", "nodes", "mode", "tokens", "hidden", "topk", "experts", "sms"),
@@ -80,8 +84,15 @@ def figures_of(path: Path) -> list[Figure]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidCall(f"the figures {str(path)!r} cannot be read: {error}") from error
-    return list(_figures(str(path), text.splitlines()))
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise InvalidCall(
+            f"the figures {str(path)!r} cannot be read ({reason}): name a file with the columns of"
+            f" {' or '.join(DATA)}"
+        ) from error
+    figures = list(_figures(str(path), text.splitlines()))
+    if not figures:
+        raise InvalidCall(f"{str(path)!r} has no figures: add lines with a time or a rate, or leave it out")
+    return figures
 
 
 def summary(records: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -94,7 +105,16 @@ def summary(records: Iterable[dict[str, Any]]) -> dict[str, float]:
 
 
 def _figures(name: str, lines: list[str]) -> Iterator[Figure]:
-    reader = csv.DictReader(lines)
+    reader = csv.DictReader(lines, restval="")
+    try:
+        yield from _figures_of_rows(name, reader)
+    except csv.Error as error:
+        raise InvalidCall(
+            f"line {reader.line_num + 1} of {name!r} cannot be read as CSV ({error}): correct or remove it"
+        ) from None
+
+
+def _figures_of_rows(name: str, reader: csv.DictReader[str]) -> Iterator[Figure]:
     columns = set(reader.fieldnames or [])
     if columns >= set(MEASURED_COLUMNS):
         read = _measured
@@ -105,38 +125,41 @@ def _figures(name: str, lines: list[str]) -> Iterator[Figure]:
         raise InvalidCall(
             f"{name!r} lacks the columns {', '.join(missing)}: use those of {' or '.join(DATA)}"
         )
-    for number, row in enumerate(reader, start=2):
+    for row in reader:
         try:
             figures = list(read(row))
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise InvalidCall(
-                f"line {number} of {name!r} is no figure ({error}): correct or remove it"
+                f"line {reader.line_num} of {name!r} is no figure ({error}): correct or remove it"
             ) from None
         yield from figures
 
 
 def _measured(row: dict[str, str]) -> Iterator[Figure]:
-    nodes = int(row["nodes"])
+    nodes = _count(row, "nodes")
     for what in (DISPATCH, COMBINE):
         if row[f"{what}_us"]:
-            notify_us = float(row[f"{what}_notify_us"] or 0)
+            notify = f"{what}_notify_us"
+            notify_us = _amount(row, notify, or_zero=True) if row[notify] else 0.0
             call = _call(row, what, nodes * RANKS_PER_NODE, "fp8" if what == DISPATCH else "bf16", None)
-            time_us = float(row[f"{what}_us"]) + notify_us
+            time_us = _amount(row, f"{what}_us") + notify_us
             yield _checked(Figure(row["source"], row["system"], MEASURED_LIBRARY, call, time_us))
 
 
 def _published(row: dict[str, str]) -> Iterator[Figure]:
-    nodes = int(row["nodes"])
+    nodes = _count(row, "nodes")
     is_grouped = (
         row["source"] in GROUP_LIMITED_SOURCES and row["mode"] == NORMAL and nodes >= MIN_GROUPED_NODES
     )
     for what in (DISPATCH, COMBINE):
         dtype = row[f"{what}_dtype"] or ("fp8" if what == DISPATCH else "bf16")
-        call = _call(row, what, int(row["ranks"]), dtype, GROUP_NODES if is_grouped else None)
+        if dtype not in DTYPES:
+            raise ValueError(f"{what}_dtype is {dtype!r}, not {' or '.join(DTYPES)}")
+        call = _call(row, what, _count(row, "ranks"), dtype, GROUP_NODES if is_grouped else None)
         if row[f"{what}_us"]:
-            time_us = float(row[f"{what}_us"])
+            time_us = _amount(row, f"{what}_us")
         elif row[f"{what}_gbs"]:
-            time_us = _counted_bytes(call, row["basis"]) / float(row[f"{what}_gbs"]) / 1e3
+            time_us = _counted_bytes(call, row["basis"]) / _amount(row, f"{what}_gbs") / 1e3
         else:
             continue
         yield _checked(Figure(row["source"], row["machine"], row["source"], call, time_us))
@@ -145,29 +168,51 @@ def _published(row: dict[str, str]) -> Iterator[Figure]:
 def _call(row: dict[str, str], what: str, ranks: int, dtype: str, group_nodes: int | None) -> Call:
     if row["mode"] not in (NORMAL, LOW_LATENCY):
         raise ValueError(f"mode is {row['mode']!r}, not {NORMAL} or {LOW_LATENCY}")
-    hidden = int(row["hidden"])
+    hidden = _count(row, "hidden")
     row_bytes = hidden + 4 * -(-hidden // SCALE_CHANNELS) if dtype == "fp8" else 2 * hidden
-    nodes, tokens = int(row["nodes"]), int(row["tokens"])
-    topk, experts = int(row["topk"]), int(row["experts"])
-    if min(nodes, ranks, tokens, topk, hidden) < 1 or ranks % nodes or experts < ranks or topk > experts:
+    nodes, tokens, topk, experts = (_count(row, name) for name in ("nodes", "tokens", "topk", "experts"))
+    allowed = experts * min(group_nodes or nodes, nodes) // nodes
+    if ranks % nodes or experts < ranks or topk > allowed:
         raise ValueError(
             f"{ranks} ranks, {nodes} nodes, {experts} experts and top-{topk} do not fit together"
         )
-    sms = int(row["sms"]) if row["sms"] else DEFAULT_SMS
+    sms = _count(row, "sms") if row["sms"] else DEFAULT_SMS
     return Call(row["mode"], what, nodes, ranks, tokens, row_bytes, topk, experts, sms, group_nodes)
 
 
 def _counted_bytes(call: Call, basis: str) -> float:
-    """The bytes that a published rate counts; docs/planning-accuracy.md has the meaning of each basis."""
-    if basis == "rdma logical":
+    """The bytes that a published rate counts."""
+    if basis not in BASES:
+        raise ValueError(f"basis is {basis!r}, not one of {', '.join(filter(None, BASES))}")
+    if basis == RDMA_LOGICAL:
         group_nodes = call.num_group_nodes
         nodes = Reach(call.num_ranks, call.num_nodes, call.num_experts, call.num_topk, group_nodes).nodes
         return call.num_tokens * nodes * call.row_bytes
     return call.received_bytes
 
 
+def _count(row: dict[str, str], column: str) -> int:
+    try:
+        return whole_number(column, int(row[column]), minimum=1)
+    except InvalidCall:
+        raise
+    except ValueError:
+        raise ValueError(f"{column} is {row[column]!r}, not a whole number") from None
+
+
+def _amount(row: dict[str, str], column: str, or_zero: bool = False) -> float:
+    """A time or rate."""
+    try:
+        amount = float(row[column])
+    except ValueError:
+        amount = math.nan
+    if not 0 <= amount < math.inf or (amount == 0 and not or_zero):
+        raise ValueError(
+            f"{column} is {row[column]!r}, not a number {'of at least' if or_zero else 'above'} 0"
+        )
+    return amount
+
+
 def _checked(figure: Figure) -> Figure:
-    if not 0 < figure.published_us < math.inf:
-        raise ValueError(f"a time or rate is {figure.published_us}")
     find_machine(figure.machine).constants(figure.library, figure.call.mode)
     return figure

@@ -227,6 +227,7 @@ def test_bench_prints_json() -> None:
             ("bench", "--plot", "/no/such/folder/x.png"),
             "there is no folder '/no/such/folder' to write the plot",
         ),
+        (("bench", "--json", "/tmp"), "the records cannot be written to '/tmp', a folder: add the name"),
         (("bench", "--plot", "x.pdf"), "its name must end in .png or .svg"),
         (("demo", "--device", "tpu"), "--device is 'tpu': choose cpu or cuda"),
         (("bench", "--device", "tpu"), "--device is 'tpu': choose cpu or cuda"),

@@ -307,6 +307,8 @@ def test_rates() -> None:
         (("--network", "tcp", "--nodes", "2"), "--network is 'tcp'"),
         (("--ranks", "0"), "--ranks is 0"),
         (("--json", "/no/such/folder/file"), "there is no folder"),
+        (("--json", "/tmp"), "the report cannot be written to '/tmp', a folder"),
+        (("--json", ""), "the report cannot be written to '.', a folder"),
     ],
 )
 def test_wrong_options(arguments: tuple[str, ...], said: str) -> None:

@@ -365,6 +365,7 @@ def test_show_with_words_that_look_like_markup(base: Path) -> None:
         (("--candidates", "0"), "--candidates is 0: it must be at least 1"),
         (("--topk", "300"), "--topk asks for 300 experts per token"),
         (("--show", "--reset"), "--show, --reset and --dry-run exclude each other"),
+        (("--json", "/tmp"), "the result cannot be written to '/tmp', a folder: add the name of a file"),
         (("--json", "/no/such/folder/x.json"), "there is no folder '/no/such/folder' to write the result"),
     ],
 )

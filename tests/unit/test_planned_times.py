@@ -179,6 +179,7 @@ def test_json_of_a_file(tmp_path: Path) -> None:
 
 HEADER = "system,nodes,mode,tokens,hidden,topk,experts,sms,dispatch_us,dispatch_notify_us,combine_us"
 HEADER += ",combine_notify_us,source"
+PUBLISHED, PUBLISHED_LINE = (FIGURES / "published.csv").read_text().splitlines()[:3:2]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,29 @@ HEADER += ",combine_notify_us,source"
         ),
         (f"{HEADER}\nh100_sxm,1,ll,1,7168,8,4,4,1,0,1,0,x\n", "8 ranks, 1 nodes, 4 experts and top-8 do not"),
         (f"{HEADER}\nZX81,1,ll,1,7168,8,256,4,1,0,1,0,x\n", "there is no machine 'ZX81'"),
-        (f"{HEADER}\nh100_sxm,1,ll,1,7168,8,256,4,-1,0,1,0,x\n", "a time or rate is -1.0"),
+        (f"{HEADER}\nh100_sxm,1,ll,1,7168,8,256,4,-1,0,1,0,x\n", "dispatch_us is '-1', not a number above 0"),
+        (
+            f"{HEADER}\nh100_sxm,1,ll,1,7168,8,256,4,1,-1,1,0,x\n",
+            "dispatch_notify_us is '-1', not a number of",
+        ),
+        (
+            f"{HEADER}\nh100_sxm,1,normal,1,7168,8,256,0,1,0,1,0,x\n",
+            "line 2 .*sms is 0: it must be at least 1",
+        ),
+        (f"{HEADER}\nh100_sxm,1,normal,1,7168,8,256,-2,1,0,1,0,x\n", "sms is -2: it must be at least 1"),
+        (
+            f"{HEADER}\n\nh100_sxm,1,normal,1.5,7168,8,256,4,1,0,1,0,x\n",
+            "line 3 .*tokens is '1.5', not a whole",
+        ),
+        (f"{HEADER}\nh100_sxm,1,ll,1,,8,256,4,1\n", "line 2 .*hidden is '', not a whole number"),
+        (f"{HEADER}\n{'x' * 200_000}\n", "line 2 of .* cannot be read as CSV"),
+        (f"{HEADER}\n", "has no figures: add lines"),
+        (f"{PUBLISHED}\n{PUBLISHED_LINE.replace('43', '0')}\n", "dispatch_gbs is '0', not a number above 0"),
+        (
+            f"{PUBLISHED}\n{PUBLISHED_LINE.replace('fp8', 'fp9')}\n",
+            "dispatch_dtype is 'fp9', not fp8 or bf16",
+        ),
+        (f"{PUBLISHED}\n{PUBLISHED_LINE.replace('rdma', 'rmda')}\n", "basis is 'rmda logical', not one of"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -206,6 +229,22 @@ def test_files_without_validate_are_refused() -> None:
     assert finished.returncode == 2
     assert "only with --validate" in finished.stderr
     assert anyep("plan", "--validate", "no-such-file.csv").returncode == 2
+
+
+@pytest.mark.parametrize("option", [("--ranks", "8"), ("--map", "x.svg"), ("--memory", "80GiB")])
+def test_options_that_validate_would_pass_over(option: tuple[str, str]) -> None:
+    finished = anyep("plan", "--validate", *option)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert f"{option[0]} has no effect with --validate" in finished.stderr
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCall, match=r"\(Is a directory\): name a file with the columns of"):
+        figures_of(tmp_path)
+    file = tmp_path / "figures.csv"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidCall, match=r"\(it is no text in UTF-8\)"):
+        figures_of(file)
 
 
 def test_the_page_is_current() -> None:

@@ -16,7 +16,7 @@ from anyep.cli import options
 from anyep.cli.bench.measure import measure
 from anyep.cli.bench.records import Report, Setup
 from anyep.cli.bench.table import print_report
-from anyep.cli.checks import check_experts, check_folder
+from anyep.cli.checks import check_experts, check_file, write_text, writing
 from anyep.cli.gpus import check_device, placed
 from anyep.cli.nodes import count_ranks, nodes_of
 from anyep.errors import InvalidCall, NotSupported, whole_number
@@ -25,6 +25,8 @@ from anyep.sizes import check_fp8_hidden, check_row_bytes
 
 MODES: Final = ("normal", "low-latency")
 LIBRARIES: Final = ("deep_ep",)
+RECORDS: Final = "the records"
+PLOT: Final = "the plot"
 
 
 @dataclass(frozen=True)
@@ -170,13 +172,13 @@ def _check_sweep_of_tokens(setup: Setup) -> None:
 
 def _check_files(json_file: str | None, plot_file: Path | None) -> None:
     if json_file not in (None, "-"):
-        check_folder("the records", Path(str(json_file)))
+        check_file(RECORDS, Path(str(json_file)))
     if plot_file is not None:
         if plot_file.suffix.lower() not in (".png", ".svg"):
             raise InvalidCall(
                 f"a plot cannot be written to {str(plot_file)!r}: its name must end in .png or .svg"
             )
-        check_folder("the plot", plot_file)
+        check_file(PLOT, plot_file)
 
 
 def _show(report: Report, json_file: str | None, plot_file: Path | None) -> None:
@@ -184,10 +186,11 @@ def _show(report: Report, json_file: str | None, plot_file: Path | None) -> None
     if json_file == "-":
         print(records)
     else:
-        if json_file is not None:
-            Path(json_file).write_text(records + "\n")
         print_report(report)
+        if json_file is not None:
+            write_text(RECORDS, json_file, records)
     if plot_file is not None:
         from anyep.cli.bench.plot import draw
 
-        draw(report, plot_file)
+        with writing(PLOT, plot_file):
+            draw(report, plot_file)

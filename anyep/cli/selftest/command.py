@@ -17,7 +17,7 @@ import typer
 
 from anyep.cli import options
 from anyep.cli.bench.measure import ProgressLine
-from anyep.cli.checks import check_folder
+from anyep.cli.checks import check_file, write_text
 from anyep.cli.gpus import ON_THE_CPU, Placement, check_device, count_gpus, placed
 from anyep.cli.nodes import NETWORKS, ONE_NODE, Nodes, count_ranks
 from anyep.cli.ranks import Rank, run_ranks
@@ -32,6 +32,7 @@ from anyep.topology import check_nodes
 from anyep.version import __version__
 
 USUAL_RANKS: Final = 4
+REPORT: Final = "the report"
 KILL: Final = "a rank is killed"
 RANKS: Final = "ranks"
 TO_THE_END: Final = "all ranks go through the whole test"
@@ -65,7 +66,7 @@ def selftest(
     if device is not None:
         check_device(device)
     if json_file not in (None, "-"):
-        check_folder("the report", Path(str(json_file)))
+        check_file(REPORT, Path(str(json_file)))
     job = job_of(os.environ)
     if job is not None and ranks is not None:
         raise InvalidCall("--ranks is for ranks that anyep starts: leave it out under a launcher")
@@ -285,8 +286,8 @@ def _show(report: Report, json_file: str | None, with_hostnames: bool) -> None:
     if json_file == "-":
         print(text)
         return
-    if json_file is not None:
-        Path(json_file).write_text(text + "\n")
     from anyep.cli.selftest.table import print_report
 
     print_report(record, json_file)
+    if json_file is not None:
+        write_text(REPORT, json_file, text)

@@ -17,7 +17,7 @@ from anyep.cli import options
 from anyep.cli.bench.command import check_sizes
 from anyep.cli.bench.measure import ProgressLine
 from anyep.cli.bench.records import Setup
-from anyep.cli.checks import check_folder
+from anyep.cli.checks import check_file, write_text
 from anyep.cli.gpus import Placement, count_gpus, in_words, placed
 from anyep.cli.nodes import Nodes
 from anyep.cli.ranks import Rank, run_ranks
@@ -28,6 +28,7 @@ from anyep.layout import check_num_sms
 
 FEWEST_RANKS: Final = 2
 """By default, on a machine with one GPU."""
+RESULT: Final = "the result"
 NO_GPU: Final = (
     "only GPUs have tiles to tune: run `anyep tune` on the machine whose GPUs you use, and see `anyep doctor`"
 )
@@ -60,7 +61,7 @@ def tune(
     if show + reset + dry_run > 1:
         raise InvalidCall("--show, --reset and --dry-run exclude each other: choose one")
     if json_file not in (None, "-"):
-        check_folder("the result", Path(str(json_file)))
+        check_file(RESULT, Path(str(json_file)))
     try:
         if show:
             _show(json_file)
@@ -103,11 +104,11 @@ def _tune(
         _check_no_turns(num_ranks, num_gpus, placement)
         found = _found_by_ranks(Job(setup, candidates), placement, show_progress=sys.stderr.isatty())
     file, problem = _stored(entries_of(found, setup)) if stores else (None, None)
-    if json_file is not None:
-        _write(as_json(found, setup, file), json_file)
     if json_file != "-":
         print_found(found, setup)
         print(f"stored in {file}; Buffers use it from now on" if file else "nothing was stored")
+    if json_file is not None:
+        _write(as_json(found, setup, file), json_file)
     if problem is not None:
         raise problem
 
@@ -165,7 +166,7 @@ def _write(record: object, json_file: str) -> None:
     if json_file == "-":
         print(text)
     else:
-        Path(json_file).write_text(text + "\n")
+        write_text(RESULT, json_file, text)
 
 
 def _show(json_file: str | None) -> None:
