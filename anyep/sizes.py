@@ -383,7 +383,7 @@ class TokenLayout:
         parts["padding"] = align(used_bytes, ROW_ALIGNMENT_BYTES) - used_bytes
         return parts
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         return sum(self.parts().values())
 

@@ -177,7 +177,8 @@ class ElasticBuffer:
             async_with_compute_stream: Return an event to wait for; the call has finished all the same.
             allocate_on_comm_stream: Accepted and ignored.
             handle: That of an earlier dispatch, whose routing is used again; `topk_idx` must be left out.
-            do_handle_copy: Whether the handle has a copy of `topk_idx`, or the tensor itself.
+            do_handle_copy: Whether the handle has a copy of `topk_idx`, or the tensor itself, which must not
+                change while a dispatch along the handle has `topk_weights`.
             do_cpu_sync: False gives the most rows that are possible; rows past the received ones have the
                 ids -1, and are otherwise not specified.
             do_expand: Must be False.
@@ -301,6 +302,7 @@ class ElasticBuffer:
             dst_buffer_slot_idx=rows_at_owners(tokens.topk_idx, send_head, tokens.num_experts),
             routing=routing,
             recv_topk_idx=ids.clone(),
+            order=order_of_ranks(tokens.topk_idx, tokens.num_experts, self.num_ranks),
         )
 
     def _cached(
@@ -361,8 +363,8 @@ class ElasticBuffer:
             allocate_on_comm_stream: Accepted and ignored.
 
         Returns:
-            The sums [tokens, hidden]; for each choice the weight that its expert's rank sent, 0 where there
-            is no expert (None without `topk_weights`); and an event.
+            The sums [tokens, hidden]; for each choice the weight that its expert's rank sent (0.0 for -0.0),
+            0 where there is no expert (None without `topk_weights`); and an event.
         """
         session = self._session()
         call = session.control.begin(Kind.COMBINE)
@@ -379,9 +381,8 @@ class ElasticBuffer:
             if weights is not None:
                 weights = torch.where(known.recv_topk_idx >= 0, weights, 0.0)
             routing = ops.routing_of(known.routing, None)
-            order = order_of_ranks(known.topk_idx, known.num_experts, self.num_ranks)
             config = self._config(0, routing.num_channels)
-            combined = CombineInput(rows, routing, weights, biases, config, order)
+            combined = CombineInput(rows, routing, weights, biases, config, known.order)
             session.normal.check_rings(config, combined.token)
             return combined
 

@@ -41,6 +41,8 @@ class EPHandle:
     """What the calls of AnyEP use."""
     recv_topk_idx: torch.Tensor
     """int64 [rows, top-k]: local experts, -1 for those of other ranks."""
+    order: torch.Tensor
+    """int32 [tokens, ranks]: the ranks in the order in which a combine adds their rows."""
     token_metadata_at_forward: torch.Tensor | None = None
     channel_linked_list: torch.Tensor | None = None
     cached_recv_src_metadata_before_sort: torch.Tensor | None = None

@@ -67,6 +67,11 @@ class Payload:
         """The bytes per row of each part of a window; read-only."""
         return _bytes_per_row(self.token, self.source_bytes)
 
+    @property
+    def bytes_beside_row(self) -> int:
+        """The bytes in a window that belong to a row and are not its data."""
+        return _bytes_beside_row(self.token, self.source_bytes)
+
 
 def window_bytes(num_rows: int, token: TokenLayout, source_bytes: int) -> int:
     """The bytes to allocate for a window of rows of this layout."""
@@ -82,6 +87,11 @@ def window_for(num_rows: int, token: TokenLayout, source_bytes: int) -> Window:
 def _bytes_per_row(token: TokenLayout, source_bytes: int) -> Array:
     window = window_of(1, token.hidden_bytes, token.num_topk, token.num_scales, source_bytes)
     return np.array(window.sizes, np.int64)
+
+
+@lru_cache(maxsize=64)
+def _bytes_beside_row(token: TokenLayout, source_bytes: int) -> int:
+    return int(_bytes_per_row(token, source_bytes)[1:].sum())
 
 
 class Routing(Protocol):

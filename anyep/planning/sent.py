@@ -72,16 +72,16 @@ class CallTraffic(NamedTuple):
 
     def by_rank(self) -> dict[str, Array]:
         """[rank]: the bytes that each rank sends by each kind of link."""
-        links = link_numbers(self.topology)
-        return {
-            link: np.where(links == number, self.bytes, 0).sum(axis=1) for number, link in enumerate(LINKS)
-        }
+        return self._sums(axis=1)
 
     def received_by_rank(self) -> dict[str, Array]:
         """[rank]: the bytes that each rank receives by each kind of link."""
+        return self._sums(axis=0)
+
+    def _sums(self, axis: int) -> dict[str, Array]:
         links = link_numbers(self.topology)
         return {
-            link: np.where(links == number, self.bytes, 0).sum(axis=0) for number, link in enumerate(LINKS)
+            link: np.where(links == number, self.bytes, 0).sum(axis=axis) for number, link in enumerate(LINKS)
         }
 
 

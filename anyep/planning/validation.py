@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from anyep.errors import InvalidCall, whole_number
-from anyep.planning.expectation import Reach
 from anyep.planning.machines import find_machine
 from anyep.planning.times import COMBINE, DEFAULT_SMS, DISPATCH, LOW_LATENCY, NORMAL, Call, time_of
+from anyep.sizes import CHANNELS_PER_SCALE, SCALE_BYTES
 
 DATA: Final = ("published.csv", "deepep_v1_measured.csv")
 MEASURED_LIBRARY: Final = "deepep-v1"
 RANKS_PER_NODE: Final = 8
-SCALE_CHANNELS: Final = 128
 GROUP_LIMITED_SOURCES: Final = ("uccl", "deepep-v1")
 """Their gates choose among four groups of nodes where there are at least eight."""
 GROUP_NODES: Final = 4
 DTYPES: Final = ("fp8", "bf16")
 RDMA_LOGICAL: Final = "rdma logical"
 BASES: Final = ("", "logical", "nvlink", RDMA_LOGICAL)
-"""Which bytes a rate counts; docs/planning-accuracy.md has the meaning of each."""
+"""Which bytes a rate counts; anyep/machines/figures/README.md has the meaning of each."""
 MIN_GROUPED_NODES: Final = 8
 MEASURED_COLUMNS: Final = (
     *("system", "nodes", "mode", "tokens", "hidden", "topk", "experts", "sms"),
@@ -169,7 +168,7 @@ def _call(row: dict[str, str], what: str, ranks: int, dtype: str, group_nodes: i
     if row["mode"] not in (NORMAL, LOW_LATENCY):
         raise ValueError(f"mode is {row['mode']!r}, not {NORMAL} or {LOW_LATENCY}")
     hidden = _count(row, "hidden")
-    row_bytes = hidden + 4 * -(-hidden // SCALE_CHANNELS) if dtype == "fp8" else 2 * hidden
+    row_bytes = hidden + SCALE_BYTES * -(-hidden // CHANNELS_PER_SCALE) if dtype == "fp8" else 2 * hidden
     nodes, tokens, topk, experts = (_count(row, name) for name in ("nodes", "tokens", "topk", "experts"))
     allowed = experts * min(group_nodes or nodes, nodes) // nodes
     if ranks % nodes or experts < ranks or topk > allowed:
@@ -185,9 +184,7 @@ def _counted_bytes(call: Call, basis: str) -> float:
     if basis not in BASES:
         raise ValueError(f"basis is {basis!r}, not one of {', '.join(filter(None, BASES))}")
     if basis == RDMA_LOGICAL:
-        group_nodes = call.num_group_nodes
-        nodes = Reach(call.num_ranks, call.num_nodes, call.num_experts, call.num_topk, group_nodes).nodes
-        return call.num_tokens * nodes * call.row_bytes
+        return call.num_tokens * call.reach.nodes * call.row_bytes
     return call.received_bytes
 
 

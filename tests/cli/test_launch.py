@@ -23,6 +23,7 @@ from anyep.launch.programs import START_RANK, reserved_port
 from tests.support.commands import anyep, children_of, is_gone, wait_until
 from tests.support.patience import scaled
 from tests.support.programs import ROOT, Program
+from tests.support.scripts import run_script
 
 
 def run(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -316,6 +317,36 @@ def test_much_output_arrives_whole(tmp_path: Path) -> None:
         mine = [line.removeprefix(f"[rank {rank}] ") for line in lines if line.startswith(f"[rank {rank}] ")]
         assert mine[:20000] == [f"line {i} of {rank}" for i in range(20000)]
         assert "".join(mine[20000:]) == "x" * (3 * MAX_LINE_BYTES)
+
+
+# A rank that prints where it listens: the address (as the kernel writes it) and the port of each TCP socket.
+LISTENERS = """
+import torch.distributed as dist
+from anyep import Buffer
+from pathlib import Path
+dist.init_process_group("gloo")
+with Buffer(dist.group.WORLD, 1 << 22, device="cpu"):
+    own = {file.readlink().name for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                print("listens", rank, *fields[1].split(":"), os.environ["MASTER_PORT"])
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_only_the_store_of_torch_listens_beyond_this_machine(tmp_path: Path) -> None:
+    """docs/security.md says so."""
+    finished = run_script(tmp_path / script(tmp_path, LISTENERS))
+    assert finished.returncode == 0, finished.stderr
+    found = [line.split()[1:] for line in finished.stdout.splitlines() if line.startswith("listens ")]
+    loopback = f"{int.from_bytes(socket.inet_aton('127.0.0.1'), sys.byteorder):08X}"
+    assert {rank for rank, address, *_ in found if address == loopback} == {"0", "1"}
+    for rank, address, port, master_port in found:
+        if address != loopback:
+            assert (rank, int(port, 16)) == ("0", int(master_port)), found
 
 
 @given(st.lists(st.sampled_from([b"", b"a", b"bc", b"\n", b"d\ne", b"\xff\n\n"])))

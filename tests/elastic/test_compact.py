@@ -78,6 +78,24 @@ def test_two_handles_in_flight_and_pickled() -> None:
     get_world(2).run(two_handles_one_pickled)
 
 
+def change_ids_after_dispatch(context: RankContext) -> None:
+    """The order of addition is that of the dispatch, whatever becomes of the ids that the handle shares."""
+    buffer = elastic_buffer(context)
+    x = torch.ones(1, 16, dtype=torch.bfloat16, device="cpu")
+    topk_idx = torch.tensor([[2, 1, 0]], device="cpu")
+    rows, _, _, handle, _ = buffer.dispatch(x, topk_idx, num_experts=3, do_handle_copy=False)
+    assert handle.topk_idx is topk_idx
+    topk_idx.copy_(topk_idx.flip(1).clone())
+    # In float32, 1 is lost beside 2**25: only 2**25 - 2**25 + 1 is 1.
+    outputs = rows * torch.tensor([1.0, -(2.0**25), 2.0**25], device="cpu")[context.rank]
+    combined, _, _ = buffer.combine(outputs.bfloat16(), handle)
+    assert combined.tolist() == [[1.0] * 16]
+
+
+def test_ids_that_change_after_the_dispatch() -> None:
+    get_world(3).run(change_ids_after_dispatch)
+
+
 def make_wrongly(context: RankContext) -> None:
     with pytest.raises(NotSupported, match="num_cpu_bytes is for remote tables"):
         ElasticBuffer(context.group, 2 << 20, num_cpu_bytes=2 << 20)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -43,6 +44,22 @@ def test_the_program_of_the_docs_runs(tmp_path: Path, num_ranks: int) -> None:
     finished = run_script(script, num_ranks=num_ranks)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("rows for its experts") == num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=SLOW)])
+def test_the_first_run_and_what_other_pages_do_with_a_buffer(tmp_path: Path, num_ranks: int) -> None:
+    """Blocks that begin with a Buffer and a handle run inside the first program."""
+    blocks = [code_of("docs/troubleshooting/hangs.md"), code_of("docs/troubleshooting/exceptions.md")]
+    traffic = (ROOT / "docs/nodes.md").read_text().split("## What is sent")[1].split("```python\n")[1]
+    blocks.append(traffic.split("```")[0].replace("dispatch(...)", "dispatch(x, handle)"))
+    check = "assert sum(sent.normal.rows) == in_rank.sum()\n"
+    script = tmp_path / "first.py"
+    inside = indent("".join([*blocks, check]), "    ")
+    script.write_text(code_of("docs/start/first-run.md").replace("dist.destroy", f"{inside}dist.destroy"))
+    finished = run_script(script, num_ranks=num_ranks)
+    assert finished.returncode == 0, finished.stderr
+    found = re.findall(r"rank \d got \d+ rows for its experts: \[\d+, \d+\]", finished.stdout)
+    assert len(found) == num_ranks
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import doctest
 import importlib.util
 import logging
 import re
+import shlex
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -83,6 +85,10 @@ def test_examples_of_the_hook(site: ModuleType) -> None:
     assert result.failed == 0
 
 
+def test_examples_of_this_module() -> None:
+    assert doctest.testmod(sys.modules[__name__]) == (0, 1)
+
+
 # Commands
 
 
@@ -112,6 +118,33 @@ def names_of(parameter: Any) -> list[str]:
         if parameter.param_type_name == "option"
         else [parameter.metavar or parameter.name.upper()]
     )
+
+
+# Logs of former versions.
+LOGS = DOCS / "gpu-runs.md"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_shown_commands_have_these_options(page: Path) -> None:
+    """Commands in blocks and in running text: parsed as the command line does, not run."""
+    group: Any = typer.main.get_command(app)
+    for name, arguments in [] if page == LOGS else shown_commands(page.read_text()):
+        assert name in group.commands, name
+        if arguments:
+            group.commands[name].make_context(name, arguments)
+
+
+def shown_commands(text: str) -> list[tuple[str, list[str]]]:
+    """The name and the arguments of each.
+
+    >>> shown_commands("`anyep plan --ranks 8` or\\n```\\nX=1 anyep run -n 2 a.py   # two\\n```\\n")
+    [('run', ['-n', '2', 'a.py']), ('plan', ['--ranks', '8'])]
+    """
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"(?<!`)`(anyep [^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    found = [re.search(r"(?:^|[=\w] )anyep ([a-z]+)(?= |$)(.*)", line.split(" #")[0]) for line in lines]
+    return [(match[1], shlex.split(match[2])) for match in found if match]
 
 
 # What pages quote

@@ -266,10 +266,8 @@ class BetweenNodes:
         )
         if in_window.any():
             mover.signal_arrival(call)
-        beside = sum(payload.bytes_per_row[1:].tolist())
-        self._count_traffic(
-            rings, token, relayed_to, np.where(in_window, beside, token.token_bytes - token.hidden_bytes)
-        )
+        beside = np.where(in_window, payload.bytes_beside_row, token.token_bytes - token.hidden_bytes)
+        self._count_traffic(rings, token, relayed_to, beside)
 
     # Combine
 

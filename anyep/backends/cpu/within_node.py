@@ -145,8 +145,7 @@ class WithinNode:
             mover.signal_arrival(call)
         if min(offsets) < 0:
             self._send_through_rings(call, token, group, routing, results, decision, config, streaming)
-        beside = sum(payload.bytes_per_row[1:].tolist())
-        self._count_sent(routing, decision.offsets, token, beside, is_return=False)
+        self._count_sent(routing, decision.offsets, token, payload.bytes_beside_row, is_return=False)
 
     def _send_through_rings(
         self,

@@ -87,9 +87,6 @@ class Report:
     def is_ok(self) -> bool:
         return not self.problems and all(check.state != "failed" for check in self.checks)
 
-    def count(self, state: State) -> int:
-        return sum(check.state == state for check in self.checks)
-
     def as_json(self, with_names: bool) -> dict[str, Any]:
         """The report as plain data; private names are replaced unless `with_names`."""
         record = {

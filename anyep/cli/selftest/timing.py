@@ -17,7 +17,7 @@ from anyep.api.buffer import Buffer
 from anyep.cli.demo.job import now
 from anyep.cli.selftest import low_latency, normal
 from anyep.cli.selftest.plan import LL_HIDDEN, LL_MAX_TOKENS, LowLatencyCase, NormalCase, Place, Plan
-from anyep.cli.selftest.reference import received
+from anyep.cli.selftest.reference import Tokens, received
 from anyep.cli.selftest.report import Timing
 
 HIDDEN: Final = 7168
@@ -80,15 +80,15 @@ def time_low_latency(buffer: Buffer, plan: Plan, place: Place) -> list[Timing]:
         ]
         buffer.low_latency_combine(outputs, given.topk_idx, given.topk_weights, handle)
 
-    num_bytes = sum(
+    num_rows = sum(
         int((tokens.topk_idx // low_latency.LOCAL_EXPERTS == buffer.rank).sum()) for tokens in inputs
     )
-    size = ("low-latency pair, bf16", LL_MAX_TOKENS, LL_HIDDEN, 2 * LL_HIDDEN * num_bytes)
+    size = ("low-latency pair, bf16", LL_MAX_TOKENS, LL_HIDDEN, 2 * LL_HIDDEN * num_rows)
     return [_timing(buffer, plan, place, size, pair)]
 
 
-def _first(given: Any, tokens: int) -> Any:
-    return type(given)(given.x[:tokens], given.topk_idx[:tokens], given.topk_weights[:tokens])
+def _first(given: Tokens, tokens: int) -> Tokens:
+    return Tokens(given.x[:tokens], given.topk_idx[:tokens], given.topk_weights[:tokens])
 
 
 def _timing(
