@@ -72,8 +72,8 @@ def _check_tokens(data: Tensor, topk_idx: Tensor, num_max_tokens_per_rank: int, 
         )
     if ((topk_idx < -1) | (topk_idx >= num_experts)).any():
         raise InvalidCall(
-            f"topk_idx has {int(topk_idx.min())} to {int(topk_idx.max())}: ids must be 0 to {num_experts - 1},"
-            " or -1 for no expert"
+            f"topk_idx has {int(topk_idx.min())} to {int(topk_idx.max())}: ids must be"
+            f" 0 to {num_experts - 1}, or -1 for no expert"
         )
 
 
