@@ -107,6 +107,10 @@ NUM_LAYOUT_WORDS: Final = 6
 TARGET_WORDS: Final = 6
 """The words of a rank's row in the table of targets: x, source indices, ids, weights, scales, and the number
 of rows."""
+TARGET_SOURCES: Final = 1
+TARGET_IDS: Final = 2
+TARGET_WEIGHTS: Final = 3
+TARGET_SCALES: Final = 4
 TARGET_ROWS: Final = 5
 MAX_WINDOW_BLOCKS: Final = 16
 WINDOW_BLOCK_BITS: Final = 40
