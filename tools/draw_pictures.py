@@ -27,7 +27,7 @@ ARROWS: Final = "".join(
 
 
 def picture(width: int, height: int, title: str, *parts: str) -> str:
-    """A whole SVG file; its title is read to those who cannot see it."""
+    """A whole SVG file; screen readers read its title."""
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" role="img"'
         f' viewBox="0 0 {width} {height}" width="{width}">\n<title>{title}</title>'
@@ -64,7 +64,7 @@ def one_node() -> str:
     return picture(
         640,
         180,
-        "The way of a token on one node",
+        "The path of a token on one node",
         node(10, 10, 620, 160, "one node"),
         box(30, 66, 140, 60, "rank 0", "token, gate"),
         box(260, 66, 140, 60, "window of rank 1", "received rows"),
@@ -82,11 +82,11 @@ def between_nodes() -> str:
     return picture(
         680,
         180,
-        "The way of a token between nodes",
+        "The path of a token between nodes",
         node(10, 10, 170, 160, "node 0"),
         node(370, 10, 300, 160, "node 1"),
         box(30, 70, 120, 60, "rank 1", "token"),
-        box(390, 70, 120, 60, "rank 5", "relay: same place"),
+        box(390, 70, 120, 60, "rank 5", "relay: same index"),
         box(560, 50, 90, 44, "rank 4"),
         box(560, 108, 90, 44, "rank 7"),
         arrow(150, 88, 390, 88),
@@ -102,7 +102,7 @@ def low_latency() -> str:
     return picture(
         640,
         230,
-        "The way of a token in low-latency mode",
+        "The path of a token in low-latency mode",
         node(10, 10, 620, 210, "one node"),
         box(30, 40, 150, 60, "rank 0", "row, cast once"),
         box(30, 116, 150, 60, "completion record", "number, counts"),

@@ -42,7 +42,7 @@ ALLOCATED_DIRECT_QPS: Final = 17
 
 
 class Domains(NamedTuple):
-    """Who reaches whom: `num_rdma_ranks` nodes of `num_nvlink_ranks` ranks, and how calls see them."""
+    """The ranks of a job: `num_rdma_ranks` nodes of `num_nvlink_ranks` ranks, and how calls group these."""
 
     num_rdma_ranks: int
     num_nvlink_ranks: int

@@ -23,6 +23,16 @@ def test_the_blocks_run_one_after_the_other(tmp_path: Path, num_ranks: int) -> N
     assert finished.stdout.count("decoded 6 tokens") == num_ranks
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", range(1, len(BLOCKS)))
+def test_it_runs_after_any_step(tmp_path: Path, num_blocks: int) -> None:
+    """As the page says; the steps that come later destroy the Buffer and the group."""
+    script = tmp_path / "tutorial.py"
+    script.write_text("\n".join(BLOCKS[:num_blocks]))
+    finished = run_script(script, num_ranks=2)
+    assert (finished.returncode, "Traceback" in finished.stderr) == (0, False), finished.stderr
+
+
 def test_every_step_has_a_block() -> None:
     steps = re.split(r"^## \d\. ", (ROOT / "docs" / "tutorial.md").read_text(), flags=re.MULTILINE)[1:]
     assert len(steps) == 9

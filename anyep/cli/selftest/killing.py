@@ -1,4 +1,4 @@
-"""Kills a rank, and looks whether the others name it in time. The ranks are started for that, beside those of
+"""Kills a rank, and checks that the others name it in time. The ranks are started for that, beside those of
 the test: no process of a user's job is killed.
 
     store_at = StoreFile() or the address of a store
@@ -29,7 +29,7 @@ START_S: Final = 240.0
 NAMED_S: Final = 20.0
 """A lost rank has to be named within this time."""
 HEAD_START_S: Final = 0.5
-"""So long the others have waited for the rank when it is killed."""
+"""How long the others wait for the rank before it is killed."""
 TOKENS: Final = 32
 HIDDEN: Final = 256
 LL_HIDDEN: Final = 512

@@ -48,10 +48,10 @@ tl = importlib.import_module("triton.language")
 atomics = importlib.import_module("anyep.backends.cuda.kernels.atomics")
 floats = importlib.import_module("anyep.backends.cuda.kernels.floats")
 rings = importlib.import_module("anyep.backends.cuda.kernels.rings")
-BETWEEN_NODES = ("links", "node_rings", "relay_combine", "relay_dispatch", "windows")
+PARTS = ("beside", "links", "node_rings", "pointers", "relay_combine", "relay_dispatch", "windows")
 KERNELS = [
     *(rings, atomics, floats),
-    *[importlib.import_module(f"anyep.backends.cuda.kernels.{name}") for name in BETWEEN_NODES],
+    *[importlib.import_module(f"anyep.backends.cuda.kernels.{name}") for name in PARTS],
 ]
 
 GUARD = 7

@@ -24,6 +24,7 @@ from anyep.backends.cuda.kernels.atomics import (
     release_max,
     tell_host,
 )
+from anyep.backends.cuda.kernels.pointers import words_at
 from anyep.core import commands as layout
 
 RANK = tl.constexpr(words_of.RANK)
@@ -65,7 +66,7 @@ def put(constants, writer, peer, source, place, num_bytes, counter_at, counter):
         a third one is taken.
     """
     num_entries = tl.load(constants + COMMAND_ENTRIES)
-    counts = address_of_words(tl.load(constants + COMMAND_COUNTS)) + 2 * writer
+    counts = words_at(tl.load(constants + COMMAND_COUNTS)) + 2 * writer
     # One thread reads for all warps: the first of them may have stored the next count already.
     number = load_acquire(counts, None) + 1
     room_until = load_acquire(counts + 1, None)
@@ -75,7 +76,7 @@ def put(constants, writer, peer, source, place, num_bytes, counter_at, counter):
     has_room = number <= room_until
     if has_room:
         index = writer * num_entries + (number - 1) % num_entries
-        entry = address_of_words(tl.load(constants + COMMANDS)) + index * NUM_WORDS
+        entry = words_at(tl.load(constants + COMMANDS)) + index * NUM_WORDS
         tl.store(entry + PEER, peer)
         tl.store(entry + SOURCE, source)
         tl.store(entry + PLACE, place)
@@ -97,7 +98,7 @@ def wait_for_room(constants, writer, number, num_entries):
         With 2 entries, and a third command that is taken while this waits for the room of command 5, it
         returns 5.
     """
-    taken = address_of_words(tl.load(constants + COMMANDS_TAKEN)) + writer * TAKEN_WORDS
+    taken = words_at(tl.load(constants + COMMANDS_TAKEN)) + writer * TAKEN_WORDS
     abort = tl.load(constants + OWN_HEAP) + tl.load(constants + ABORT_AT)
     timeout_ns = tl.load(constants + TIMEOUT_NS)
     start = nanoseconds()
@@ -109,7 +110,7 @@ def wait_for_room(constants, writer, number, num_entries):
         flag = abort_of_host(abort, is_time_to_ask(now, start))
         is_late = now >= start + timeout_ns
         flag = tl.where(is_late, 1 + tl.load(constants + RANK), flag)
-        release_max(address_of_words(abort), flag, flag != 0)
+        release_max(words_at(abort), flag, flag != 0)
         is_over = is_aborted(abort)
         room_until = load_acquire(taken, None) + num_entries
     return room_until
@@ -131,12 +132,6 @@ def acquire_words(words, indices, is_wanted, COUNT: tl.constexpr):
         address = tl.sum(tl.where(is_it, words.to(tl.int64), 0), axis=0)
         is_one = tl.max((is_it & is_wanted).to(tl.int32), axis=0) > 0
         # A scalar add of 0 is compiled to a load, which one thread does for all.
-        word = load_acquire(address_of_words(address), is_one)
+        word = load_acquire(words_at(address), is_one)
         found = tl.where(is_it & is_wanted, word, found)
     return found
-
-
-@triton.jit
-def address_of_words(address):
-    """64-bit words at an address."""
-    return address.to(tl.pointer_type(tl.int64))

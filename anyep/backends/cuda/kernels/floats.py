@@ -88,6 +88,21 @@ def as_floats(values, mask, DTYPE: tl.constexpr, STARTS_FROM_ZERO: tl.constexpr 
 
 
 @triton.jit
+def sum_of_biases(biases, index, mask, DTYPE: tl.constexpr, NUM_BIASES: tl.constexpr):
+    """Where the sums at these indices start: at the sum of two biases, at the only one, or at +0.0.
+
+    Example:
+    With the biases [1, 2] and [3, 4], sums 0 and 1 start at 4 and 6.
+    """
+    sums = tl.zeros(index.shape, tl.float32)
+    if NUM_BIASES > 0:
+        sums = load_rows(biases.first + index, mask, DTYPE)
+    if NUM_BIASES > 1:
+        sums += load_rows(biases.second + index, mask, DTYPE)
+    return sums
+
+
+@triton.jit
 def store_rows(pointers, sums, mask, DTYPE: tl.constexpr, IN_HARDWARE: tl.constexpr):
     """Round float32 to the nearest value of the type and store it."""
     if DTYPE == BF16:

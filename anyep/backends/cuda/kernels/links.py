@@ -11,21 +11,21 @@ functions of this module and by no others: one function for each event.
 from __future__ import annotations
 
 import triton
-import triton.language as tl
 
 from anyep.backends.cuda.kernels.atomics import release_max
+from anyep.backends.cuda.kernels.pointers import words_at
 
 
 @triton.jit
 def close_messages(tables, messages, number, ranks, is_told):
     """Store the number of a call into its notify messages to some ranks, after everything else in them."""
-    release_max(messages.to(tl.pointer_type(tl.int64)), number, is_told)
+    release_max(words_at(messages), number, is_told)
 
 
 @triton.jit
 def raise_flags(heaps, flags, value, ranks, is_told):
     """Raise a flag at some ranks."""
-    release_max(flags.to(tl.pointer_type(tl.int64)), value, is_told)
+    release_max(words_at(flags), value, is_told)
 
 
 @triton.jit

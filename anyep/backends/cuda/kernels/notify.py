@@ -18,6 +18,7 @@ from anyep.backends.cuda.kernels.counting import LAST_PLACE, wrong_word
 from anyep.backends.cuda.kernels.digests import mixed_channels, mixed_rows
 from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
 from anyep.backends.cuda.kernels.links import close_messages, raise_flags
+from anyep.backends.cuda.kernels.pointers import words_at
 from anyep.core import outcomes
 from anyep.core.headers import MAX_OFFERS as MOST_OFFERS
 from anyep.core.headers import REFUSED_BY_COUNTS as BY_COUNTS
@@ -96,12 +97,6 @@ REFUSED_BY_COUNTS = tl.constexpr(BY_COUNTS)
 REFUSED_BY_IDS = tl.constexpr(BY_IDS)
 NUM_WORDS = tl.constexpr(layout.NOTIFY_HEADER_BYTES // layout.COUNTER_BYTES)
 HEADER_BYTES = tl.constexpr(layout.NOTIFY_HEADER_BYTES)
-
-
-@triton.jit
-def words_at(address):
-    """64-bit words at an address."""
-    return address.to(tl.pointer_type(tl.int64))
 
 
 @triton.jit

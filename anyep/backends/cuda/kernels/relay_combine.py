@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from anyep.backends.cuda import constants as words_of
-from anyep.backends.cuda.kernels.atomics import load_acquire, nanoseconds
+from anyep.backends.cuda.kernels.atomics import nanoseconds
+from anyep.backends.cuda.kernels.beside import choices_of
 from anyep.backends.cuda.kernels.floats import (
     BF16,
     FP16,
@@ -22,35 +23,33 @@ from anyep.backends.cuda.kernels.floats import (
     fp16_of_float,
     load_rows,
     store_rows,
+    sum_of_biases,
     values_at,
 )
 from anyep.backends.cuda.kernels.groups import Beside, Biases, NodeTokens, Relayed, RingArea, Sums, Tables
 from anyep.backends.cuda.kernels.links import advance_heads, advance_tails
-from anyep.backends.cuda.kernels.node_rings import rings_of_nodes
+from anyep.backends.cuda.kernels.node_rings import lanes_of_nodes, rank_beside, relay_on, rings_of_nodes
+from anyep.backends.cuda.kernels.pointers import float32_at
 from anyep.backends.cuda.kernels.rings import (
+    TARGET_WEIGHTS,
+    TARGET_WORDS,
+    USES_RINGS,
+    WAITED_FOR,
     any_of,
     entries_at,
-    float32_at,
     give_up,
     is_good,
-    is_hopeless,
+    keep_waiting,
     next_channel,
+    num_ready,
     num_tokens_of,
     rows_of_tile,
     value_of,
     wait_for_counters,
     waiting_of,
 )
-from anyep.backends.cuda.kernels.windows import is_below, num_rows_there
-from anyep.core import outcomes
+from anyep.backends.cuda.kernels.windows import is_below, num_rows_there, refuse_rows_of
 
-BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
-NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
-BAD_ROWS = tl.constexpr(words_of.BAD_ROWS)
-TARGET_WORDS = tl.constexpr(words_of.TARGET_WORDS)
-TARGET_WEIGHTS = tl.constexpr(3)
-USES_RINGS = tl.constexpr(words_of.USES_RINGS)
-WAITED_FOR = tl.constexpr(words_of.WAITED_FOR)
 NETWORK_TAIL_AT = tl.constexpr(words_of.NETWORK_TAIL_AT)
 
 
@@ -166,7 +165,7 @@ def rounded(sums, DTYPE: tl.constexpr, IN_HARDWARE: tl.constexpr):
 @triton.jit
 def rows_here(relayed, tables, virtual, is_row, index, waiting, RANKS_PER_NODE: tl.constexpr):
     """The rows of virtual tokens at a rank of this node, and which of them are there."""
-    rank = waiting.rank // RANKS_PER_NODE * RANKS_PER_NODE + index
+    rank = rank_beside(waiting.rank, index, RANKS_PER_NODE)
     heads = relayed.send_nvl_head + virtual * RANKS_PER_NODE + index
     rows = tl.load(heads, mask=is_row, other=-1)
     return rows.to(tl.int64), is_below(rows, num_rows_there(tables.targets, rank))
@@ -177,10 +176,8 @@ def refuse_rows_not_there(relayed, tables, virtual, is_row, waiting, RANKS_PER_N
     """Note in BAD_ROWS a rank of this node that lacks a row of these virtual tokens."""
     for index in tl.static_range(RANKS_PER_NODE):
         rows, is_there = rows_here(relayed, tables, virtual, is_row, index, waiting, RANKS_PER_NODE)
-        rank = waiting.rank // RANKS_PER_NODE * RANKS_PER_NODE + index
-        problem = rank.to(tl.int64) * NUM_CODES + BAD_HANDLE
-        # Not written to the outcome: programs decide by it whether to begin, and all of them must take part.
-        tl.store(tables.state + BAD_ROWS, problem, mask=any_of((rows >= 0) & ~is_there))
+        rank = rank_beside(waiting.rank, index, RANKS_PER_NODE)
+        refuse_rows_of(tables.state, rank, any_of((rows >= 0) & ~is_there))
 
 
 @triton.jit
@@ -203,7 +200,7 @@ def sums_here(
     """
     sums = tl.zeros((virtual.shape[0], columns.shape[0]), tl.float32)
     for index in tl.static_range(RANKS_PER_NODE):
-        rank = waiting.rank // RANKS_PER_NODE * RANKS_PER_NODE + index
+        rank = rank_beside(waiting.rank, index, RANKS_PER_NODE)
         rows, is_there = rows_here(relayed, tables, virtual, is_row, index, waiting, RANKS_PER_NODE)
         place = tl.load(tables.targets + TARGET_WORDS * rank)
         window = values_at(tl.where(rank == waiting.rank, own_x, place), DTYPE)
@@ -224,14 +221,13 @@ def weights_here(
     TOPK_BLOCK: tl.constexpr,
 ):
     """The sums of virtual tokens' weights on this node, per choice."""
-    choices = tl.arange(0, TOPK_BLOCK)
     sums = tl.zeros((virtual.shape[0], TOPK_BLOCK), tl.float32)
     for index in tl.static_range(RANKS_PER_NODE):
-        rank = waiting.rank // RANKS_PER_NODE * RANKS_PER_NODE + index
+        rank = rank_beside(waiting.rank, index, RANKS_PER_NODE)
         rows, is_there = rows_here(relayed, tables, virtual, is_row, index, waiting, RANKS_PER_NODE)
         window = float32_at(tl.load(tables.targets + TARGET_WORDS * rank + TARGET_WEIGHTS))
+        choices, is_choice = choices_of(is_there, beside, TOPK_BLOCK)
         source = window + rows[:, None] * beside.num_topk + choices[None, :]
-        is_choice = is_there[:, None] & (choices < beside.num_topk)[None, :]
         sums += tl.load(source, mask=is_choice, other=0.0)
     return sums
 
@@ -259,17 +255,13 @@ def return_sums(
     """Put the sums of a channel's virtual tokens into the rings to their sources, as these have room."""
     nodes = tl.arange(0, NODE_BLOCK)
     numbers = tl.arange(0, TILE_TOKENS)
-    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     sent = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
-    left = tl.load(relayed.expected + nodes * num_channels + channel, mask=rings.is_rank, other=0)
-    virtuals = tl.load(relayed.first_virtual + channel * NUM_NODES + nodes, mask=rings.is_rank, other=0)
+    left, virtuals = lanes_of_nodes(relayed, rings, channel, num_channels, NUM_NODES, NODE_BLOCK)
     deadline = nanoseconds() + waiting.timeout_ns
     is_over = tl.full((), False, tl.int1)
     is_open = left > 0
     while any_of(is_open):
-        room = tl.where(is_open, load_acquire(rings.theirs, is_open) + rings.num_entries - sent, 0)
-        tl.debug_barrier()
-        counts = tl.minimum(tl.minimum(room, left), TILE_TOKENS).to(tl.int32)
+        counts = num_ready(rings, sent, left, True, TILE_TOKENS)
         if any_of(counts > 0):
             for node in range(NUM_NODES):
                 count = value_of(counts, nodes, node)
@@ -277,7 +269,7 @@ def return_sums(
                     is_row = numbers < count
                     virtual = value_of(virtuals, nodes, node) + numbers
                     refuse_rows_not_there(relayed, tables, virtual, is_row, waiting, RANKS_PER_NODE)
-                    relay = node * RANKS_PER_NODE + waiting.rank % RANKS_PER_NODE
+                    relay = relay_on(node, waiting.rank, RANKS_PER_NODE)
                     entry = tl.where(is_row, entries_at(rings, relay, sent, numbers), 0)
                     for start in tl.range(0, hidden, TILE_VALUES, num_stages=1):
                         columns = start + tl.arange(0, TILE_VALUES)
@@ -300,20 +292,17 @@ def return_sums(
                         weights = weights_here(
                             relayed, tables, virtual, is_row, beside, waiting, RANKS_PER_NODE, TOPK_BLOCK
                         )
+                        choices, is_choice = choices_of(is_row, beside, TOPK_BLOCK)
                         to = float32_at(entry + beside.weights_at)[:, None] + choices[None, :]
-                        mask = is_row[:, None] & (choices < beside.num_topk)[None, :]
-                        tl.store(to, weights, mask=mask)
+                        tl.store(to, weights, mask=is_choice)
             virtuals += counts
             left -= counts
             sent += counts
             advance_tails(tables, rings.ours, sent, nodes, counts > 0)
             deadline = nanoseconds() + waiting.timeout_ns
             is_open = left > 0
-        elif is_over:
-            give_up(is_open, rings, waiting)
-            is_open = nodes < 0
         else:
-            is_over = is_hopeless(deadline, waiting)
+            is_open, is_over = keep_waiting(is_open, is_over, deadline, rings, waiting)
 
 
 @triton.jit
@@ -364,7 +353,7 @@ def sum_own(
             sources = tl.tuple(())
             for node in tl.static_range(NUM_NODES):
                 numbers = tl.load(heads + tokens * NUM_NODES + node, mask=is_token, other=-1)
-                relay = node * RANKS_PER_NODE + waiting.rank % RANKS_PER_NODE
+                relay = relay_on(node, waiting.rank, RANKS_PER_NODE)
                 entry = entries_at(rings, relay, taken, numbers - value_of(first_numbers, nodes, node))
                 sources += (tl.where((numbers >= 0) & (node != own_node), entry, 0),)
             for start in tl.range(0, hidden, TILE_VALUES, num_stages=1):
@@ -385,11 +374,7 @@ def sum_own(
                     RANKS_PER_NODE,
                 )
                 own = rounded(own, DTYPE, IN_HARDWARE)
-                sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
-                if NUM_BIASES > 0:
-                    sums = load_rows(biases.first + index, is_value, DTYPE)
-                if NUM_BIASES > 1:
-                    sums += load_rows(biases.second + index, is_value, DTYPE)
+                sums = sum_of_biases(biases, index, is_value, DTYPE, NUM_BIASES)
                 for node in tl.static_range(NUM_NODES):
                     values = values_at(sources[node], DTYPE)[:, None] + columns[None, :]
                     is_there = (sources[node] != 0)[:, None] & is_column

@@ -12,35 +12,46 @@ import triton
 import triton.language as tl
 
 from anyep.backends.cuda import constants as words_of
-from anyep.backends.cuda.kernels.atomics import load_acquire, nanoseconds
+from anyep.backends.cuda.kernels.atomics import nanoseconds
+from anyep.backends.cuda.kernels.beside import (
+    carried_by_tokens,
+    carried_in_entries,
+    carried_to,
+    store_in_entries,
+    store_in_results,
+)
 from anyep.backends.cuda.kernels.groups import Beside, NodeTokens, Payload, Relayed, RingArea, Scales, Tables
 from anyep.backends.cuda.kernels.links import advance_heads, advance_tails
-from anyep.backends.cuda.kernels.node_rings import rings_of_nodes
+from anyep.backends.cuda.kernels.node_rings import lanes_of_nodes, rank_beside, relay_on, rings_of_nodes
+from anyep.backends.cuda.kernels.pointers import int32_at
 from anyep.backends.cuda.kernels.rings import (
+    TARGET_WORDS,
+    USES_RINGS,
+    WAITED_FOR,
     any_of,
     copy_rows,
     entries_at,
-    float32_at,
     give_up,
-    int32_at,
     is_good,
-    is_hopeless,
+    keep_waiting,
     next_channel,
+    num_ready,
     num_tokens_of,
     rows_of_tile,
     value_of,
     wait_for_counters,
     waiting_of,
 )
-from anyep.backends.cuda.kernels.windows import is_below, num_rows_there
-from anyep.core import outcomes
+from anyep.backends.cuda.kernels.windows import (
+    TARGET_IDS,
+    TARGET_SCALES,
+    TARGET_SOURCES,
+    TARGET_WEIGHTS,
+    is_below,
+    num_rows_there,
+    refuse_rows_of,
+)
 
-BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
-NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
-BAD_ROWS = tl.constexpr(words_of.BAD_ROWS)
-TARGET_WORDS = tl.constexpr(words_of.TARGET_WORDS)
-USES_RINGS = tl.constexpr(words_of.USES_RINGS)
-WAITED_FOR = tl.constexpr(words_of.WAITED_FOR)
 NETWORK_TAIL_AT = tl.constexpr(words_of.NETWORK_TAIL_AT)
 
 
@@ -179,26 +190,6 @@ def ranks_wanted(in_rank, tokens, is_token, node, NUM_NODES: tl.constexpr, RANKS
 
 
 @triton.jit
-def beside_of(payload, scales, beside, tokens, is_token, SCALE_BLOCK: tl.constexpr, TOPK_BLOCK: tl.constexpr):
-    """The ids, weights and scales of tokens; zeros where there are none."""
-    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
-    columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
-    is_choice = is_token[:, None] & (choices < beside.num_topk)[None, :]
-    is_scale = is_token[:, None] & (columns < beside.num_scales)[None, :]
-    ids = tl.zeros(is_choice.shape, tl.int32)
-    weights = tl.zeros(is_choice.shape, tl.float32)
-    factors = tl.zeros(is_scale.shape, tl.int32)
-    if TOPK_BLOCK:
-        index = tokens[:, None] * beside.num_topk + choices[None, :]
-        ids = tl.load(payload.topk_idx + index, mask=is_choice, other=-1).to(tl.int32)
-        weights = tl.load(payload.topk_weights + index, mask=is_choice, other=0.0)
-    if SCALE_BLOCK:
-        at = tokens[:, None] * scales.stride_token + columns.to(tl.int64)[None, :] * scales.stride_scale
-        factors = tl.load(scales.words + at, mask=is_scale, other=0)
-    return ids, weights, factors
-
-
-@triton.jit
 def send_to_nodes(
     payload,
     scales,
@@ -224,14 +215,12 @@ def send_to_nodes(
     own_node = waiting.rank // RANKS_PER_NODE
     sent = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
     taken = tl.zeros_like(sent)
-    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
-    columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
     heads = tokens_of.send_rdma_head
     while token < end_token:
         tokens = (token + tl.arange(0, TILE_TOKENS)).to(tl.int64)
         is_token = tokens < end_token
         # Small loads are issued first: they complete while the program waits for room.
-        ids, weights, factors = beside_of(payload, scales, beside, tokens, is_token, SCALE_BLOCK, TOPK_BLOCK)
+        carried = carried_by_tokens(payload, scales, beside, tokens, is_token, SCALE_BLOCK, TOPK_BLOCK)
         counts, first_numbers = rows_of_tile(heads, tokens, is_token, rings.is_rank, nodes, NUM_NODES)
         expected = tl.where(counts > 0, sent + counts - rings.num_entries, 0)
         taken = wait_for_counters(rings.theirs, taken, expected, waiting)
@@ -243,23 +232,14 @@ def send_to_nodes(
                 if value_of(counts, nodes, node) > 0:
                     numbers = tl.load(heads + tokens * NUM_NODES + node, mask=is_token, other=-1)
                     is_sent = numbers >= 0
-                    relay = node * RANKS_PER_NODE + waiting.rank % RANKS_PER_NODE
+                    relay = relay_on(node, waiting.rank, RANKS_PER_NODE)
                     entry = entries_at(rings, relay, sent, numbers - value_of(first_numbers, nodes, node))
                     entry = tl.where(is_sent, entry, 0)
                     masks = ranks_wanted(tokens_of.in_rank, tokens, is_sent, node, NUM_NODES, RANKS_PER_NODE)
                     meta = int32_at(entry + beside.meta_at)
                     tl.store(meta, own_node + tl.zeros_like(masks), mask=is_sent)
                     tl.store(meta + 1, masks, mask=is_sent)
-                    if TOPK_BLOCK:
-                        is_choice = is_sent[:, None] & (choices < beside.num_topk)[None, :]
-                        to = int32_at(entry + beside.ids_at)[:, None] + choices[None, :]
-                        tl.store(to, ids, mask=is_choice)
-                        to = float32_at(entry + beside.weights_at)[:, None] + choices[None, :]
-                        tl.store(to, weights, mask=is_choice)
-                    if SCALE_BLOCK:
-                        is_scale = is_sent[:, None] & (columns < beside.num_scales)[None, :]
-                        to = int32_at(entry + beside.scales_at)[:, None] + columns[None, :]
-                        tl.store(to, factors, mask=is_scale)
+                    store_in_entries(carried, entry, is_sent, beside, SCALE_BLOCK, TOPK_BLOCK)
                     source = payload.x.to(tl.int64) + tokens * (4 * row_words)
                     copy_rows(source, entry, is_sent, row_words, TILE_WORDS, STAGES)
             sent += counts
@@ -273,9 +253,7 @@ def place_rows(
     is_row,
     node,
     masks,
-    ids,
-    weights,
-    factors,
+    carried,
     virtual,
     next_row,
     relayed,
@@ -297,13 +275,10 @@ def place_rows(
 
     Example:
     With next_row [7, 9] in a new dispatch, and 2 rows with masks 3 and 2: they are rows 7 and 9, and row 10
-    at rank 1; next_row becomes [8, 11], and the heads are [[7, 9], [-1, 10]]. With experts 4 and 5 at a rank,
-    the ids [5, 1] become [1, -1] there, and the weights [0.5, 0.25] [0.5, 0].
+    at rank 1; next_row becomes [8, 11], and the heads are [[7, 9], [-1, 10]].
     """
-    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
-    columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
     for index in range(RANKS_PER_NODE):
-        rank = waiting.rank // RANKS_PER_NODE * RANKS_PER_NODE + index
+        rank = rank_beside(waiting.rank, index, RANKS_PER_NODE)
         heads = relayed.send_nvl_head + virtual * RANKS_PER_NODE + index
         if IS_NEW:
             is_wanted = is_row & ((masks >> index & 1) != 0)
@@ -320,31 +295,27 @@ def place_rows(
         rows = rows.to(tl.int32)
         limit = num_rows_there(tables.targets, rank)
         is_sent = is_below(rows, limit)
-        problem = rank.to(tl.int64) * NUM_CODES + BAD_HANDLE
-        # Not written to the outcome: programs decide by it whether to begin, and all of them must take part.
-        tl.store(tables.state + BAD_ROWS, problem, mask=any_of((rows >= 0) & ~is_sent))
+        refuse_rows_of(tables.state, rank, any_of((rows >= 0) & ~is_sent))
         if any_of(is_sent):
             places = rows.to(tl.int64)
             target = tables.targets + TARGET_WORDS * rank
             copy_rows(
                 source, tl.load(target) + places * (4 * row_words), is_sent, row_words, TILE_WORDS, STAGES
             )
-            meta = int32_at(tl.load(target + 1)) + 2 * places
+            meta = int32_at(tl.load(target + TARGET_SOURCES)) + 2 * places
             tl.store(meta, node + tl.zeros_like(masks), mask=is_sent)
             tl.store(meta + 1, masks, mask=is_sent)
-            if TOPK_BLOCK:
-                is_choice = is_sent[:, None] & (choices < beside.num_topk)[None, :]
-                to = places[:, None] * beside.num_topk + choices[None, :]
-                local = ids - rank * experts_per_rank
-                is_local = (local >= 0) & (local < experts_per_rank)
-                ids_there = tl.load(target + 2).to(tl.pointer_type(tl.int64))
-                tl.store(ids_there + to, tl.where(is_local, local, -1).to(tl.int64), mask=is_choice)
-                weights_there = float32_at(tl.load(target + 3))
-                tl.store(weights_there + to, tl.where(is_local, weights, 0.0), mask=is_choice)
-            if SCALE_BLOCK:
-                is_scale = is_sent[:, None] & (columns < beside.num_scales)[None, :]
-                to = places[:, None] * beside.num_scales + columns[None, :]
-                tl.store(int32_at(tl.load(target + 4)) + to, factors, mask=is_scale)
+            store_in_results(
+                carried_to(carried, rank, experts_per_rank),
+                places,
+                is_sent,
+                tl.load(target + TARGET_IDS),
+                tl.load(target + TARGET_WEIGHTS),
+                tl.load(target + TARGET_SCALES),
+                beside,
+                SCALE_BLOCK,
+                TOPK_BLOCK,
+            )
 
 
 @triton.jit
@@ -381,16 +352,14 @@ def relay_own(
         heads = tokens_of.send_rdma_head + tokens * NUM_NODES + own_node
         numbers = tl.load(heads, mask=is_token, other=-1)
         is_row = numbers >= 0
-        ids, weights, factors = beside_of(payload, scales, beside, tokens, is_row, SCALE_BLOCK, TOPK_BLOCK)
+        carried = carried_by_tokens(payload, scales, beside, tokens, is_row, SCALE_BLOCK, TOPK_BLOCK)
         masks = ranks_wanted(tokens_of.in_rank, tokens, is_row, own_node, NUM_NODES, RANKS_PER_NODE)
         place_rows(
             payload.x.to(tl.int64) + tokens * (4 * row_words),
             is_row,
             own_node,
             masks,
-            ids,
-            weights,
-            factors,
+            carried,
             first_virtual + numbers,
             next_row,
             relayed,
@@ -433,48 +402,28 @@ def relay_arrived(
     """Write the rows of a channel that come from other nodes to windows, in the order in which they come."""
     nodes = tl.arange(0, NODE_BLOCK)
     numbers = tl.arange(0, TILE_TOKENS)
-    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
-    columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
     taken = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
-    left = tl.load(relayed.expected + nodes * num_channels + channel, mask=rings.is_rank, other=0)
-    lanes = channel * NUM_NODES + nodes
-    virtuals = tl.load(relayed.first_virtual + lanes, mask=rings.is_rank, other=0)
+    left, virtuals = lanes_of_nodes(relayed, rings, channel, num_channels, NUM_NODES, NODE_BLOCK)
     deadline = nanoseconds() + waiting.timeout_ns
     is_over = tl.full((), False, tl.int1)
     is_open = left > 0
     while any_of(is_open):
-        arrived = tl.where(is_open, load_acquire(rings.theirs, is_open) - taken, 0)
-        tl.debug_barrier()
-        counts = tl.minimum(tl.minimum(arrived, left), TILE_TOKENS).to(tl.int32)
+        counts = num_ready(rings, taken, left, False, TILE_TOKENS)
         if any_of(counts > 0):
             for node in range(NUM_NODES):
                 count = value_of(counts, nodes, node)
                 if count > 0:
                     is_row = numbers < count
-                    relay = node * RANKS_PER_NODE + waiting.rank % RANKS_PER_NODE
+                    relay = relay_on(node, waiting.rank, RANKS_PER_NODE)
                     entry = tl.where(is_row, entries_at(rings, relay, taken, numbers), 0)
                     masks = tl.load(int32_at(entry + beside.meta_at) + 1, mask=is_row, other=0)
-                    ids = tl.zeros((TILE_TOKENS, choices.shape[0]), tl.int32)
-                    weights = tl.zeros((TILE_TOKENS, choices.shape[0]), tl.float32)
-                    factors = tl.zeros((TILE_TOKENS, columns.shape[0]), tl.int32)
-                    if TOPK_BLOCK:
-                        is_choice = is_row[:, None] & (choices < beside.num_topk)[None, :]
-                        at = int32_at(entry + beside.ids_at)[:, None] + choices[None, :]
-                        ids = tl.load(at, mask=is_choice, other=-1)
-                        at = float32_at(entry + beside.weights_at)[:, None] + choices[None, :]
-                        weights = tl.load(at, mask=is_choice, other=0.0)
-                    if SCALE_BLOCK:
-                        is_scale = is_row[:, None] & (columns < beside.num_scales)[None, :]
-                        at = int32_at(entry + beside.scales_at)[:, None] + columns[None, :]
-                        factors = tl.load(at, mask=is_scale, other=0)
+                    carried = carried_in_entries(entry, beside, is_row, SCALE_BLOCK, TOPK_BLOCK)
                     place_rows(
                         entry,
                         is_row,
                         node,
                         masks,
-                        ids,
-                        weights,
-                        factors,
+                        carried,
                         value_of(virtuals, nodes, node) + numbers,
                         relayed.next_row + (channel * NUM_NODES + node) * RANKS_PER_NODE,
                         relayed,
@@ -496,8 +445,5 @@ def relay_arrived(
             advance_heads(tables, rings.ours, taken, nodes, counts > 0)
             deadline = nanoseconds() + waiting.timeout_ns
             is_open = left > 0
-        elif is_over:
-            give_up(is_open, rings, waiting)
-            is_open = nodes < 0
         else:
-            is_over = is_hopeless(deadline, waiting)
+            is_open, is_over = keep_waiting(is_open, is_over, deadline, rings, waiting)

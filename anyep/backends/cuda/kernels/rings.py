@@ -36,7 +36,15 @@ from anyep.backends.cuda.kernels.atomics import (
     nanoseconds,
     release_max,
 )
-from anyep.backends.cuda.kernels.floats import FP32, load_rows, store_rows, values_at
+from anyep.backends.cuda.kernels.beside import (
+    carried_by_tokens,
+    carried_in_entries,
+    carried_to,
+    choices_of,
+    store_in_entries,
+    store_in_results,
+)
+from anyep.backends.cuda.kernels.floats import FP32, load_rows, store_rows, sum_of_biases, values_at
 from anyep.backends.cuda.kernels.groups import (
     Beside,
     Biases,
@@ -49,6 +57,7 @@ from anyep.backends.cuda.kernels.groups import (
     Sums,
     Tables,
 )
+from anyep.backends.cuda.kernels.pointers import float32_at, int32_at, row_words_at, words_at
 from anyep.core import outcomes
 
 GOOD = tl.constexpr(outcomes.GOOD)
@@ -60,7 +69,7 @@ NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
 
 TARGET_WORDS = tl.constexpr(constants.TARGET_WORDS)
 TARGET_ROWS = tl.constexpr(constants.TARGET_ROWS)
-TARGET_WEIGHTS = tl.constexpr(3)
+TARGET_WEIGHTS = tl.constexpr(constants.TARGET_WEIGHTS)
 USES_RINGS = tl.constexpr(constants.USES_RINGS)
 WAITED_FOR = tl.constexpr(constants.WAITED_FOR)
 TAIL_AT = tl.constexpr(constants.TAIL_AT)
@@ -128,23 +137,34 @@ def rings_of(
     tail_at, head_at = tl.load(constants + TAIL_AT), tl.load(constants + HEAD_AT)
     stride = tl.load(constants + RING_STRIDE)
     there = tl.load(tables.heaps + ranks, mask=is_rank, other=0)
-    # Tells the compiler that the size is a multiple of 16.
-    entry_bytes = area.entry_bytes.to(tl.int32) // 16 * 16
-    ring_bytes = area.ring_rows.to(tl.int64) * entry_bytes
     if TO_PEERS:
-        rows = there + (channel * NUM_RANKS + rank) * ring_bytes
+        heaps, ring = there, rank
         ours = there + tail_at + rank * stride
         theirs = here + head_at + ranks * stride
     else:
-        rows = here + (channel * NUM_RANKS + ranks) * ring_bytes
+        heaps, ring = here, ranks
         ours = there + head_at + rank * stride
         theirs = here + tail_at + ranks * stride
+    return rings_in(area, ranks, is_rank, heaps, channel * NUM_RANKS + ring, ours, theirs, channel)
+
+
+@triton.jit
+def rings_in(area, ranks, is_rank, heaps, index, ours, theirs, channel):
+    """A channel's rings: in each of these heaps that with this index; with the counters of channel 0.
+
+    Example:
+    With rows at 96 and 3 entries of 16 bytes, ring 1 in the heap at 1024 begins at 1168; for channel 2 its
+    counter is 16 bytes after that of channel 0.
+    """
+    # Tells the compiler that the size is a multiple of 16.
+    entry_bytes = area.entry_bytes.to(tl.int32) // 16 * 16
+    ring_bytes = area.ring_rows.to(tl.int64) * entry_bytes
     return Rings(
         ranks=ranks,
         is_rank=is_rank,
-        rows=rows + area.rows_at,
-        ours=(ours + 8 * channel).to(tl.pointer_type(tl.int64)),
-        theirs=(theirs + 8 * channel).to(tl.pointer_type(tl.int64)),
+        rows=heaps + index * ring_bytes + area.rows_at,
+        ours=words_at(ours + 8 * channel),
+        theirs=words_at(theirs + 8 * channel),
         num_entries=area.ring_rows.to(tl.int32),
         entry_bytes=entry_bytes,
     )
@@ -176,23 +196,6 @@ def value_of(values, ranks, rank):
     With values [7, 9], rank 1 has 9.
     """
     return tl.sum(tl.where(ranks == rank, values, 0), axis=0)
-
-
-@triton.jit
-def int32_at(addresses):
-    return addresses.to(tl.pointer_type(tl.int32))
-
-
-@triton.jit
-def float32_at(addresses):
-    return addresses.to(tl.pointer_type(tl.float32))
-
-
-@triton.jit
-def words_at(addresses):
-    """Pointers to the words of rows, which begin at multiples of 16 bytes."""
-    # The compiler cannot know the alignment: the addresses were loaded from a table.
-    return tl.multiple_of(addresses.to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
@@ -268,7 +271,7 @@ def is_hopeless(deadline, waiting):
     Warps read different times, so they do not decide by their own clocks: some would leave a loop while the
     others wait at its barriers. One thread raises the abort flag, and all warps read the same flag.
     """
-    abort = waiting.abort.to(tl.pointer_type(tl.int64))
+    abort = words_at(waiting.abort)
     now = nanoseconds()
     flag = abort_of_host(waiting.abort, is_time_to_ask(now, deadline - waiting.timeout_ns))
     is_late = now >= deadline
@@ -307,10 +310,41 @@ def give_up(is_missing, rings, waiting):
     # A rank's own rows are missing only if it also waits for another rank.
     silent = tl.min(tl.where(is_other, rings.ranks, 2147483647), axis=0)
     silent = tl.where(any_of(is_other), silent, waiting.rank)
-    raised_by = load_acquire(waiting.abort.to(tl.pointer_type(tl.int64)), None) - 1
+    raised_by = load_acquire(words_at(waiting.abort), None) - 1
     outcome = tl.where(raised_by == waiting.rank, LATE, STOPPED) + NUM_CODES * silent
     is_news = load_acquire(waiting.outcome, None) == 0
     tl.store(waiting.outcome, outcome.to(tl.int64), mask=is_news)
+
+
+@triton.jit
+def num_ready(rings, moved, left, TO_PEERS: tl.constexpr, TILE_TOKENS: tl.constexpr):
+    """How many of the rows that are left can be put into each ring, or taken out of it, now: a tile at most.
+    `moved` is this side's own counter.
+
+    Example:
+    With rings of 3 entries, tails at 4 and heads at 2: the sender has room for 1 of 5 rows, and the receiver
+    finds 2 of them.
+    """
+    is_open = left > 0
+    ready = load_acquire(rings.theirs, is_open) - moved
+    if TO_PEERS:
+        ready += rings.num_entries
+    tl.debug_barrier()
+    return tl.minimum(tl.minimum(tl.where(is_open, ready, 0), left), TILE_TOKENS).to(tl.int32)
+
+
+@triton.jit
+def keep_waiting(is_open, is_over, deadline, rings, waiting):
+    """Which rings are still open after nothing was ready in them, and whether the wait is over.
+
+    The counters are read once more after it is over: then all rings that are still open are given up.
+    """
+    if is_over:
+        give_up(is_open, rings, waiting)
+        is_open = is_open & False
+    else:
+        is_over = is_hopeless(deadline, waiting)
+    return is_open, is_over
 
 
 @triton.jit
@@ -319,8 +353,8 @@ def copy_rows(source, target, is_row, row_words, TILE_WORDS: tl.constexpr, STAGE
     for start in tl.range(0, row_words, TILE_WORDS, num_stages=STAGES):
         words = start + tl.arange(0, TILE_WORDS)
         mask = is_row[:, None] & (words < row_words)[None, :]
-        values = tl.load(words_at(source)[:, None] + words[None, :], mask=mask)
-        tl.store(words_at(target)[:, None] + words[None, :], values, mask=mask)
+        values = tl.load(row_words_at(source)[:, None] + words[None, :], mask=mask)
+        tl.store(row_words_at(target)[:, None] + words[None, :], values, mask=mask)
 
 
 # Values that vary from call to call must not be compiled in.
@@ -443,22 +477,12 @@ def send_tokens(
     by_ring = rings.is_rank & (tl.load(targets + TARGET_WORDS * ranks, mask=rings.is_rank, other=1) == 0)
     sent = tl.load(rings.ours, mask=by_ring, other=0, volatile=True)
     taken = tl.zeros_like(sent)
-    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
-    columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
     end_token = tl.where(any_of(by_ring), end_token, token)
     while token < end_token:
         tokens = (token + tl.arange(0, TILE_TOKENS)).to(tl.int64)
         is_token = tokens < end_token
         # Small loads are issued first: they complete while the program waits for room.
-        if TOPK_BLOCK:
-            is_choice = is_token[:, None] & (choices < beside.num_topk)[None, :]
-            index = tokens[:, None] * beside.num_topk + choices[None, :]
-            ids = tl.load(payload.topk_idx + index, mask=is_choice, other=-1)
-            weights = tl.load(payload.topk_weights + index, mask=is_choice, other=0.0)
-        if SCALE_BLOCK:
-            is_scale = is_token[:, None] & (columns < beside.num_scales)[None, :]
-            at = tokens[:, None] * scales.stride_token + columns.to(tl.int64)[None, :] * scales.stride_scale
-            factors = tl.load(scales.words + at, mask=is_scale, other=0)
+        carried = carried_by_tokens(payload, scales, beside, tokens, is_token, SCALE_BLOCK, TOPK_BLOCK)
         counts, first_rows = rows_of_tile(send_head, tokens, is_token, by_ring, ranks, NUM_RANKS)
         expected = tl.where(counts > 0, sent + counts - rings.num_entries, 0)
         taken = wait_for_counters(rings.theirs, taken, expected, waiting)
@@ -474,17 +498,8 @@ def send_tokens(
                 numbers = rows - value_of(first_rows, ranks, receiver)
                 target = tl.where(is_sent, entries_at(rings, receiver, sent, numbers), 0)
                 tl.store(int32_at(target + beside.meta_at), tokens.to(tl.int32), mask=is_sent)
-                if TOPK_BLOCK:
-                    local = ids - receiver * experts_per_rank
-                    is_local = (local >= 0) & (local < experts_per_rank)
-                    local = tl.where(is_local, local, -1).to(tl.int32)
-                    to = int32_at(target + beside.ids_at)[:, None] + choices[None, :]
-                    tl.store(to, local, mask=is_sent[:, None] & is_choice)
-                    to = float32_at(target + beside.weights_at)[:, None] + choices[None, :]
-                    tl.store(to, tl.where(is_local, weights, 0.0), mask=is_sent[:, None] & is_choice)
-                if SCALE_BLOCK:
-                    to = int32_at(target + beside.scales_at)[:, None] + columns[None, :]
-                    tl.store(to, factors, mask=is_sent[:, None] & is_scale)
+                local = carried_to(carried, receiver, experts_per_rank)
+                store_in_entries(local, target, is_sent, beside, SCALE_BLOCK, TOPK_BLOCK)
                 addresses += (target,)
                 is_read |= is_sent
             for start in tl.range(0, row_words, TILE_WORDS, num_stages=STAGES):
@@ -493,7 +508,7 @@ def send_tokens(
                 source = payload.x + tokens[:, None] * row_words + words[None, :]
                 values = tl.load(source, mask=is_read[:, None] & is_word)
                 for receiver in tl.static_range(NUM_RANKS):
-                    row = words_at(addresses[receiver])[:, None] + words[None, :]
+                    row = row_words_at(addresses[receiver])[:, None] + words[None, :]
                     tl.store(row, values, mask=(addresses[receiver] != 0)[:, None] & is_word)
             sent += counts
             release_max(rings.ours, sent, counts > 0)
@@ -523,16 +538,12 @@ def take_rows(
     """
     ranks = rings.ranks
     numbers = tl.arange(0, TILE_TOKENS)
-    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
-    columns = tl.arange(0, SCALE_BLOCK if SCALE_BLOCK else 1)
     taken = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
     deadline = nanoseconds() + waiting.timeout_ns
     is_over = tl.full((), False, tl.int1)
     is_open = begin < end
     while any_of(is_open):
-        arrived = tl.where(is_open, load_acquire(rings.theirs, is_open) - taken, 0)
-        tl.debug_barrier()
-        counts = tl.minimum(tl.minimum(arrived, end - begin), TILE_TOKENS).to(tl.int32)
+        counts = num_ready(rings, taken, end - begin, False, TILE_TOKENS)
         if any_of(counts > 0):
             for sender in range(NUM_RANKS):
                 count = value_of(counts, ranks, sender)
@@ -541,39 +552,28 @@ def take_rows(
                     is_row = (numbers < count) & (rows < num_rows)
                     entry = entries_at(rings, sender, taken, numbers)
                     sources = tl.load(int32_at(entry + beside.meta_at), mask=is_row)
-                    if TOPK_BLOCK:
-                        is_choice = is_row[:, None] & (choices < beside.num_topk)[None, :]
-                        ids_at = int32_at(entry + beside.ids_at)[:, None] + choices[None, :]
-                        weights_at = float32_at(entry + beside.weights_at)[:, None] + choices[None, :]
-                        ids = tl.load(ids_at, mask=is_choice)
-                        weights = tl.load(weights_at, mask=is_choice)
-                    if SCALE_BLOCK:
-                        is_scale = is_row[:, None] & (columns < beside.num_scales)[None, :]
-                        scales_at = int32_at(entry + beside.scales_at)[:, None] + columns[None, :]
-                        factors = tl.load(scales_at, mask=is_scale)
+                    carried = carried_in_entries(entry, beside, is_row, SCALE_BLOCK, TOPK_BLOCK)
                     x_at = results.x + rows * (4 * row_words)
                     copy_rows(entry, x_at, is_row, row_words, TILE_WORDS, STAGES)
                     tl.store(int32_at(results.sources) + rows, sources, mask=is_row & (results.sources != 0))
-                    if TOPK_BLOCK:
-                        to = rows[:, None] * beside.num_topk + choices[None, :]
-                        ids_to_rows = results.topk_idx.to(tl.pointer_type(tl.int64)) + to
-                        tl.store(ids_to_rows, ids.to(tl.int64), mask=is_choice & (results.topk_idx != 0))
-                        is_choice &= results.topk_weights != 0
-                        tl.store(float32_at(results.topk_weights) + to, weights, mask=is_choice)
-                    if SCALE_BLOCK:
-                        to = rows[:, None] * beside.num_scales + columns[None, :]
-                        is_scale &= results.scales != 0
-                        tl.store(int32_at(results.scales) + to, factors, mask=is_scale)
+                    store_in_results(
+                        carried,
+                        rows,
+                        is_row,
+                        results.topk_idx,
+                        results.topk_weights,
+                        results.scales,
+                        beside,
+                        SCALE_BLOCK,
+                        TOPK_BLOCK,
+                    )
             begin += counts
             taken += counts
             release_max(rings.ours, taken, counts > 0)
             deadline = nanoseconds() + waiting.timeout_ns
             is_open = begin < end
-        elif is_over:
-            give_up(is_open, rings, waiting)
-            is_open = ranks < 0
         else:
-            is_over = is_hopeless(deadline, waiting)
+            is_open, is_over = keep_waiting(is_open, is_over, deadline, rings, waiting)
 
 
 # Values that vary from call to call must not be compiled in.
@@ -698,15 +698,12 @@ def push_rows(
     """
     ranks = rings.ranks
     numbers = tl.arange(0, TILE_TOKENS)
-    choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     sent = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
     deadline = nanoseconds() + waiting.timeout_ns
     is_over = tl.full((), False, tl.int1)
     is_open = begin < end
     while any_of(is_open):
-        room = tl.where(is_open, load_acquire(rings.theirs, is_open) + rings.num_entries - sent, 0)
-        tl.debug_barrier()
-        counts = tl.minimum(tl.minimum(room, end - begin), TILE_TOKENS).to(tl.int32)
+        counts = num_ready(rings, sent, end - begin, True, TILE_TOKENS)
         if any_of(counts > 0):
             for receiver in range(NUM_RANKS):
                 count = value_of(counts, ranks, receiver)
@@ -714,8 +711,8 @@ def push_rows(
                     rows = value_of(begin, ranks, receiver).to(tl.int64) + numbers
                     is_row = (numbers < count) & (rows < num_rows)
                     entry = entries_at(rings, receiver, sent, numbers)
+                    choices, is_choice = choices_of(is_row, beside, TOPK_BLOCK)
                     if TOPK_BLOCK:
-                        is_choice = is_row[:, None] & (choices < beside.num_topk)[None, :]
                         index = rows[:, None] * beside.num_topk + choices[None, :]
                         weights = tl.load(outputs.topk_weights + index, mask=is_choice)
                     source = outputs.x.to(tl.int64) + rows * (4 * row_words)
@@ -728,11 +725,8 @@ def push_rows(
             release_max(rings.ours, sent, counts > 0)
             deadline = nanoseconds() + waiting.timeout_ns
             is_open = begin < end
-        elif is_over:
-            give_up(is_open, rings, waiting)
-            is_open = ranks < 0
         else:
-            is_over = is_hopeless(deadline, waiting)
+            is_open, is_over = keep_waiting(is_open, is_over, deadline, rings, waiting)
 
 
 @triton.jit
@@ -808,11 +802,7 @@ def sum_tokens(
                 is_column = (columns < hidden)[None, :]
                 is_value = is_token[:, None] & is_column
                 index = tokens[:, None] * hidden + columns[None, :]
-                sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
-                if NUM_BIASES > 0:
-                    sums = load_rows(biases.first + index, is_value, DTYPE)
-                if NUM_BIASES > 1:
-                    sums += load_rows(biases.second + index, is_value, DTYPE)
+                sums = sum_of_biases(biases, index, is_value, DTYPE, NUM_BIASES)
                 for rank in tl.static_range(NUM_RANKS):
                     values = values_at(sources[rank], DTYPE)[:, None] + columns[None, :]
                     is_there = (sources[rank] != 0)[:, None] & is_column

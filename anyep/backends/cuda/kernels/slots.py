@@ -71,8 +71,8 @@ from anyep.backends.cuda.kernels.notify import (
     outcome_so_far,
     report,
     why_not_there,
-    words_at,
 )
+from anyep.backends.cuda.kernels.pointers import words_at
 from anyep.core import formats, outcomes
 from anyep.core.headers import Field
 

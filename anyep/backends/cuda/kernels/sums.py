@@ -6,9 +6,11 @@ import triton
 import triton.language as tl
 
 from anyep.backends.cuda import constants as words_of
-from anyep.backends.cuda.kernels.floats import load_rows, store_rows, values_at
+from anyep.backends.cuda.kernels.floats import load_rows, store_rows, sum_of_biases, values_at
 from anyep.backends.cuda.kernels.groups import Biases, Sums, Tables
+from anyep.backends.cuda.kernels.pointers import float32_at
 from anyep.backends.cuda.kernels.windows import (
+    TARGET_WEIGHTS,
     is_below,
     num_rows_there,
     refuse_rows_beyond,
@@ -121,13 +123,8 @@ def sum_tile(
     is_token = tokens < num_tokens
     columns = tile % num_pieces * TILE_VALUES + tl.arange(0, TILE_VALUES)
     is_column = columns < hidden
-    sums = tl.zeros((TILE_TOKENS, TILE_VALUES), tl.float32)
-    if NUM_BIASES > 0:
-        index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
-        is_value = is_token[:, None] & is_column[None, :]
-        sums = load_rows(biases.first + index, is_value, DTYPE)
-        if NUM_BIASES > 1:
-            sums += load_rows(biases.second + index, is_value, DTYPE)
+    index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+    sums = sum_of_biases(biases, index, is_token[:, None] & is_column[None, :], DTYPE, NUM_BIASES)
     for rank in tl.static_range(NUM_RANKS):
         rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
         place = tl.load(targets + TARGET_WORDS * rank)
@@ -169,7 +166,7 @@ def sum_weights(
             weights = tl.zeros((CHUNK_TOKENS, TOPK_BLOCK), tl.float32)
             for rank in tl.static_range(NUM_RANKS):
                 rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
-                theirs = tl.load(targets + TARGET_WORDS * rank + 3).to(tl.pointer_type(tl.float32))
+                theirs = float32_at(tl.load(targets + TARGET_WORDS * rank + TARGET_WEIGHTS))
                 is_there = is_below(rows, num_rows_there(targets, rank))[:, None] & is_choice
                 source = theirs + rows.to(tl.int64)[:, None] * num_topk + choices[None, :]
                 weights += tl.load(source, mask=is_there, other=0.0)

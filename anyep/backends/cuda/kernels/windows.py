@@ -6,11 +6,17 @@ import triton
 import triton.language as tl
 
 from anyep.backends.cuda import constants as words_of
+from anyep.backends.cuda.kernels.beside import local_choices
 from anyep.backends.cuda.kernels.digests import mixed_rows
 from anyep.backends.cuda.kernels.groups import Payload, Scales, Tables
+from anyep.backends.cuda.kernels.pointers import float32_at, int32_at, words_at
 from anyep.core import outcomes
 
 TARGET_WORDS = tl.constexpr(words_of.TARGET_WORDS)
+TARGET_SOURCES = tl.constexpr(words_of.TARGET_SOURCES)
+TARGET_IDS = tl.constexpr(words_of.TARGET_IDS)
+TARGET_WEIGHTS = tl.constexpr(words_of.TARGET_WEIGHTS)
+TARGET_SCALES = tl.constexpr(words_of.TARGET_SCALES)
 TARGET_ROWS = tl.constexpr(words_of.TARGET_ROWS)
 OUTCOME = tl.constexpr(words_of.OUTCOME)
 BAD_ROWS = tl.constexpr(words_of.BAD_ROWS)
@@ -51,6 +57,15 @@ def refuse_rows_beyond(state, rows, limit, receivers):
     # Each value by itself: finding the first one would require all threads to synchronize.
     bad_rows = state + BAD_ROWS + 0 * rows
     tl.store(bad_rows, tl.broadcast_to(problem[None, :], rows.shape), mask=rows >= limit[None, :])
+
+
+@triton.jit
+def refuse_rows_of(state, rank, is_refused):
+    """Record in `state` that a rank lacks a row, if `is_refused`: 5 (bad handle) + 16 * rank.
+
+    Not written to the outcome: programs decide by it whether to begin, and all of them must take part.
+    """
+    tl.store(state + BAD_ROWS, rank.to(tl.int64) * NUM_CODES + BAD_HANDLE, mask=is_refused)
 
 
 @triton.jit
@@ -131,9 +146,7 @@ def send_to_windows(
             tl.store(target, values, mask=is_sent[:, None] & is_word[None, :])
             if SCALE_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
                 if is_first:
-                    scales_there = tl.load(targets + TARGET_WORDS * receiver + 4).to(
-                        tl.pointer_type(tl.int32)
-                    )
+                    scales_there = int32_at(tl.load(targets + TARGET_WORDS * receiver + TARGET_SCALES))
                     to = rows.to(tl.int64)[:, None] * scales.count + columns[None, :]
                     tl.store(scales_there + to, carried, mask=is_sent[:, None] & is_scale[None, :])
     # The rest is little data, but each chunk takes time. Last programs first: they had fewer tiles.
@@ -172,10 +185,10 @@ def send_sources(
     limit = rows_at(targets, receivers, NUM_RECEIVERS)
     refuse_rows_beyond(state, rows, limit, receivers)
     is_receiver = receivers < NUM_RECEIVERS
-    there = tl.load(targets + TARGET_WORDS * receivers + 1, mask=is_receiver, other=0)
+    there = tl.load(targets + TARGET_WORDS * receivers + TARGET_SOURCES, mask=is_receiver, other=0)
     has_window = tl.load(targets + TARGET_WORDS * receivers, mask=is_receiver, other=0) != 0
     is_sent = is_below(rows, tl.where(has_window, limit, 0).to(tl.int32)[None, :])
-    sources = there.to(tl.pointer_type(tl.int32))[None, :] + rows.to(tl.int64)
+    sources = int32_at(there)[None, :] + rows.to(tl.int64)
     tl.store(sources, tl.broadcast_to(tokens[:, None], rows.shape), mask=is_sent)
 
 
@@ -205,13 +218,12 @@ def send_choices(
     for receiver in range(NUM_RECEIVERS):
         rows = tl.load(send_head + tokens * NUM_RECEIVERS + receiver, mask=is_token, other=-1)
         is_sent = is_below(rows, num_rows_there(targets, receiver))[:, None] & is_choice
-        local = ids - receiver * experts_per_rank
-        is_here = (local >= 0) & (local < experts_per_rank)
+        local_ids, local_weights = local_choices(ids, weights, receiver, experts_per_rank)
         to = rows.to(tl.int64)[:, None] * num_topk + choices[None, :]
-        ids_there = tl.load(targets + TARGET_WORDS * receiver + 2).to(tl.pointer_type(tl.int64))
-        weights_there = tl.load(targets + TARGET_WORDS * receiver + 3).to(tl.pointer_type(tl.float32))
-        tl.store(ids_there + to, tl.where(is_here, local, -1), mask=is_sent)
-        tl.store(weights_there + to, tl.where(is_here, weights, 0.0), mask=is_sent)
+        ids_there = words_at(tl.load(targets + TARGET_WORDS * receiver + TARGET_IDS))
+        weights_there = float32_at(tl.load(targets + TARGET_WORDS * receiver + TARGET_WEIGHTS))
+        tl.store(ids_there + to, local_ids, mask=is_sent)
+        tl.store(weights_there + to, local_weights, mask=is_sent)
 
 
 @triton.jit(do_not_specialize=["num_result_rows", "num_topk"])
@@ -249,10 +261,10 @@ def unpack_window(
         do_all_fit = (tl.load(state + USES_RINGS) == 0) & (num_rows <= num_result_rows)
         num_rows = tl.where(do_all_fit, num_rows, 0)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    sources = tl.load(targets + TARGET_WORDS * rank + 1)
+    sources = tl.load(targets + TARGET_WORDS * rank + TARGET_SOURCES)
     is_row = (offsets < num_rows) & (offsets < num_result_rows)
     in_window = is_row & (sources != 0)
-    there = tl.load(sources.to(tl.pointer_type(tl.int32)) + offsets, mask=in_window, other=0, volatile=True)
+    there = tl.load(int32_at(sources) + offsets, mask=in_window, other=0, volatile=True)
     here = tl.load(source + offsets, mask=is_row & (sources == 0), other=0)
     tokens = tl.where(sources != 0, there, here)
     tl.store(source + offsets, tokens, mask=in_window)
