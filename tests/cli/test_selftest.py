@@ -253,6 +253,42 @@ def test_jobs() -> None:
     assert job_of({**slurm, "MASTER_ADDR": "b"}) == Job(9, 16, 1, "b", "29500")
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "x"}, "RANK is 'x': it must be a whole number"),
+        ({"RANK": "-1"}, "RANK is -1: it must be at least 0"),
+        ({"RANK": "8"}, "RANK is 8 and WORLD_SIZE is 8: ranks count from 0"),
+        ({"LOCAL_RANK": ""}, "LOCAL_RANK is '': it must be a whole number"),
+        ({"MASTER_PORT": "a"}, "MASTER_PORT is 'a': it must be a whole number"),
+        (
+            {"MASTER_ADDR": ""},
+            "WORLD_SIZE says that this is a rank of a job, but MASTER_ADDR is not set: unset",
+        ),
+    ],
+)
+def test_variables_that_are_no_job(variables: dict[str, str], said: str) -> None:
+    job = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.raises(InvalidCall, match=said):
+        job_of(job | variables)
+
+
+def test_a_job_that_cannot_be_joined() -> None:
+    """Another program listens at the job's port."""
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        finished = anyep(
+            "selftest",
+            env={"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        )
+    assert (finished.returncode, finished.stdout) == (1, "")
+    last = finished.stderr.splitlines()[-1]
+    assert f"anyep: rank 0 of 1 cannot join the others at 127.0.0.1:{port} (" in last
+    assert "Traceback" not in finished.stderr
+
+
 # The report
 
 

@@ -106,6 +106,16 @@ def test_packed_exponents_as_scales() -> None:
 # Unbalanced scores
 
 
+def test_wrong_rows_and_scales() -> None:
+    with pytest.raises(InvalidCall, match=r"x is \[2, 3, 4\]: it must be \[tokens, hidden\]"):
+        deep_ep_math.per_token_cast_to_fp8(torch.zeros(2, 3, 4))
+    rows = torch.zeros(2, 256).to(torch.float8_e4m3fn)
+    # One scale for a row of two blocks would be taken for both of them.
+    for scales in (torch.ones(2, 1), torch.ones(2, 3), torch.ones(1, 2), torch.ones(2)):
+        with pytest.raises(InvalidCall, match=r"x_scales is .*: rows \[2, 256\] have \[2, 2\] scales"):
+            deep_ep_math.per_token_cast_back(rows, scales)
+
+
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_ranks", "num_topk", "ratio"),
@@ -155,6 +165,8 @@ def test_dealt_scores_choose_what_was_dealt(data: st.DataObject) -> None:
         ((4, 10, 4, 2, 1.0, False), "num_experts=10 must be a multiple of num_ranks=4"),
         ((4, 8, 4, 9, 1.0, False), "num_topk=9 at most that"),
         ((4, 8, 4, 2, 0.5, True), "ratio=0.5 is less than 1"),
+        ((4, 8, 0, 2, 1.0, True), "num_ranks is 0: it must be at least 1"),
+        ((-4, 8, 2, 2, 1.0, True), "num_tokens is -4: it must be at least 0"),
     ],
 )
 def test_wrong_scores(arguments: Any, sentence: str) -> None:
@@ -211,6 +223,33 @@ def compare_dispatch(context: RankContext, with_scales: bool) -> None:
 @pytest.mark.parametrize("with_scales", [False, True])
 def test_the_reference_of_dispatch(with_scales: bool) -> None:
     get_world(3).run(compare_dispatch, with_scales)
+
+
+def refuse_what_would_be_wrong(context: RankContext) -> None:
+    x, ids = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64)
+    for arguments, sentence in (
+        ((x, ids[:3], None, 4, 8), "x has 4 tokens and topk_idx 3"),
+        ((x, ids, None, 3, 8), "x has 4 tokens, but num_max_tokens_per_rank is 3"),
+        ((x, ids + 8, None, 4, 8), "topk_idx has 8 to 8: ids must be 0 to 7"),
+        ((x, ids - 2, None, 4, 8), "topk_idx has -2 to -2: ids must be 0 to 7"),
+        ((x, ids, None, 4, 7), "num_experts=7 must be a multiple of the 2 ranks"),
+        ((x, ids, None, 4, 0), "num_experts=0 must be a multiple"),
+    ):
+        with pytest.raises(InvalidCall, match=sentence):
+            refs.dispatch(*arguments)
+
+
+def test_wrong_references_of_dispatch() -> None:
+    get_world(2).run(refuse_what_would_be_wrong)
+
+
+def test_wrong_references_of_combine() -> None:
+    y, ids = torch.zeros(4, 2, 8), torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(InvalidCall, match=r"y is \[3, 2, 8\] and topk_idx \[4, 2\]: both begin with"):
+        refs.combine(y[:3], ids, 1, 2, 8, None, True, True)
+    for scaleout, scaleup in ((0, 2), (1, 16)):
+        with pytest.raises(InvalidCall, match="num_experts=8 must be a multiple of the"):
+            refs.combine(y, ids, scaleout, scaleup, 8, None, True, True)
 
 
 def compare_combine(context: RankContext) -> None:
@@ -404,6 +443,15 @@ def test_times_of_kernels_are_those_of_calls_on_the_cpu(tmp_path: Path) -> None:
     assert isinstance(alone, float)
     periods = testing.bench_kineto(lambda: None, "dispatch_impl", num_tests=2, num_kernels_per_period=3)
     assert len(periods) == 3
+
+
+def test_too_few_measurements() -> None:
+    with pytest.raises(InvalidCall, match="num_tests is 1: it must be at least 2"):
+        testing.bench(lambda: None, num_warmups=0, num_tests=1)
+    with pytest.raises(InvalidCall, match="num_tests is 0: it must be at least 1"):
+        testing.bench_kineto(lambda: None, "kernel", num_tests=0)
+    with pytest.raises(InvalidCall, match="num_kernels_per_period is 0: it must be at least 1"):
+        testing.bench_kineto(lambda: None, "kernel", num_kernels_per_period=0)
 
 
 def test_averages_of_periods() -> None:

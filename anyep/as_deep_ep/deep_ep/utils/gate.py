@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anyep import InvalidCall
+from anyep.errors import whole_number
 
 NUM_HALVINGS: Final = 30
 LARGEST_FACTOR: Final = 1000.0
@@ -31,6 +32,8 @@ def get_unbalanced_scores(
     Not precise: scores are random, those of rank 0's experts on a larger scale. Precise: tokens are dealt to
     the ranks, so that the other ranks get equal numbers, up to one token.
     """
+    whole_number("num_tokens", num_tokens, minimum=0)
+    whole_number("num_ranks", num_ranks, minimum=1)
     if num_experts % num_ranks or not 0 < num_topk <= num_experts:
         raise InvalidCall(
             f"num_experts={num_experts} must be a multiple of num_ranks={num_ranks}, and"

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from anyep import InvalidCall
+
 FP8_MAX: Final = 448.0
 FP8_CHANNELS: Final = 128
 """Channels that share a scale."""
@@ -63,12 +65,19 @@ def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
     if scales.dtype == torch.int32:
         exponents = scales.contiguous().view(torch.uint8).int()
         scales = (exponents << EXPONENT_SHIFT).view(torch.float32)[:, : blocks.shape[1]]
+    if scales.shape != blocks.shape[:2]:
+        raise InvalidCall(
+            f"x_scales is {x_scales.dtype} {list(x_scales.shape)}: rows {list(x_fp8.shape)} have"
+            f" {list(blocks.shape[:2])} scales, a float32 each, or four to an int32"
+        )
     rows = (blocks * scales.unsqueeze(2)).flatten(1)
     return rows[:, : x_fp8.shape[1]].bfloat16().contiguous()
 
 
 def _blocks_of(x: Tensor) -> Tensor:
     """Rows in blocks of 128 channels; the last block is filled up with zeros."""
+    if x.dim() != 2:
+        raise InvalidCall(f"x is {list(x.shape)}: it must be [tokens, hidden]")
     num_rows, hidden = x.shape
     num_blocks = ceil_div(hidden, FP8_CHANNELS)
     padded = functional.pad(x, (0, num_blocks * FP8_CHANNELS - hidden))

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anyep import InvalidCall
+
 from .envs import get_global_seed
 
 PRIME: Final = 131071
@@ -31,7 +33,8 @@ def dispatch(
     weights; source rank x `num_max_tokens_per_rank` + source token; and on the CPU the rows from each rank.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    num_local = num_experts // num_ranks
+    num_local = _experts_per_rank(num_experts, num_ranks)
+    _check_tokens(x[0] if isinstance(x, tuple) else x, topk_idx, num_max_tokens_per_rank, num_experts)
     target = torch.where(topk_idx >= 0, topk_idx // num_local, -1)
     tokens = [torch.nonzero((target == other).any(1)).flatten() for other in range(num_ranks)]
     sent = torch.tensor([len(part) for part in tokens], dtype=torch.int32, device=topk_idx.device)
@@ -50,6 +53,28 @@ def dispatch(
     weights = None if topk_weights is None else exchange(topk_weights)
     own = torch.arange(len(data), dtype=torch.int32, device=data.device) + rank * num_max_tokens_per_rank
     return rows, ids, weights, exchange(own), received.cpu()
+
+
+def _experts_per_rank(num_experts: int, num_ranks: int) -> int:
+    if num_ranks < 1 or num_experts < 1 or num_experts % num_ranks:
+        raise InvalidCall(f"num_experts={num_experts} must be a multiple of the {num_ranks} ranks")
+    return num_experts // num_ranks
+
+
+def _check_tokens(data: Tensor, topk_idx: Tensor, num_max_tokens_per_rank: int, num_experts: int) -> None:
+    """What would give wrong rows without an error."""
+    if len(data) != len(topk_idx):
+        raise InvalidCall(f"x has {len(data)} tokens and topk_idx {len(topk_idx)}: they must match")
+    if len(data) > num_max_tokens_per_rank:
+        raise InvalidCall(
+            f"x has {len(data)} tokens, but num_max_tokens_per_rank is {num_max_tokens_per_rank}: raise it on"
+            " all ranks"
+        )
+    if ((topk_idx < -1) | (topk_idx >= num_experts)).any():
+        raise InvalidCall(
+            f"topk_idx has {int(topk_idx.min())} to {int(topk_idx.max())}: ids must be"
+            f" 0 to {num_experts - 1}, or -1 for no expert"
+        )
 
 
 def _exchange(rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
@@ -107,7 +132,11 @@ def combine(
     With `reduce_in_local` the choices of each rank are added first, and with `reduce_in_scaleup` the ranks of
     each node, too; such a sum is rounded, and stands where the last of its choices was.
     """
-    experts_per_rank = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
+    experts_per_rank = _experts_per_rank(num_experts, num_scaleout_ranks * num_scaleup_ranks)
+    if y.shape[:2] != topk_idx.shape:
+        raise InvalidCall(
+            f"y is {list(y.shape)} and topk_idx {list(topk_idx.shape)}: both begin with [tokens, top-k]"
+        )
     if reduce_in_local:
         y = _reduce_groups(y, topk_idx // experts_per_rank)
     if reduce_in_scaleup:

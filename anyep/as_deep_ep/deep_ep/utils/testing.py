@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._autograd import DeviceType
 
+from anyep.errors import whole_number
+
 L2_FLUSH_BYTES: Final = 256_000_000
 SLEEP_CYCLES: Final = 20_000_000
 """About 10 ms, in which all ranks can launch what comes next."""
@@ -24,6 +26,7 @@ def bench(
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
     """The average, least and largest time of a call in seconds, without the first one after the warm-up."""
+    whole_number("num_tests", num_tests, minimum=2)
     for _ in range(num_warmups):
         fn()
     on_gpu = _works_on_gpu()
@@ -49,6 +52,8 @@ def bench_kineto(
     of a whole call. With `num_kernels_per_period` there is a list of so many times for each name: of every
     first kernel of a period, of every second one, and so on.
     """
+    whole_number("num_tests", num_tests, minimum=1)
+    whole_number("num_kernels_per_period", num_kernels_per_period, minimum=1)
     names = (kernel_names,) if isinstance(kernel_names, str) else kernel_names
     on_gpu = _works_on_gpu()
     activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
