@@ -97,3 +97,8 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release all resources. Data that is still in flight may or may not arrive."""
+
+
+def is_done(engine: Engine, rank: int) -> bool:
+    """Whether everything that was sent to a rank has left, or never will."""
+    return rank in engine.lost or engine.is_idle(rank)

@@ -1,7 +1,7 @@
 """Executes the commands of a rank's kernels, which cannot write to another host themselves.
 
-    kernels ---- commands in memory of the host ---->  proxy  ---- puts of an engine ---->  ranks on other
-    hosts kernels poll  <---- counters in the inbox ----     proxy  <---- signals ----
+    kernels       ---- commands in memory of the host --->  proxy  ---- puts of an engine --->  ranks on
+    kernels poll  <--- counters in the inbox -------------  proxy  <--- signals --------------  other hosts
 
 The inbox is memory of the host laid out like a control region: words of all ranks on other hosts for this one
 arrive there, since no two ranks write the same words. Rows go from memory of a GPU to memory of a GPU.
@@ -15,6 +15,7 @@ and that a rank gave up.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
@@ -27,7 +28,7 @@ import numpy as np
 from anyep import ending
 from anyep.core.commands import FIELDS, NO_COUNTER, CommandSizes
 from anyep.errors import AnyEPError, PeerLost
-from anyep.transport.base import Engine, Piece
+from anyep.transport.base import Engine, Piece, is_done
 
 LOOK_S: Final = 0.02
 GRACE_S: Final = 0.25
@@ -145,10 +146,9 @@ class GpuProxy(ending.Part):
         self.num_commands += len(commands)
         for peer, (pieces, counters) in puts_of(commands).items():
             self.num_puts += 1
-            try:
+            # `_look_for_the_gone` finds a rank that the engine has lost.
+            with contextlib.suppress(PeerLost):
                 self.engine.put(peer, pieces, list(counters.items()))
-            except PeerLost:
-                self._gone_since.setdefault(peer, time.monotonic())
 
     def _pass_on_abort(self) -> None:
         """Tell this rank's kernels that a kernel on another host gave up."""
@@ -188,8 +188,7 @@ class GpuProxy(ending.Part):
         return self.step(QUIET) or not self._is_idle()
 
     def _is_idle(self) -> bool:
-        engine = self.engine
-        return all(rank in engine.lost or engine.is_idle(rank) for rank in engine.bytes_put)
+        return all(is_done(self.engine, rank) for rank in self.engine.bytes_put)
 
     def is_working(self) -> bool:
         return self._thread.is_alive() and not self._is_idle()

@@ -55,7 +55,7 @@ _HEADER: Final = struct.Struct("<cQ")
 _SIGNALS: Final = struct.Struct("<I")
 """Then the number of signals, and the signals: offset and value."""
 _PIECE: Final = struct.Struct("<QI")
-"""Then the pieces that are in the notification: offset, bytes, and the bytes."""
+"""Then the pieces that are in the notification: place, number of bytes, and the bytes."""
 _ON_HOSTS: Final = (MemoryKind.HOST, MemoryKind.HOST)
 MOST_INLINE_BYTES: Final = 6144
 _PUT: Final = b"p"
@@ -71,15 +71,15 @@ class _Range(NamedTuple):
     device: int
 
 
-Descriptor = tuple[int, int, int]
+_Descriptor = tuple[int, int, int]
 """Address, bytes, and the index of the GPU, as NIXL takes them."""
 
 
 class _Copies(NamedTuple):
     """The pieces of a put between one kind of memory here and one there."""
 
-    own: list[Descriptor]
-    there: list[Descriptor]
+    own: list[_Descriptor]
+    there: list[_Descriptor]
     places: list[int]
     """What names the memory there, for a notification."""
 
@@ -265,7 +265,8 @@ class NixlEngine:
         return self._agent is None
 
     def _parts(self, peer: _Peer, pieces: Sequence[Piece]) -> dict[tuple[MemoryKind, MemoryKind], _Copies]:
-        """The pieces of a put, checked, by the kinds of memory here and there."""
+        """The pieces of a put, checked, by the kinds of memory here and there: at least one part, for signals
+        without pieces."""
         parts: dict[tuple[MemoryKind, MemoryKind], _Copies] = {}
         for address, at, num_bytes in join_pieces(pieces):
             own, there = self._find_own(address, num_bytes), _find_there(peer, at, num_bytes)
@@ -275,7 +276,7 @@ class NixlEngine:
             part.own.append((address, num_bytes, own.device))
             part.there.append((there.address + (at & OFFSET_MASK), num_bytes, there.device))
             part.places.append(at)
-        return parts
+        return parts or {_ON_HOSTS: _Copies([], [], [])}
 
     def _send(
         self, peer: _Peer, parts: Mapping[tuple[MemoryKind, MemoryKind], _Copies], signals: Sequence[Signal]
@@ -285,8 +286,6 @@ class NixlEngine:
         with self._losing(peer.rank):
             for number, (kinds, copies) in enumerate(parts.items(), 1):
                 self._send_part(peer, kinds, copies, signals if number == len(parts) else ())
-            if not parts:
-                self._send_part(peer, _ON_HOSTS, _Copies([], [], []), signals)
 
     def _send_part(
         self, peer: _Peer, kinds: tuple[MemoryKind, MemoryKind], copies: _Copies, signals: Sequence[Signal]
@@ -385,7 +384,7 @@ class NixlEngine:
                     self._agent.release_xfer_handle(transfer)
 
 
-def join_pieces(pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+def join_pieces(pieces: Sequence[Piece]) -> Iterator[Piece]:
     """Merge pieces that are adjacent both here and at the peer; leave out empty ones.
 
     >>> list(join_pieces([(1000, 0, 10), (1010, 10, 20), (1030, 64, 5), (0, 0, 0)]))

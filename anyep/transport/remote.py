@@ -25,7 +25,7 @@ from anyep import ending
 from anyep.backends.cpu.heap import Block
 from anyep.errors import PeerLost
 from anyep.layout import STATUS_BYTES, StatusWord
-from anyep.transport.base import Engine, Piece, Signal
+from anyep.transport.base import Engine, Piece, Signal, is_done
 
 HEARTBEAT_S: Final = 0.5
 DRAIN_S: Final = 1.0
@@ -113,11 +113,11 @@ class Transport(ending.Part):
     def drain(self, timeout_s: float) -> None:
         """Poll until everything that was sent has left, but no longer than `timeout_s`."""
         until = time.monotonic() + timeout_s
-        while time.monotonic() < until and not all(map(self._is_done, self.ranks)):
+        while time.monotonic() < until and not self._is_done():
             self.poll()
 
-    def _is_done(self, rank: int) -> bool:
-        return rank in self.engine.lost or self.engine.is_idle(rank)
+    def _is_done(self) -> bool:
+        return all(is_done(self.engine, rank) for rank in self.ranks)
 
     def close(self) -> None:
         """Send this rank's last status, and release the engine."""
@@ -130,7 +130,7 @@ class Transport(ending.Part):
         self.engine.close()
 
     def is_working(self) -> bool:
-        return not self._stop.is_set() and not all(map(self._is_done, self.ranks))
+        return not self._stop.is_set() and not self._is_done()
 
     def join_at_end(self, until: float) -> None:
         self._stop.set()

@@ -1,7 +1,6 @@
 """Writes commands for a proxy as kernels of a GPU do, in compiled code of the CPU.
 
-write_commands(block.address, sizes, writer, commands, first, pause)     # commands[i] is number first
-+ i + 1
+write_commands(block.address, sizes, writer, commands, first)     # commands[i] is number first + i + 1
 """
 
 from __future__ import annotations

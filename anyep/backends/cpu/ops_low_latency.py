@@ -117,6 +117,7 @@ class CpuLowLatencyOps:
         self._near = np.ones(control.num_ranks, np.bool_)
         """The ranks that read this rank's memory; what is put to the others is counted there."""
         self._near[list(remote.ranks) if remote is not None else []] = False
+        self._sent = control.traffic.low_latency.words
         self._nothing = Written(np.zeros((control.num_ranks, 0), np.int64))
         self._heap = heaps[control.rank]
         self._heap_addresses = np.array([heap.address for heap in heaps], np.int64)
@@ -344,8 +345,9 @@ class CpuLowLatencyOps:
             self._mask.masked,
             by_expert,
         )
-        row_bytes = sizes.hidden * (2 if tokens.travel is Format.BF16 else 1)
-        scale_bytes = 4 * tokens.num_scale_words
+        row_bytes, scale_bytes = 2 * sizes.hidden, 0
+        if tokens.travel is not Format.BF16:
+            row_bytes, scale_bytes = sizes.hidden, 4 * tokens.num_scale_words
         pieces = None
         if self._remote is not None:
             pieces = self._remote.tokens(at, slot_set, topk_idx, row_bytes, scale_bytes)
@@ -396,20 +398,17 @@ class CpuLowLatencyOps:
         """Close this rank's sending: a completion record to every rank, after what is put to other hosts."""
         rows, payload_bytes, beside_bytes, num_ranges, pieces = written or self._nothing
         header[records.Field.CALL] = call.number
-        slot_set = call.number % NUM_SLOT_SETS
+        slot_set, masked = call.number % NUM_SLOT_SETS, self._mask.masked
         cpu.post_records(
             self._records_at_peers[slot_set],
-            self._mask.masked,
+            masked,
             self._control.wake_ups,
             Topic.RECORD + slot_set,
             header,
         )
-        cpu.count_read(
-            *(self._control.traffic.low_latency.words, self._near, self._mask.masked),
-            *(rows, payload_bytes, beside_bytes),
-            # The call number closes the record: it is a counter.
-            RECORD_HEADER_BYTES - COUNTER_BYTES + COUNTER_BYTES * num_ranges,
-        )
+        # The call number closes the record: it is a counter.
+        message_bytes = RECORD_HEADER_BYTES + COUNTER_BYTES * (num_ranges - 1)
+        cpu.count_read(self._sent, self._near, masked, rows, payload_bytes, beside_bytes, message_bytes)
         if self._remote is not None:
             self._remote.post(call, pieces or {}, num_ranges if pieces else 0, refusal)
 

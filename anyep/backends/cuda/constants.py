@@ -43,15 +43,15 @@ NETWORK_TAIL_AT: Final = 17
 NETWORK_HEAD_AT: Final = 18
 NETWORK_STRIDE: Final = 19
 """From one node's tails or heads to the next one's."""
-COMMANDS: Final = 28
+COMMANDS: Final = 20
 """The address of the rings of commands in memory of the host (anyep/core/commands.py); 0 without a proxy."""
-COMMANDS_TAKEN: Final = 29
+COMMANDS_TAKEN: Final = 21
 """The address of the counts of commands that the proxy has taken, also in memory of the host."""
-COMMAND_ENTRIES: Final = 30
-COMMAND_COUNTS: Final = 31
+COMMAND_ENTRIES: Final = 22
+COMMAND_COUNTS: Final = 23
 """The address of two words per writer, in memory of the GPU: the commands that it has written, and the
 last one that its ring is known to have room for."""
-NUM_CONSTANTS: Final = 32
+NUM_CONSTANTS: Final = 24
 
 # The state of a call.
 OUTCOME: Final = 0

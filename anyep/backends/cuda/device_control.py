@@ -66,7 +66,6 @@ class DeviceControl:
         self.abort = heap.address + region.blocks.abort.start
         self._own_given_up = heap.tensor(region.blocks.given_up.offset(self.rank), (1,), torch.int64)
         self._one = gpu.table([1])
-        self.timeout_ns = int(control.timeout_s * 1e9)
         self._ticket = 0
         self.batches = Batches(gpu.index, f"{self.num_ranks} ranks {gpu.architecture}")
         """The kernels of all calls. Nothing that makes a recipe may refer to it: neither would be freed."""
