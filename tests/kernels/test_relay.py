@@ -147,7 +147,7 @@ def test_dispatch_between_nodes() -> None:
     receiver = Dispatcher(nodes, 1, x[:0], [], [1, 0], [])
     assert receiver.run() == 1
     assert sender.run() == 0
-    # Its own window, as row 0; and slot 0 of its ring at rank 1, whose tail becomes base + 1.
+    # Its own window, as row 0; and entry 0 of its ring at rank 1, whose tail becomes base + 1.
     assert sender.results[0].tolist() == [[1, 2, 3, 4]]
     assert nodes.rows[1, 0, 0, :16].view(np.int32).tolist() == [1, 2, 3, 4]
     assert nodes.tails.tolist() == [[BASE, BASE], [BASE + 1, BASE]]
@@ -229,10 +229,10 @@ def test_combine_between_nodes() -> None:
     other = Combiner(nodes, 1, torch.tensor([[10.0, 20.0, 30.0, -0.0]]), [], [1, 0])
     assert own.run() == 1
     assert other.run() == 0
-    # Rank 1 rounds 0 + its row, and puts it into slot 0 of its ring at rank 0.
+    # Rank 1 rounds 0 + its row, and puts it into entry 0 of its ring at rank 0.
     assert nodes.rows[0, 1, 0, :16].view(np.float32).tolist() == [10, 20, 30, 0]
     assert nodes.tails.tolist() == [[BASE, BASE + 1], [BASE, BASE]]
-    # Rank 0 adds up its own row, rounded alike, and that slot.
+    # Rank 0 adds up its own row, rounded alike, and that entry.
     assert own.run() == 0
     assert own.out.tolist() == [[11, 22, 33, 4]]
     assert own.out_weights.tolist() == [[0.5]]

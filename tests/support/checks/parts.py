@@ -19,6 +19,7 @@ tl = importlib.import_module("triton.language")
 beside_rows = importlib.import_module("anyep.backends.cuda.kernels.beside")
 floats = importlib.import_module("anyep.backends.cuda.kernels.floats")
 node_rings = importlib.import_module("anyep.backends.cuda.kernels.node_rings")
+relay_combine = importlib.import_module("anyep.backends.cuda.kernels.relay_combine")
 rings = importlib.import_module("anyep.backends.cuda.kernels.rings")
 windows = importlib.import_module("anyep.backends.cuda.kernels.windows")
 
@@ -162,3 +163,44 @@ def check_a_rank_that_lacks_a_row(device: str) -> None:
         launch(refuse, device, 1, state, words([rank], device, torch.int32))
         expected = outcomes.outcome_of(outcomes.BAD_HANDLE, 3) if rank == 3 else 0
         assert int(state[constants.BAD_ROWS]) == expected
+
+
+@triton.jit
+def ask_sources(tables: Tables, relayed: Relayed, own_x: tl.int64, answers):
+    """On rank 1 of a node of 2."""
+    at = tl.arange(0, 2)
+    waiting = rings.waiting_of(tables)
+    here = relay_combine.sources_here(relayed, tables, at, at >= 0, own_x, waiting, 16, 2)
+    tl.store(answers + at, here[0])
+    tl.store(answers + 2 + at, here[1])
+
+
+@triton.jit
+def ask_sums(rows, sums, dtype: tl.constexpr):
+    at = tl.arange(0, 2)
+    first, second = tl.load(rows) + 0 * at, tl.load(rows + 1) + 0 * at
+    sources = tl.tuple((tl.where(at == 0, first, 0), second))
+    found = relay_combine.sums_here(sources, at, 2, dtype, 2)
+    tl.store(sums + 2 * at[:, None] + at[None, :], found)
+
+
+def check_sums_of_a_node(device: str) -> None:
+    """Rank 1's own rows lie at 2048, whatever its target says. If rank 0 has 4 rows, it lacks row 4."""
+    heads = words([[4, -1], [-1, 0]], device, torch.int32)
+    relayed = Relayed(heads, heads, heads, heads)
+    constants_here = words([0] * constants.NUM_CONSTANTS, device)
+    constants_here[constants.RANK] = 1
+    for num_rows, problem in ((5, 0), (4, outcomes.outcome_of(outcomes.BAD_HANDLE, 0))):
+        state = words([0] * constants.NUM_STATES, device)
+        targets = words([1024, 0, 0, 0, 0, num_rows, GUARD, 0, 0, 0, 0, 1], device)
+        tables = Tables(constants_here, heads, state, targets, *[heads] * 3)
+        answers = words([GUARD] * 4, device)
+        launch(ask_sources, device, 1, tables, relayed, 2048, answers)
+        assert answers.tolist() == [0 if problem else 1088, 0, 0, 2048]
+        assert int(state[constants.BAD_ROWS]) == problem
+    rows = words([[1, 2], [3, 4]], device, torch.float32)
+    sums = words([[GUARD] * 2] * 2, device, torch.float32)
+    # Rows begin at multiples of 16 bytes on a GPU as well: a copy of the second one does.
+    second = rows[1].clone()
+    launch(ask_sums, device, 1, words([rows.data_ptr(), second.data_ptr()], device), sums, dtype=cpu.FP32)
+    assert sums.tolist() == [[4, 6], [3, 4]]

@@ -256,7 +256,7 @@ def check_dispatch_example(device: str) -> None:
     call.check(ranks)
     assert ranks.counters("tail") == [[[2], [2]], [[3], [2]]]
     assert ranks.counters("head") == [[[2], [3]], [[2], [2]]]
-    words = ranks.slot(1, 0, 0, 2).view(torch.int32)
+    words = ranks.entry(1, 0, 0, 2).view(torch.int32)
     assert words[:18].tolist() == [*call.within.x[0][0].tolist(), 0, 1]
 
 
@@ -424,7 +424,7 @@ def check_combine_example(device: str) -> None:
     call.check(ranks)
     assert ranks.counters("tail") == [[[2], [3]], [[2], [2]]]
     assert ranks.counters("head") == [[[2], [2]], [[3], [2]]]
-    entry = ranks.slot(0, 0, 1, 2).view(torch.float32)
+    entry = ranks.entry(0, 0, 1, 2).view(torch.float32)
     assert torch.equal(entry[:16], call.x[1][0])
 
 

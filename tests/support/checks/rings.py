@@ -192,8 +192,8 @@ class Ranks:
         for heap in self.heaps:
             heap[TAIL_AT : self.sizes.rows_at].view(torch.int64).fill_(value)
 
-    def slot(self, rank: int, channel: int, sender: int, slot: int) -> torch.Tensor:
-        number = (channel * self.num_ranks + sender) * self.sizes.ring_rows + slot
+    def entry(self, rank: int, channel: int, sender: int, index: int) -> torch.Tensor:
+        number = (channel * self.num_ranks + sender) * self.sizes.ring_rows + index
         start = self.sizes.rows_at + number * self.sizes.token.token_bytes
         return self.heaps[rank][start : start + self.sizes.token.token_bytes].cpu()
 
@@ -237,7 +237,7 @@ class Ranks:
     @property
     def beside(self) -> Beside:
         token = self.sizes.token
-        return Beside(*slot_offsets(token), token.num_scales, token.num_topk)
+        return Beside(*entry_offsets(token), token.num_scales, token.num_topk)
 
 
 @cache
@@ -264,8 +264,8 @@ def fork(function: Callable[[int], None], rank: int) -> int:
     os._exit(1)
 
 
-def slot_offsets(token: TokenLayout) -> list[int]:
-    """Where source meta, scales, ids and weights lie in a slot."""
+def entry_offsets(token: TokenLayout) -> list[int]:
+    """Where source meta, scales, ids and weights lie in an entry."""
     return [int(offset) for offset in np.cumsum(list(token.parts().values()))[:4]]
 
 
@@ -418,8 +418,8 @@ def check_dispatch_example(device: str) -> None:
     call.check(ranks)
     assert ranks.counters("tail") == [[[4], [2]], [[3], [2]]]
     assert ranks.counters("head") == [[[4], [3]], [[2], [2]]]
-    for rank, slot, token in ((1, 2, 1), (0, 2, 0), (0, 0, 1)):
-        words = ranks.slot(rank, 0, 0, slot).view(torch.int32)
+    for rank, entry, token in ((1, 2, 1), (0, 2, 0), (0, 0, 1)):
+        words = ranks.entry(rank, 0, 0, entry).view(torch.int32)
         assert words[:17].tolist() == [*call.x[0][token].tolist(), token]
 
 
@@ -644,8 +644,8 @@ def check_combine_example(device: str) -> None:
     call.check(ranks)
     assert ranks.counters("tail") == [[[4], [3]], [[2], [2]]]
     assert ranks.counters("head") == [[[4], [2]], [[3], [2]]]
-    for sender, slot, row in ((0, 2, 0), (0, 0, 1), (1, 2, 0)):
-        found = ranks.slot(0, 0, sender, slot)[:64]
+    for sender, entry, row in ((0, 2, 0), (0, 0, 1), (1, 2, 0)):
+        found = ranks.entry(0, 0, sender, entry)[:64]
         assert torch.equal(found, call.x[sender][row].view(torch.uint8))
 
 
@@ -722,7 +722,7 @@ def check_no_channel_is_begun_after_a_failure(device: str) -> None:
 
 
 def check_who_finds_no_room_says_so(device: str) -> None:
-    """The ring to rank 1 has one free slot, and nobody empties it: what is in the others stays."""
+    """The ring to rank 1 has one free entry, and nobody empties it: what is in the others stays."""
     for kind, num_sent in ((Dispatch, 0), (Combine, 1)):  # two tokens make a tile, but rows are pushed singly
         call = replace(kind(two_ranks(), 1), timeout_ns=LITTLE_PATIENCE_NS)
         ranks = Ranks(call.sizes, device)
@@ -731,8 +731,8 @@ def check_who_finds_no_room_says_so(device: str) -> None:
         ranks.heaps[1][call.sizes.rows_at :] = GUARD
         assert call.run(ranks, [0])[0][0] == LATE
         assert ranks.counters("tail")[1][0] == [num_full + num_sent]
-        for slot in range(num_full + 1):
-            assert bool((ranks.slot(1, 0, 0, slot) == GUARD).all()) == (slot < num_full + 1 - num_sent)
+        for entry in range(num_full + 1):
+            assert bool((ranks.entry(1, 0, 0, entry) == GUARD).all()) == (entry < num_full + 1 - num_sent)
 
 
 def check_nothing_is_done_after_a_failure(device: str) -> None:

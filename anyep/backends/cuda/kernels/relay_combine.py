@@ -172,40 +172,47 @@ def rows_here(relayed, tables, virtual, is_row, index, waiting, RANKS_PER_NODE: 
 
 
 @triton.jit
-def refuse_rows_not_there(relayed, tables, virtual, is_row, waiting, RANKS_PER_NODE: tl.constexpr):
-    """Note in BAD_ROWS a rank of this node that lacks a row of these virtual tokens."""
-    for index in tl.static_range(RANKS_PER_NODE):
-        rows, is_there = rows_here(relayed, tables, virtual, is_row, index, waiting, RANKS_PER_NODE)
-        rank = rank_beside(waiting.rank, index, RANKS_PER_NODE)
-        refuse_rows_of(tables.state, rank, any_of((rows >= 0) & ~is_there))
-
-
-@triton.jit
-def sums_here(
+def sources_here(
     relayed,
     tables,
     virtual,
     is_row,
-    columns,
     own_x,
     waiting,
-    hidden,
-    DTYPE: tl.constexpr,
+    row_bytes,
     RANKS_PER_NODE: tl.constexpr,
 ):
-    """A piece of the sums of virtual tokens' rows on this node, in float32, ranks ascending.
+    """The addresses of virtual tokens' rows at each rank of this node, 0 where there is none.
+
+    A rank that lacks a row is noted in BAD_ROWS.
 
     Example:
-    With the head [4, 0], row 4 of the node's first rank is [1, 2] and row 0 of the second is [3, 4]: [4, 6].
+    With the heads [[4, -1], [-1, 0]], rows of 16 bytes, and the ranks' rows at 1024 and 2048: [1088, 0] at
+    the first rank, and [0, 2048] at the second one.
     """
-    sums = tl.zeros((virtual.shape[0], columns.shape[0]), tl.float32)
+    sources = tl.tuple(())
     for index in tl.static_range(RANKS_PER_NODE):
         rank = rank_beside(waiting.rank, index, RANKS_PER_NODE)
         rows, is_there = rows_here(relayed, tables, virtual, is_row, index, waiting, RANKS_PER_NODE)
+        refuse_rows_of(tables.state, rank, any_of((rows >= 0) & ~is_there))
         place = tl.load(tables.targets + TARGET_WORDS * rank)
-        window = values_at(tl.where(rank == waiting.rank, own_x, place), DTYPE)
-        source = window + rows[:, None] * hidden + columns[None, :]
-        sums += load_rows(source, is_there[:, None] & (columns < hidden)[None, :], DTYPE, True)
+        window = tl.where(rank == waiting.rank, own_x, place)
+        sources += (tl.where(is_there, window + rows * row_bytes, 0),)
+    return sources
+
+
+@triton.jit
+def sums_here(sources, columns, hidden, DTYPE: tl.constexpr, RANKS_PER_NODE: tl.constexpr):
+    """A piece of the sums of rows on this node, in float32, ranks ascending.
+
+    Example:
+    With a row [1, 2] at the node's first rank, and [3, 4] at the second: [4, 6].
+    """
+    sums = tl.zeros((sources[0].shape[0], columns.shape[0]), tl.float32)
+    for index in tl.static_range(RANKS_PER_NODE):
+        values = values_at(sources[index], DTYPE)[:, None] + columns[None, :]
+        is_there = (sources[index] != 0)[:, None] & (columns < hidden)[None, :]
+        sums += load_rows(values, is_there, DTYPE, True)
     return sums
 
 
@@ -253,6 +260,7 @@ def return_sums(
     IN_HARDWARE: tl.constexpr,
 ):
     """Put the sums of a channel's virtual tokens into the rings to their sources, as these have room."""
+    row_bytes = 4 * hidden if DTYPE == FP32 else 2 * hidden
     nodes = tl.arange(0, NODE_BLOCK)
     numbers = tl.arange(0, TILE_TOKENS)
     sent = tl.load(rings.ours, mask=rings.is_rank, other=0, volatile=True)
@@ -268,23 +276,14 @@ def return_sums(
                 if count > 0:
                     is_row = numbers < count
                     virtual = value_of(virtuals, nodes, node) + numbers
-                    refuse_rows_not_there(relayed, tables, virtual, is_row, waiting, RANKS_PER_NODE)
+                    here = sources_here(
+                        relayed, tables, virtual, is_row, own_x, waiting, row_bytes, RANKS_PER_NODE
+                    )
                     relay = relay_on(node, waiting.rank, RANKS_PER_NODE)
                     entry = tl.where(is_row, entries_at(rings, relay, sent, numbers), 0)
                     for start in tl.range(0, hidden, TILE_VALUES, num_stages=1):
                         columns = start + tl.arange(0, TILE_VALUES)
-                        sums = sums_here(
-                            relayed,
-                            tables,
-                            virtual,
-                            is_row,
-                            columns,
-                            own_x,
-                            waiting,
-                            hidden,
-                            DTYPE,
-                            RANKS_PER_NODE,
-                        )
+                        sums = sums_here(here, columns, hidden, DTYPE, RANKS_PER_NODE)
                         to = values_at(entry, DTYPE)[:, None] + columns[None, :]
                         mask = is_row[:, None] & (columns < hidden)[None, :]
                         store_rows(to, sums, mask, DTYPE, IN_HARDWARE)
@@ -330,6 +329,7 @@ def sum_own(
     IN_HARDWARE: tl.constexpr,
 ):
     """Sum the rows of all nodes for this rank's own tokens of a channel, tile by tile."""
+    row_bytes = 4 * hidden if DTYPE == FP32 else 2 * hidden
     nodes = tl.arange(0, NODE_BLOCK)
     choices = tl.arange(0, TOPK_BLOCK if TOPK_BLOCK else 1)
     own_node = waiting.rank // RANKS_PER_NODE
@@ -349,7 +349,7 @@ def sum_own(
             own_numbers = tl.load(heads + tokens * NUM_NODES + own_node, mask=is_token, other=-1)
             is_own = own_numbers >= 0
             virtual = first_virtual + own_numbers
-            refuse_rows_not_there(relayed, tables, virtual, is_own, waiting, RANKS_PER_NODE)
+            here = sources_here(relayed, tables, virtual, is_own, own_x, waiting, row_bytes, RANKS_PER_NODE)
             sources = tl.tuple(())
             for node in tl.static_range(NUM_NODES):
                 numbers = tl.load(heads + tokens * NUM_NODES + node, mask=is_token, other=-1)
@@ -361,18 +361,7 @@ def sum_own(
                 is_column = (columns < hidden)[None, :]
                 is_value = is_token[:, None] & is_column
                 index = tokens[:, None] * hidden + columns[None, :]
-                own = sums_here(
-                    relayed,
-                    tables,
-                    virtual,
-                    is_own,
-                    columns,
-                    own_x,
-                    waiting,
-                    hidden,
-                    DTYPE,
-                    RANKS_PER_NODE,
-                )
+                own = sums_here(here, columns, hidden, DTYPE, RANKS_PER_NODE)
                 own = rounded(own, DTYPE, IN_HARDWARE)
                 sums = sum_of_biases(biases, index, is_value, DTYPE, NUM_BIASES)
                 for node in tl.static_range(NUM_NODES):
