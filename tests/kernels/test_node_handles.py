@@ -23,7 +23,7 @@ from anyep.core.digests import mixed
 from anyep.errors import InvalidCall
 from anyep.sizes import SOURCE_META_BYTES
 from anyep.topology import Topology
-from tests.support.arrays import Array, flags, from_python, int32
+from tests.support.arrays import Array, flags, from_python, int32, int64
 from tests.support.depth import examples
 
 
@@ -32,6 +32,16 @@ def test_place_in_nodes() -> None:
     node_handles.place_in_nodes(flags([[1, 0, 0, 0], [0, 1, 1, 1]]), 2, by_channel, numbers)
     assert by_channel.tolist() == [[1, 1], [0, 1]]
     assert numbers.tolist() == [[0, -1], [1, 0]]
+
+
+def test_count_relayed() -> None:
+    """The example, and the same with the rows for ranks of the node by channel, twice."""
+    expected = int64([[5, 6, 0, 4], [500, 600, 0, 400], [100, 144, 0, 96], [0, 0, 0, 0]])
+    through_network, sent = int64([[0, 3], [0, 1]]), np.zeros((4, 4), np.int64)
+    for times, to_ranks in ((1, [[5, 6]]), (2, [[5, 2], [0, 4]])):
+        rows = int64(to_ranks)
+        node_handles.count_relayed(sent, 1, through_network, rows, flags([1, 0]), 100, 20, 24)
+        assert sent.tolist() == (times * expected).tolist()
 
 
 def test_helpers() -> None:

@@ -29,6 +29,7 @@ from anyep.backends.cpu.kernels.expand import (
 )
 from anyep.backends.cpu.kernels.masks import adopt_masks, post_requests, read_requests
 from anyep.backends.cpu.kernels.node_handles import (
+    count_relayed,
     first_difference,
     place_in_nodes,
     plan_lanes,
@@ -90,6 +91,7 @@ __all__ = [
     "count_layout",
     "count_read",
     "count_received",
+    "count_relayed",
     "count_rows",
     "count_sent",
     "dispatch_between_nodes",

@@ -186,7 +186,8 @@ class BetweenNodes:
             counts[:per_node] = places.by_channel[node * per_node : (node + 1) * per_node]
             counts[per_node] = places.by_node_channel[node]
         num_bytes = 4 * (per_node + 1) * channels
-        self._mover.control.traffic.normal.add_message(plan.relays, num_bytes)
+        relays = slice(plan.index, None, per_node)
+        self._mover.control.traffic.normal.add_message(relays, num_bytes)
         return {relay: [(offset, num_bytes)] for relay in plan.relays}
 
     def _read_counts(self, call: Call, channels: int) -> Array:
@@ -266,8 +267,7 @@ class BetweenNodes:
         )
         if in_window.any():
             mover.signal_arrival(call)
-        beside = np.where(in_window, payload.bytes_beside_row, token.token_bytes - token.hidden_bytes)
-        self._count_traffic(rings, token, relayed_to, beside)
+        self._count_sent(rings, token, relayed_to[None], in_window, payload.bytes_beside_row)
 
     # Combine
 
@@ -323,8 +323,8 @@ class BetweenNodes:
             ),
         )
         # A rank with a window lets its relays read rows and weights; another pushes whole entries of rings.
-        beside = 4 * token.num_topk if mine else token.token_bytes - token.hidden_bytes
-        self._count_traffic(rings, token, before[:, :, -1].sum(axis=0), beside)
+        has_window = np.full(len(here), mine)
+        self._count_sent(rings, token, before[:, :, -1], has_window, 4 * token.num_topk)
 
     # Rings
 
@@ -393,14 +393,16 @@ class BetweenNodes:
             rings.progress,
         )
 
-    def _count_traffic(
-        self, rings: CallRings, token: TokenLayout, to_ranks: Array, beside_bytes: Array | int
+    def _count_sent(
+        self, rings: CallRings, token: TokenLayout, to_ranks: Array, in_window: Array, beside_bytes: int
     ) -> None:
-        """Count what was put into the rings of the network, and rows to ranks of this node."""
-        sent, payload_bytes = self._mover.control.traffic.normal, token.hidden_bytes
-        between = rings.net_sent.sum(axis=0)
-        sent.add_rows(self._plan.relays, between, payload_bytes, token.token_bytes - payload_bytes)
-        sent.add_rows(self._mover.node_slice, to_ranks, payload_bytes, beside_bytes)
+        """Count what was put into the rings of the network, and rows to ranks of this node; beside a row go
+        so many bytes by window, and by ring what its entry has room for."""
+        cpu.count_relayed(
+            *(self._mover.control.traffic.normal.words, self._rank),
+            *(rings.net_sent, to_ranks, in_window),
+            *(token.hidden_bytes, beside_bytes, token.token_bytes - token.hidden_bytes),
+        )
 
 
 class CallRings:

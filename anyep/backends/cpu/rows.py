@@ -98,7 +98,6 @@ class RowMover:
         self.num_ranks = control.num_ranks
         self.windows = WindowHeap(window_blocks[self.rank])
         self.node_ranks = topology.ranks_on(topology.node_of(self.rank))
-        self.node_slice = slice(self.node_ranks.start, self.node_ranks.stop)
         self.heaps = heaps
         self.heap_addresses = np.array([heap.address for heap in heaps], np.int64)
         # Calls may continue after the Buffer was dropped, and hold only the addresses of windows.

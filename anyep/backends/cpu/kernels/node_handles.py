@@ -344,6 +344,37 @@ def first_difference(digests, counts, ranks_per_node):
     return -1
 
 
+@kernel("void(int64[:,::1], int64, int64[:,::1], int64[:,:], boolean[::1], int64, int64, int64)")
+def count_relayed(
+    sent, rank, through_network, to_ranks, in_window, payload_bytes, beside_by_window, beside_by_ring
+):
+    """Add to `sent` what a rank puts into its rings of the network, and its rows to the ranks of its node.
+
+    `through_network` has the rows by (channel, node), which go to the ranks with this NVL rank; `to_ranks`
+    adds up to the rows for each rank of this node, and `in_window` says how they go there. `sent` has the
+    words of a `Sent` (anyep/core/traffic.py).
+
+    Example:
+        Rank 1 of 2 nodes with 2 ranks each puts [[0, 3], [0, 1]] rows into its rings, and has [[5, 6]] for
+        the ranks of its node, of which only rank 0 has a window. With 100, 20 and 24 bytes `sent` becomes
+        [[5, 6, 0, 4], [500, 600, 0, 400], [100, 144, 0, 96], [0, 0, 0, 0]] from zeros.
+    """
+    ranks_per_node = in_window.shape[0]
+    node, index = rank // ranks_per_node, rank % ranks_per_node
+    for to_node in range(through_network.shape[1]):
+        num_rows = through_network[:, to_node].sum()
+        relay = to_node * ranks_per_node + index
+        sent[0, relay] += num_rows
+        sent[1, relay] += num_rows * payload_bytes
+        sent[2, relay] += num_rows * beside_by_ring
+    for neighbour in range(ranks_per_node):
+        num_rows = to_ranks[:, neighbour].sum()
+        receiver = node * ranks_per_node + neighbour
+        sent[0, receiver] += num_rows
+        sent[1, receiver] += num_rows * payload_bytes
+        sent[2, receiver] += num_rows * (beside_by_window if in_window[neighbour] else beside_by_ring)
+
+
 @kernel("void(int64, NodeHandle, int64[:,:,::1], int64[:,:,::1], int32[:,::1], int64[:,::1], int64[::1])")
 def plan_lanes(ranks_per_node, handle, first_row, num_rows, relayed, first_relayed, relayed_to):
     """Compute where the rows and tokens of a handle begin, channel by channel, and how many there are.
