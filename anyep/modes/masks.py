@@ -95,7 +95,7 @@ class Masks:
         for rank in np.flatnonzero(newest > self.generations).tolist():
             self.generations[rank] = newest[rank]
             if newest[rank] % 2 and not self.masked[rank]:
-                log.warning("rank %d goes on without rank %d", self.rank, rank)
+                self._log(rank)
             self.masked[rank] = newest[rank] % 2 == 1
             # Kernels told kernels: hosts must learn of it before anything else from this rank.
             self._tell_hosts(rank)
@@ -129,7 +129,14 @@ class Masks:
         self.generations[rank] = generation
         self.masked[rank] = True
         self._tell(rank)
-        log.warning("rank %d goes on without rank %d: %s", self.rank, rank, reason)
+        self._log(rank, reason)
+
+    def _log(self, rank: int, reason: str = "") -> None:
+        because = f": {reason}" if reason else ""
+        if rank == self.rank:
+            log.warning("the others go on without rank %d, which is this one%s", rank, because)
+        else:
+            log.warning("rank %d goes on without rank %d%s", self.rank, rank, because)
 
     def _tell(self, rank: int) -> None:
         self._tell_hosts(rank)

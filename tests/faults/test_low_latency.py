@@ -484,6 +484,20 @@ def test_the_others_go_on(plan: tuple[Fault, ...]) -> None:
 # Back again
 
 
+def mask_itself(context: RankContext, place: Place) -> list[str]:
+    buffer = new_buffer(context, place, UNTIMED_S)
+    with warnings_heard() as warnings:
+        if context.rank == 1:
+            buffer.low_latency_update_mask_buffer(1, mask=True)
+    dist.barrier(context.group)
+    return warnings
+
+
+def test_a_rank_that_masks_itself_says_so() -> None:
+    warnings = outcomes_of(FOUR, mask_itself)
+    assert warnings[1] == ["the others go on without rank 1, which is this one: it was masked by a call"]
+
+
 def come_back(
     context: RankContext, place: Place, by_hand: bool, by_cleaning: bool, turns: int
 ) -> list[list[int]]:
