@@ -12,7 +12,7 @@ import typer
 from anyep.cli.bench.command import bench
 from anyep.cli.demo.command import demo
 from anyep.cli.doctor import doctor
-from anyep.cli.interrupts import INTERRUPTED
+from anyep.cli.interrupts import INTERRUPTED, TERMINATED, Terminated
 from anyep.cli.plan import plan
 from anyep.cli.run import run
 from anyep.cli.selftest.command import selftest
@@ -78,7 +78,9 @@ def run_command(arguments: list[str]) -> int:
         result = app(args=arguments or ["--help"], prog_name="anyep", standalone_mode=False)
     except AnyEPError as error:
         return _refuse(str(error), 2 if isinstance(error, InvalidCall) else 1)
-    except (KeyboardInterrupt, _Interrupted, typer.Abort):
+    except (KeyboardInterrupt, _Interrupted, typer.Abort) as error:
+        if isinstance(error.__cause__, Terminated):
+            return _refuse("stopped by SIGTERM", TERMINATED)
         return _refuse("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # The reader (a pager, `head`) has exited; keep the interpreter from complaining about it at exit.

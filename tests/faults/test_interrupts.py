@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is still starting: one line and exit code 130, never a traceback."""
+"""Ctrl-C while a command is still starting: one line and exit code 130, never a traceback. And SIGTERM."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ try:
 except BaseException as error:
     raise RuntimeError(f"cannot be initialised: {error!r}")
 """
+IN_BACKGROUND = ("sh", "-c", "trap '' INT; exec \"$@\"", "sh")
 COMMANDS = {
     "plan": ("plan", "--ranks", "8"),
     "doctor": ("doctor",),
@@ -155,3 +156,27 @@ def test_an_ignored_interrupt_stays_ignored(tmp_path: Path) -> None:
     script = f"trap '' INT; exec {sys.executable} -m anyep plan --json"
     finished = run(tmp_path, "sh", "-c", script, interrupt_at="typer")
     assert (finished.returncode, finished.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("in_background", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_terminated_command_leaves_nothing(tmp_path: Path, in_background: bool) -> None:
+    """The folder by which ranks are started is in TMPDIR. In the background Ctrl-C is ignored."""
+    small = ("--tokens", "4", "--hidden", "128")
+    process = subprocess.Popen(
+        [*(IN_BACKGROUND if in_background else ()), *ANYEP, *COMMANDS["bench"], *small],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob("*/listener-*")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert list(tmp_path.iterdir()) != []
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (143, "anyep: stopped by SIGTERM\n")
+    assert list(tmp_path.iterdir()) == []
