@@ -21,9 +21,11 @@ from anyep.backends.cpu.rows import RowMover
 from anyep.backends.cpu.within_node import WithinNode
 from anyep.connection import Connection, Options, connect, made_on_all_ranks, rdma_parts
 from anyep.control.plane import ControlPlane
+from anyep.core.calls import Call
 from anyep.core.relay import RelayPlan
 from anyep.core.rings import NetworkRings, NodeRings, Rings
 from anyep.core.traffic import Traffic
+from anyep.errors import AnyEPError, InvalidCall
 from anyep.join.rendezvous import Rendezvous
 from anyep.layout import ControlRegion
 from anyep.machine import num_cores
@@ -224,6 +226,18 @@ class Session:
         assert self.low_latency is not None
         self.normal.ops.before(run_async)
         self.low_latency.listen()
+
+    def refuse(self, call: Call, error: BaseException, tell: Callable[[Call, AnyEPError], None]) -> None:
+        """The arguments of a call are wrong: notify the peers before this rank raises the error."""
+        if not isinstance(error, Exception):
+            self.control.fail(call, error)
+            return
+        reason = error if isinstance(error, AnyEPError) else InvalidCall(f"{type(error).__name__}: {error}")
+        try:
+            tell(call, reason)
+        except BaseException as worse:
+            self.control.fail(call, worse)
+            raise
 
     # The end
 

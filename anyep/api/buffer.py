@@ -33,8 +33,8 @@ from anyep.api.unfilled import Unfilled
 from anyep.backends.base import Rows
 from anyep.connection import Options
 from anyep.control.status import RankStatus
-from anyep.core.calls import Call, Kind
-from anyep.errors import AnyEPError, BufferBroken, InvalidCall, PeerLost, whole_number
+from anyep.core.calls import Kind
+from anyep.errors import BufferBroken, InvalidCall, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.join.rendezvous import rendezvous_of
 from anyep.modes.low_latency import LowLatencyMode
@@ -378,7 +378,7 @@ class Buffer:
                     x, handle, topk_idx, topk_weights, config, self.get_dispatch_config, streams
                 )
             except BaseException as error:
-                self._refuse(session, call, error, mode.ops.refuse)
+                session.refuse(call, error, mode.ops.refuse)
                 raise
             received = mode.cached_dispatch(call, *cached, previous, async_finish)
             rows = received.x if received.scales is None else (received.x, received.scales)
@@ -406,7 +406,7 @@ class Buffer:
                     streams,
                 )
             except BaseException as error:
-                self._refuse(session, call, error, mode.ops.refuse)
+                session.refuse(call, error, mode.ops.refuse)
                 raise
             dispatched = mode.dispatch(call, request, previous, async_finish)
         rows = dispatched.x if dispatched.scales is None else (dispatched.x, dispatched.scales)
@@ -463,7 +463,7 @@ class Buffer:
                 x, handle, topk_weights, bias, config, self.get_combine_config, streams
             )
         except BaseException as error:
-            self._refuse(session, call, error, mode.ops.refuse)
+            session.refuse(call, error, mode.ops.refuse)
             raise
         combined = mode.combine(call, request, previous, async_finish)
         return combined.x, combined.topk_weights, EventOverlap(combined.event)
@@ -599,7 +599,7 @@ class Buffer:
                 return_recv_hook,
             )
         except BaseException as error:
-            self._refuse(session, call, error, mode.refuse)
+            session.refuse(call, error, mode.refuse)
             raise
         received, sent = mode.dispatch(call, tokens, async_finish, return_recv_hook)
         if sent.event is not None:
@@ -660,7 +660,7 @@ class Buffer:
                 return_recv_hook,
             )
         except BaseException as error:
-            self._refuse(session, call, error, mode.refuse)
+            session.refuse(call, error, mode.refuse)
             raise
         combined, sent = mode.combine(call, outputs, async_finish, return_recv_hook)
         return combined, EventOverlap(sent.event), sent.hook
@@ -689,7 +689,7 @@ class Buffer:
         try:
             new_sizes = checks.clean(num_max_dispatch_tokens_per_rank, hidden, num_experts)
         except BaseException as error:
-            self._refuse(session, call, error, mode.refuse)
+            session.refuse(call, error, mode.refuse)
             raise
         mode.clean(call, new_sizes)
 
@@ -819,21 +819,6 @@ class Buffer:
             )
         return self.runtime, self._normal
 
-    @staticmethod
-    def _refuse(
-        session: Session, call: Call, error: BaseException, tell: Callable[[Call, AnyEPError], None]
-    ) -> None:
-        """The arguments of a call are wrong: notify the peers before this rank raises the error."""
-        if not isinstance(error, Exception):
-            session.control.fail(call, error)
-            return
-        reason = error if isinstance(error, AnyEPError) else InvalidCall(f"{type(error).__name__}: {error}")
-        try:
-            tell(call, reason)
-        except BaseException as worse:
-            session.control.fail(call, worse)
-            raise
-
     def _check_config_is_given(self, kind: Kind, config: Config | None) -> None:
         """Refuse a call without a config; like any refused call it has a number and is told to the peers."""
         session, _ = self._check_usable()
@@ -842,5 +827,5 @@ class Buffer:
             try:
                 raise InvalidCall(f"config is missing: pass one, such as Buffer.{name}({self.group_size})")
             except InvalidCall as error:
-                self._refuse(session, session.control.begin(kind), error, session.normal.ops.refuse)
+                session.refuse(session.control.begin(kind), error, session.normal.ops.refuse)
                 raise

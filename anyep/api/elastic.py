@@ -414,7 +414,7 @@ class ElasticBuffer:
         try:
             return check()
         except BaseException as error:
-            self._buffer._refuse(session, call, error, session.normal.ops.refuse)
+            session.refuse(call, error, session.normal.ops.refuse)
             raise
 
     def _config(self, num_sms: int, num_channels: int | None) -> Config:
