@@ -391,6 +391,17 @@ def test_the_command(tmp_path: Path) -> None:
     assert not any(name in file.read_text() for name in names if name != "localhost")
 
 
+def test_one_rank(tmp_path: Path) -> None:
+    """What cannot be checked is in the report."""
+    file = tmp_path / "report.json"
+    finished = anyep("selftest", "--quick", "--device", "cpu", "--ranks", "1", "--json", str(file))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    checks = json.loads(file.read_text())["checks"]
+    assert {check["place"] for check in checks} == {"cpu, 1 rank"}
+    skipped = [(check["group"], check["reason"]) for check in checks if check["state"] != "passed"]
+    assert skipped == [("a rank is killed", "no other rank would notice it")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launched", [False, True])
 def test_the_whole_command(tmp_path: Path, launched: bool) -> None:

@@ -189,12 +189,21 @@ def _usual_ranks(device: str, plan: Plan) -> int:
 
 
 def _kill_here(plan: Plan, device: str, num_ranks: int, placement: Placement, collector: _Collector) -> None:
+    _skip_trials_of_one_rank(device, num_ranks, collector)
     for trial in _trials(plan, device, num_ranks, hosts=1):
         collector.take(0, f"{device}: {KILL} in {trial.mode}")
         with StoreFile() as place:
             store_at = StoreAddress(file=place.path)
             outcomes = lose_a_rank(trial, range(num_ranks), store_at, placement, lambda text: [text])
         collector.take(0, _result_of(trial, outcomes))
+
+
+def _skip_trials_of_one_rank(device: str, num_ranks: int, collector: _Collector) -> None:
+    if num_ranks == 1:
+        reason, advice = "no other rank would notice it", "start more ranks to check it"
+        collector.take(
+            0, Check(KILL, "the others name it", f"{device}, 1 rank", "skipped", reason, advice=advice)
+        )
 
 
 def _trials(plan: Plan, device: str, num_ranks: int, hosts: int) -> list[Trial]:
@@ -253,6 +262,7 @@ def _go_through(job: Job, plan: Plan, device: str | None, group: Any, collector:
     for one in _devices(device, has_gpus):
         placement = _own_placement(job, one)
         of_test.test(one)
+        _skip_trials_of_one_rank(one, job.num_ranks, collector)
         for trial in _trials(plan, one, job.num_ranks, len(hosts)):
             collector.take(0, f"{one}: {KILL} in {trial.mode}")
             collector.take(0, _result_of(trial, _kill_in_job(job, trial, placement, of_test.everyone)))

@@ -133,13 +133,14 @@ class Place:
 
     def __str__(self) -> str:
         """
-        >>> print(Place("cpu", Nodes(1, 4))), print(Place("cpu", Nodes(2, 2, network="nixl")))
-        cpu, 4 ranks
+        >>> print(Place("cpu", Nodes(1, 1))), print(Place("cpu", Nodes(2, 2, network="nixl")))
+        cpu, 1 rank
         cpu, 2 virtual nodes of 2 ranks, nixl
         (None, None)
         """
         if not self.nodes.are_several:
-            return f"{self.device}, {self.nodes.num_ranks} ranks"
+            count = self.nodes.num_ranks
+            return f"{self.device}, {count} {'rank' if count == 1 else 'ranks'}"
         kind = "virtual nodes" if self.hosts == 1 else "nodes"
         network = "" if self.nodes.network == "auto" else f", {self.nodes.network}"
         return f"{self.device}, {self.nodes.num_nodes} {kind} of {self.nodes.ranks_per_node} ranks{network}"
