@@ -23,8 +23,10 @@ from anyep.cli.bench.records import Label, RankReport, Setup, Timing
 from anyep.cli.gpus import Placement, in_words
 from anyep.cli.nodes import nodes_in_words
 from anyep.cli.ranks import Rank
-from anyep.errors import AnyEPError, InvalidCall
+from anyep.core.diagnosis import listed
+from anyep.errors import AnyEPError, InvalidCall, WaitTimeout
 from anyep.machine import num_cores
+from anyep.settings import TIMEOUT_S
 
 WARM_UP: Final = 3
 """Calls of a case before it is timed; their results are checked."""
@@ -216,8 +218,10 @@ class Barrier:
         self._missing = np.ones(rank.num_ranks, np.bool_)
         self._untimed = np.zeros(0, np.int64)
         self._count = 0
+        self._timeout_s = TIMEOUT_S.choose().value
 
     def wait(self) -> None:
+        """Wait for all ranks; `WaitTimeout` names those that have not come in time."""
         self._count += 1
         cpu.signal(self._theirs, self._wake_ups, 0, self._count)
         self._missing[:] = True
@@ -232,8 +236,14 @@ class Barrier:
             self._untimed,
             0,
         )
+        deadline = time.monotonic() + self._timeout_s
         while cpu.await_counters(*arguments):
-            pass
+            if time.monotonic() > deadline:
+                late = listed(np.flatnonzero(self._missing).tolist())
+                raise WaitTimeout(
+                    f"for {self._timeout_s:g} s the ranks have waited for {late} to start a case together."
+                    f" If a case only takes longer, set ANYEP_TIMEOUT_S"
+                )
 
 
 class CudaClock:
