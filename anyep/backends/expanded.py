@@ -29,8 +29,8 @@ class ExpertPlaces(NamedTuple):
     @staticmethod
     def allocate(num_local_experts: int, positions: torch.Tensor) -> ExpertPlaces:
         """New counts on the device of `positions`."""
-        counts, ends = torch.empty((2, num_local_experts), dtype=torch.int32, device=positions.device)
-        return ExpertPlaces(counts, ends, positions)
+        counts = torch.empty(num_local_experts, dtype=torch.int32, device=positions.device)
+        return ExpertPlaces(counts, torch.empty_like(counts), positions)
 
 
 class RowTensors(NamedTuple):

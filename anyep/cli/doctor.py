@@ -356,18 +356,19 @@ def check_connections() -> Iterator[Finding]:
     """Whether copies run beside streams that wait, where ranks share a GPU."""
     if not _list_gpus():
         return
-    from anyep.backends.cuda.mps import CONNECTIONS, NEEDED_CONNECTIONS, problem_with_connections
+    from anyep.backends.cuda.mps import CONNECTIONS, CONNECTIONS_OF_A_GPU, problem_with_connections
 
     problem = problem_with_connections(os.environ)
     if problem is None:
-        yield Finding("connections", "ok", f"{CONNECTIONS} is {NEEDED_CONNECTIONS}")
+        yield Finding("connections", "ok", f"{CONNECTIONS} is {os.environ[CONNECTIONS]}")
         return
     yield Finding(
         "connections",
         "note",
         problem,
         "`anyep run`, `anyep demo` and `anyep bench` set it for ranks that share a GPU, unless it is set"
-        f" already; for your own jobs with the service: export {CONNECTIONS}={NEEDED_CONNECTIONS}."
+        f" already; for your own jobs with the service: export {CONNECTIONS}=8, or what is left of"
+        f" {CONNECTIONS_OF_A_GPU} for each rank on a GPU."
         " With one rank per GPU there is nothing to do",
     )
 

@@ -86,7 +86,8 @@ def placed(device: str, num_ranks: int) -> Iterator[Placement]:
                 # A service that the user has already started works as well.
                 if not MultiProcessService.is_running():
                     environment = stack.enter_context(MultiProcessService())
-                environment = environment | connections_for_ranks(os.environ)
+                per_gpu = -(-num_ranks // num_gpus)
+                environment = environment | connections_for_ranks(os.environ, per_gpu)
             except NotSupported as reason:
                 _warn_of_turns(num_ranks, num_gpus, str(reason))
         yield Placement(num_gpus, environment)
@@ -110,10 +111,13 @@ def take_gpu(gpu: int, rank: int) -> None:
         torch.cuda.set_device(gpu)
         torch.zeros(1, dtype=torch.uint8, device="cuda")
     except RuntimeError as error:
+        connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
         raise NotSupported(
             f"rank {rank} cannot use GPU {gpu}: {str(error).splitlines()[0]}. See whether others use it"
             " (nvidia-smi); a multi-process service that an earlier job has broken must be ended:"
             " echo quit | nvidia-cuda-mps-control"
+            + f"; CUDA_DEVICE_MAX_CONNECTIONS={connections} may be too much for all ranks"
+            * bool(connections)
         ) from error
     # The single-process reference sums in full float32, and some containers change this setting.
     torch.set_float32_matmul_precision("highest")

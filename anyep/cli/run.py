@@ -36,11 +36,11 @@ def run(
     if not module and not Path(program).is_file():
         raise InvalidCall(f"there is no script {program!r}: check its name, or add -m if it is a module")
     command = [sys.executable, "-u", *(["-m"] if module else []), program, *(arguments or [])]
-    raise typer.Exit(launch(num_ranks, command, _for_ranks_on_one_gpu(), prefix_lines=prefix))
+    raise typer.Exit(launch(num_ranks, command, _for_ranks_on_one_gpu(num_ranks), prefix_lines=prefix))
 
 
-def _for_ranks_on_one_gpu() -> dict[str, str]:
+def _for_ranks_on_one_gpu(num_ranks: int) -> dict[str, str]:
     """What ranks need in their environment where NVIDIA's multi-process service lets them share a GPU."""
     from anyep.backends.cuda.mps import MultiProcessService, connections_for_ranks
 
-    return connections_for_ranks(os.environ) if MultiProcessService.is_running() else {}
+    return connections_for_ranks(os.environ, num_ranks) if MultiProcessService.is_running() else {}

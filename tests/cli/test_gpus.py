@@ -180,8 +180,9 @@ def test_a_missing_service_is_a_warning(
 @pytest.mark.usefixtures("service")
 def test_a_number_of_connections_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with placed("cuda", 2) as placement:
-        assert placement.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    for num_ranks, connections in ((2, "32"), (3, "21"), (8, "8"), (16, "4"), (17, None)):
+        with placed("cuda", num_ranks) as placement:
+            assert placement.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with placed("cuda", 2) as placement:
         assert "CUDA_MPS_PIPE_DIRECTORY" in placement.environment
@@ -285,13 +286,14 @@ def test_doctor_on_a_gpu_with_the_service(tmp_path: Path) -> None:
 def test_doctor_tells_about_connections(tmp_path: Path) -> None:
     assert "connections" not in findings_of(PATH="", **NO_GPU)
     put_on_path(tmp_path, "nvidia-smi", LISTS_A_GPU)
-    for value, found in (("", "is not set: under"), ("1", "is 1: under")):
+    for value, found in (("", "is not set: under"), ("1", "is 1: under"), ("many", "is many: under")):
         finding = findings_of(PATH=str(tmp_path), CUDA_DEVICE_MAX_CONNECTIONS=value)["connections"]
         assert finding["state"] == "note"
         assert finding["detail"].startswith(f"CUDA_DEVICE_MAX_CONNECTIONS {found}")
-        assert "export CUDA_DEVICE_MAX_CONNECTIONS=32" in finding["next_step"]
-    finding = findings_of(PATH=str(tmp_path), CUDA_DEVICE_MAX_CONNECTIONS="32")["connections"]
+        assert "export CUDA_DEVICE_MAX_CONNECTIONS=8" in finding["next_step"]
+    finding = findings_of(PATH=str(tmp_path), CUDA_DEVICE_MAX_CONNECTIONS="8")["connections"]
     assert finding["state"] == "ok"
+    assert finding["detail"] == "CUDA_DEVICE_MAX_CONNECTIONS is 8"
     assert finding["next_step"] == ""
 
 

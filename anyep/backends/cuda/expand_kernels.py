@@ -201,7 +201,8 @@ def inputs_of_expansion(
     }
     if ids is not None:
         num_tiles = max(1, -(-room // PLACED_ROWS))
-        scratch = torch.empty((2, num_tiles, len(places.counts)), dtype=torch.int32, device=ids.device)
+        num_counts = -(-num_tiles * len(places.counts) // ALIGNED_NUMBERS) * ALIGNED_NUMBERS
+        scratch = torch.empty((2, num_counts), dtype=torch.int32, device=ids.device)
         values |= {"received_ids": ids, "num_placed_tiles": num_tiles}
         values |= {"tile_counts": scratch[0], "tiles_before": scratch[1]}
     if expanded is not None:

@@ -35,34 +35,41 @@ ENDED_BY_ITSELF: Final = "ended"
 PR_SET_PDEATHSIG: Final = 1
 CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Read by CUDA when a process first uses it: how many hardware queues the streams of a process share."""
-NEEDED_CONNECTIONS: Final = 32
+MOST_CONNECTIONS: Final = 32
+"""The most that CUDA gives a process."""
+CONNECTIONS_OF_A_GPU: Final = 64
+"""For all ranks that share a GPU: with 128 an H200 is out of memory when the last of them start CUDA."""
+ENOUGH_CONNECTIONS: Final = 4
 START_TIMEOUT_S: Final = 10.0
 END_TIMEOUT_S: Final = 5.0
 
 
-def connections_for_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+def connections_for_ranks(environment: Mapping[str, str], num_ranks: int) -> dict[str, str]:
     """What ranks that share a GPU need besides this environment: a value that the user has chosen stays.
 
-    >>> connections_for_ranks({}), connections_for_ranks({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    ({'CUDA_DEVICE_MAX_CONNECTIONS': '32'}, {})
+    >>> connections_for_ranks({}, 2), connections_for_ranks({}, 8), connections_for_ranks({}, 64)
+    ({'CUDA_DEVICE_MAX_CONNECTIONS': '32'}, {'CUDA_DEVICE_MAX_CONNECTIONS': '8'}, {})
+    >>> connections_for_ranks({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 2)
+    {}
     """
-    return {} if environment.get(CONNECTIONS) else {CONNECTIONS: str(NEEDED_CONNECTIONS)}
+    share = min(MOST_CONNECTIONS, CONNECTIONS_OF_A_GPU // num_ranks)
+    return {} if environment.get(CONNECTIONS) or share < ENOUGH_CONNECTIONS else {CONNECTIONS: str(share)}
 
 
 def problem_with_connections(environment: Mapping[str, str]) -> str | None:
     """Why copies may stand still under the service, or None if this environment is as they need it.
 
-    With fewer queues a copy may lie behind a stream that waits for a peer, which waits for that copy.
+    With few queues a copy may lie behind a stream that waits for a peer, which waits for that copy.
 
-    >>> problem_with_connections({"CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    >>> problem_with_connections({"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     """
     value = environment.get(CONNECTIONS)
-    if value == str(NEEDED_CONNECTIONS):
+    if value and value.isdecimal() and int(value) >= ENOUGH_CONNECTIONS:
         return None
     found = f"{CONNECTIONS} is {value}" if value else f"{CONNECTIONS} is not set"
     return (
         f"{found}: under NVIDIA's multi-process service, copies that are started while a stream waits for"
-        f" another rank may never run unless it is {NEEDED_CONNECTIONS}"
+        f" another rank may never run if it is less than {ENOUGH_CONNECTIONS}"
     )
 
 

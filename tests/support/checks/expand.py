@@ -183,7 +183,7 @@ class Run:
             (self.received, 1), self.places, compact, expanded, case.alignment, ids=self.ids
         )
         stream = torch.cuda.current_stream().cuda_stream if self.backend == "cuda" else 0
-        Batch(launches, device=0).run(Moment(stream), values)
+        assert Batch(launches, device=0).run(Moment(stream), values)
         if self.backend == "cuda":
             torch.cuda.synchronize()
 
@@ -329,7 +329,12 @@ def check_reduction(backend: str) -> None:
             found = run.reduce(RowTensors(*map(run.there, experts)))
             right = right_reduction(of_type, experts)
             for part, right_part in zip(found, right, strict=True):
-                assert_same(part, right_part)
+                assert_same(without_nans(part), without_nans(right_part))
+
+
+def without_nans(part: torch.Tensor | None) -> torch.Tensor | None:
+    """Which NaN a float32 sum is depends on the machine."""
+    return torch.where(part.isnan(), 7.0, part) if part is not None and part.dtype.itemsize == 4 else part
 
 
 def vars_of(case: Case) -> dict[str, Any]:

@@ -861,6 +861,7 @@ def let_ranks_wait(device: str) -> None:
             # The same heaps for both.
             call.heaps, call.addresses = calls[0].heaps, calls[0].addresses
             call.constants[constants.OWN_HEAP] = call.addresses[call.me]
+            call.inboxes = call.addresses[call.me].repeat(call.num_ranks)
             call.store("status", call.last, call.me)
         # While one waits for the other there is nothing that the host may wait for.
         prepared = [call.prepare_exchange()[0] for call in calls]

@@ -272,7 +272,7 @@ def check_dispatch_of_two_by_two(device: str) -> None:
 
 
 def check_dispatch_of_three_nodes(device: str) -> None:
-    sizes = Sizes(3, 2, ring_rows(device), 4, TokenLayout(hidden_bytes=64))
+    sizes = Sizes(3, 2, ring_rows(device), 2, TokenLayout(hidden_bytes=64))
     ranks = node_ranks(sizes, 1, device)
     NodeDispatch(nodes_of(sizes, 1, [14, 3, 8], 3), 3).check(ranks)
 
@@ -438,7 +438,7 @@ def check_combine_of_two_by_two(device: str) -> None:
 
 
 def check_combine_of_three_nodes(device: str) -> None:
-    sizes = Sizes(3, 2, ring_rows(device), 4, TokenLayout(hidden_bytes=64))
+    sizes = Sizes(3, 2, ring_rows(device), 2, TokenLayout(hidden_bytes=64))
     ranks = node_ranks(sizes, 1, device)
     for seed, dtype in enumerate((torch.float16, torch.float32)):
         NodeCombine(nodes_of(sizes, 1, [14, 3, 8], seed), seed, dtype).check(ranks)
