@@ -30,6 +30,14 @@ def script(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 SLOW = pytest.mark.slow
+WITH_A_BUFFER = (
+    "troubleshooting/hangs",
+    "troubleshooting/exceptions",
+    "concepts/ranks-and-nodes",
+    "concepts/handles",
+    "concepts/determinism",
+    "concepts/windows",
+)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=SLOW), pytest.param(4, marks=SLOW)])
@@ -49,7 +57,7 @@ def test_the_program_of_the_docs_runs(tmp_path: Path, num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=SLOW)])
 def test_the_first_run_and_what_other_pages_do_with_a_buffer(tmp_path: Path, num_ranks: int) -> None:
     """Blocks that begin with a Buffer and a handle run inside the first program."""
-    blocks = [code_of("docs/troubleshooting/hangs.md"), code_of("docs/troubleshooting/exceptions.md")]
+    blocks = [code_of(f"docs/{page}.md") for page in WITH_A_BUFFER]
     traffic = (ROOT / "docs/nodes.md").read_text().split("## What is sent")[1].split("```python\n")[1]
     blocks.append(traffic.split("```")[0].replace("dispatch(...)", "dispatch(x, handle)"))
     check = "assert sum(sent.normal.rows) == in_rank.sum()\n"
