@@ -158,8 +158,8 @@ class CombineInput(NamedTuple, Generic[R_co]):
     biases: tuple[torch.Tensor, ...]
     config: Config
     order: torch.Tensor | None = None
-    """int32 [tokens, ranks]: the ranks in the order in which their rows are added; by default ascending. Only
-    CPUs within a node add in another order."""
+    """int32 [tokens, ranks]: the ranks in the order in which their rows are added; by default ascending. Rows
+    from other nodes are added in no other order."""
 
     @property
     def token(self) -> TokenLayout:

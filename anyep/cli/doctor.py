@@ -361,7 +361,8 @@ def check_connections() -> Iterator[Finding]:
 
     problem = problem_with_connections(os.environ)
     if problem is None:
-        yield Finding("connections", "ok", f"{CONNECTIONS} is {os.environ['CUDA_DEVICE_MAX_CONNECTIONS']}")
+        given = os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+        yield Finding("connections", "ok", f"{CONNECTIONS} is {given}")
         return
     yield Finding(
         "connections",

@@ -376,10 +376,19 @@ class GpuCall:
         values["own_x"] = combined.x.data_ptr()
         for index, bias in enumerate(combined.biases):
             values[f"bias_{index}"] = bias
-        of_call = (rows.sizes(combined.token, combined.config), out.dtype, len(combined.biases))
+        of_call: tuple[Any, ...] = (
+            rows.sizes(combined.token, combined.config),
+            out.dtype,
+            len(combined.biases),
+        )
+        if combined.order is not None:
+            values["order"] = combined.order
+            self._used.append(combined.order)
+            of_call += (True,)
         if self._ops.windows.num_bytes:
             self._recipes.append((rows.pull_and_sum, *of_call))
             header, is_plain = self._header, combined.topk_weights is None and not combined.biases
+            is_plain = is_plain and combined.order is None
             if header is not None and is_plain and combined.x.shape[0] and header[X_OFFSET] >= 0:
                 is_staged = bool(self._staged)
                 self._keep = partial(self._ops.repeats.keep_combine, combined, header, is_staged=is_staged)

@@ -107,7 +107,8 @@ def bench(
         sweep_tokens=sweep_tokens,
     )
     check_sizes(setup)
-    setup = replace(setup, nodes=nodes_of(counts, device, topk, setup.experts, topk_nodes, network))
+    by_node = nodes_of(counts, device, mode, topk, setup.experts, topk_nodes, network)
+    setup = replace(setup, nodes=by_node)
     setup = replace(setup, against=_checked_library(against, setup))
     _check_sms(setup)
     _check_sweep_of_tokens(setup)

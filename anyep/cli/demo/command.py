@@ -91,7 +91,7 @@ def demo(
     counts = count_ranks(ranks, nodes, ranks_per_node, USUAL_RANKS)
     ranks = math.prod(counts)
     check_experts(experts, ranks, topk)
-    by_node = nodes_of(counts, device, topk, experts, topk_nodes, network)
+    by_node = nodes_of(counts, device, mode, topk, experts, topk_nodes, network)
     if mode == "normal":
         path = "auto" if path is None else path
         ok = _train(Job(ranks, tokens, hidden, experts, topk, steps, seed, path, device, by_node), as_json)
