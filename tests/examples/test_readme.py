@@ -76,9 +76,18 @@ def test_programs_run_by_launchers(script: Path, launcher: tuple[str, ...]) -> N
     check_program(launch_script(script, launcher=launcher), 2)
 
 
-def test_the_layer_comes_first_and_buffers_are_destroyed() -> None:
-    assert ["anyep.nn" in program for program in PROGRAMS] == [True, False]
-    assert all(".destroy()" in program or "with Buffer(" in program for program in PROGRAMS)
+def test_the_example_is_short_and_complete() -> None:
+    (program,) = PROGRAMS
+    assert len([line for line in program.splitlines() if line]) <= 10
+    assert "anyep.nn" in program
+    assert ".destroy()" in program
+
+
+def test_the_readme_begins_with_two_sentences_a_picture_and_two_commands() -> None:
+    words, picture, commands = (ROOT / "README.md").read_text().split("\n\n")[1:4]
+    assert words.count(". ") + words.count(".\n") == 1
+    assert re.match(r"!\[[^\]]+\]\(https://\S+\.svg\)$", picture)
+    assert len(commands.splitlines()) == 4
 
 
 @pytest.mark.parametrize("page", ["README.md", "compat/deep_ep/README.md"])
@@ -93,8 +102,16 @@ def test_links_work_on_a_package_page(page: str) -> None:
     for link in links:
         assert link.startswith("https://"), f"{link} is not absolute: begin it with {ADDRESS}/blob/main/"
         if link.startswith(f"{ADDRESS}/"):
-            path = re.sub(r"^(blob|tree)/main/", "", link.removeprefix(f"{ADDRESS}/")).split("#")[0]
+            address = re.sub(r"^(blob|tree|raw)/main/", "", link.removeprefix(f"{ADDRESS}/"))
+            path, _, anchor = address.partition("#")
             assert (ROOT / path).exists(), link
+            assert not anchor or anchor in anchors(ROOT / path), link
+
+
+def anchors(page: Path) -> list[str]:
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
 
 
 @pytest.mark.parametrize("project", ["pyproject.toml", "compat/deep_ep/pyproject.toml"])
