@@ -173,8 +173,9 @@ def _expert_blocks(local_experts: int) -> int:
 def inputs_of_placing(
     received: tuple[torch.Tensor, int], ids: torch.Tensor, places: ExpertPlaces, alignment: int
 ) -> dict[str, Any]:
-    """The inputs of the kernels that place rows with these local ids. `received` is where the number of received
-    rows is: a tensor of int32 counts, and an index."""
+    """The inputs of the kernels that place rows with these local ids.
+
+    `received` is where the number of received rows is: a tensor of int32 counts, and an index."""
     num_tiles = max(1, -(-ids.shape[0] // PLACED_ROWS))
     num_counts = -(-num_tiles * len(places.counts) // ALIGNED_NUMBERS) * ALIGNED_NUMBERS
     scratch = torch.empty((2, num_counts), dtype=torch.int32, device=ids.device)
