@@ -386,7 +386,7 @@ class Buffer:
         layout = Layout(
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
         )
-        dispatched: Dispatched | None = None
+        dispatched: Dispatched[Any] | None = None
         if streams == AT_ONCE and type(num_worst_tokens) is int and num_worst_tokens == 0:
             dispatched = checks.counted_again(
                 x, topk_idx, topk_weights, layout, expert_alignment, config, self.get_dispatch_config

@@ -270,7 +270,7 @@ class ElasticBuffer:
 
     def _new_handle(
         self,
-        done: Dispatched,
+        done: Dispatched[Any],
         tokens: checks.Tokens,
         kept_idx: torch.Tensor,
         waits: bool,
@@ -369,7 +369,7 @@ class ElasticBuffer:
         session = self._session()
         call = session.control.begin(Kind.COMBINE)
 
-        def check() -> CombineInput:
+        def check() -> CombineInput[Any]:
             checks.wait_for((previous_event, previous_event_before_epilogue))
             checks.checked_num_sms(num_sms)
             ops = session.normal.ops
@@ -424,6 +424,6 @@ class ElasticBuffer:
         return check_config(None, default, num_channels)
 
 
-def _received(done: Dispatched, ids: torch.Tensor, has_weights: bool, handle: EPHandle) -> Received:
+def _received(done: Dispatched[Any], ids: torch.Tensor, has_weights: bool, handle: EPHandle) -> Received:
     rows: Rows = done.x if done.scales is None else (done.x, done.scales)
     return rows, ids, done.topk_weights if has_weights else None, handle, EventOverlap()

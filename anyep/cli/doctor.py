@@ -276,12 +276,13 @@ def check_gpus() -> Iterator[Finding]:
         )
         return
     for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
         yield Finding(
             "gpu in torch",
             "ok",
-            f"cuda:{index}, CUDA {torch.version.cuda}, compute capability {facts.major}.{facts.minor},"
-            f" {facts.multi_processor_count} SMs",
+            f"cuda:{index}, CUDA {torch.version.cuda},"
+            f" compute capability {properties.major}.{properties.minor},"
+            f" {properties.multi_processor_count} SMs",
         )
     if torch.cuda.device_count() > 1:
         yield from _check_links()
