@@ -93,12 +93,8 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
     hosts = [host for _, host in options]
     topology = chosen_topology(hosts, own.chosen("ranks_per_node"))
     if topology.num_nodes > 1 and own.device != "cpu":
-        raise NotSupported(
-            f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs AnyEP works within one"
-            f" node so far; use ranks of one host, and leave out ranks_per_node ({RANKS_PER_NODE.name}),"
-            f" or pass device='cpu' ({DEVICE.name}=cpu)"
-        )
-    if topology.num_nodes > 1:
+        _check_nodes_of_gpus(topology, hosts, own)
+    if topology.num_nodes > 1 and own.device == "cpu":
         on_all_ranks(rendezvous, lambda: cpu.compile_kernels(cpu.Group.NODES))
     remote = _remote_ranks(topology, hosts, rendezvous.rank, own.network)
     if remote and own.enable_shrink:
@@ -137,6 +133,27 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
         num_result_bytes = min(share, own.num_window_bytes)
     all_heaps = [heaps[rank] for rank in range(topology.num_ranks)]
     return Connection(own, topology, region, all_heaps, windows, pids, num_result_bytes, transport)
+
+
+def _check_nodes_of_gpus(topology: Topology, hosts: list[str], options: Options) -> None:
+    """Refuse nodes that ranks on GPUs cannot form so far: only low-latency mode works between nodes, and
+    only through memory."""
+    nodes = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs"
+    if len(set(hosts)) > 1:
+        raise NotSupported(
+            f"{nodes} AnyEP works on one host so far: use ranks of one host, or pass device='cpu'"
+            f" ({DEVICE.name}=cpu)"
+        )
+    if options.network == NIXL:
+        raise NotSupported(
+            f"{nodes} nodes are connected by memory only, so far: leave out network ({NETWORK.name}), or pass"
+            f" device='cpu' ({DEVICE.name}=cpu)"
+        )
+    if not options.low_latency_mode:
+        raise NotSupported(
+            f"{nodes} only low-latency mode works between nodes so far: leave out ranks_per_node"
+            f" ({RANKS_PER_NODE.name}), or pass device='cpu' ({DEVICE.name}=cpu)"
+        )
 
 
 def _kernels_for(options: Options) -> list[cpu.Group]:

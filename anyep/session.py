@@ -62,7 +62,8 @@ class Lifetime(Protocol):
 class Session:
     """Owns everything of one rank's Buffer."""
 
-    normal: NormalMode
+    normal: NormalMode[Any, Any]
+    """Its types are those of the device, which is known at run time only."""
     heap: Heap
     """This rank's heap on its device."""
     elastic: ElasticOps | None = None
@@ -111,6 +112,11 @@ class Session:
     @property
     def windows(self) -> Windows:
         return self.normal.windows
+
+    @property
+    def has_normal_calls(self) -> bool:
+        """Whether normal mode can be called: not yet between nodes on GPUs."""
+        return self.options.device == "cpu" or self.topology.num_nodes == 1
 
     def _rings(self) -> Rings:
         options, topology = self.options, self.topology
@@ -163,7 +169,7 @@ class Session:
             self.low_latency = LowLatencyMode(control, low_latency_ops, masks, start, options.num_rdma_bytes)
         self.lifetime = CpuLifetime(control, stream, team)
 
-    def _way(self, mover: RowMover, transport: Transport | None) -> Way:
+    def _way(self, mover: RowMover, transport: Transport | None) -> Way[Any]:
         """How rows travel: within a node, or between nodes."""
         if self.topology.num_nodes == 1:
             return WithinNode(mover)

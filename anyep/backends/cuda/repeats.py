@@ -80,7 +80,9 @@ class Repeats:
             kind = config, num_channels, rows, payload.token, payload.source_bytes
             self._dispatch = _Dispatch(*kind, header.copy(), batch)
 
-    def keep_combine(self, combined: CombineInput, header: Array, recipes: Recipes, is_staged: bool) -> None:
+    def keep_combine(
+        self, combined: CombineInput[GpuRouting], header: Array, recipes: Recipes, is_staged: bool
+    ) -> None:
         """The same for a combine; `is_staged` if its rows were copied into a window."""
         rows = RowKind(combined.x.dtype, combined.x.shape[1])
         batch = Prepared(self._control.batches, recipes)
