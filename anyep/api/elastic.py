@@ -343,7 +343,7 @@ class ElasticBuffer:
         session = self._session()
         call = session.control.begin(Kind.COMBINE)
 
-        def check() -> tuple[CombineInput, EventOverlap | None]:
+        def check() -> tuple[CombineInput[Any], EventOverlap | None]:
             streams = checks.checked_streams(
                 previous_event, previous_event_before_epilogue, async_with_compute_stream
             )

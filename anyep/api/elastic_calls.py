@@ -62,7 +62,7 @@ class First(NamedTuple):
 class ElasticCalls:
     """The calls of one rank."""
 
-    def __init__(self, normal: NormalMode, ops: ElasticOps, rank: int, num_ranks: int) -> None:
+    def __init__(self, normal: NormalMode[Any, Any], ops: ElasticOps, rank: int, num_ranks: int) -> None:
         self._normal = normal
         self._ops = ops
         self._rank, self._num_ranks = rank, num_ranks
@@ -140,7 +140,7 @@ class ElasticCalls:
         ready = self._ops.follow(work, events, streams.run_async)
         return compact_x, compact_weights, _overlap(ready)
 
-    def _new_handle(self, first: First, done: Dispatched, layout: Layout) -> EPHandle:
+    def _new_handle(self, first: First, done: Dispatched[Any], layout: Layout) -> EPHandle:
         """A handle whose tensors are still to be filled."""
         tokens, ids = first.tokens, done.topk_idx
         assert ids is not None
@@ -173,7 +173,7 @@ class ElasticCalls:
         )
 
     def _fill_handle(
-        self, handle: EPHandle, done: Dispatched, topk_idx: torch.Tensor, stats: torch.Tensor | None
+        self, handle: EPHandle, done: Dispatched[Any], topk_idx: torch.Tensor, stats: torch.Tensor | None
     ) -> None:
         ids = done.topk_idx
         assert ids is not None
@@ -192,7 +192,7 @@ class ElasticCalls:
 
     def _finish(
         self,
-        done: Dispatched,
+        done: Dispatched[Any],
         handle: EPHandle,
         layout: Layout,
         has_weights: bool,
