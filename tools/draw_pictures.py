@@ -6,6 +6,7 @@ Their colours follow the reader's light or dark setting. `dispatch.svg` moves; w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -247,6 +248,36 @@ def moving_dispatch() -> str:
     )
 
 
+def beside_deep_ep() -> str:
+    """Bars for the table of docs/performance/gpu.md: rates of DeepEP and AnyEP."""
+    table = (FOLDER.parent / "performance" / "gpu.md").read_text().split("| DeepEP | AnyEP |")[1]
+    rows = re.findall(r"^\| (\d+) x (\d+) \| ([\w ]+) \| (\d+) \| (\d+) \|", table, re.MULTILINE)
+    left, scale, parts = 250.0, 0.5, []
+    for index, (ranks, sms, call, theirs, ours) in enumerate(rows):
+        y = 52 + 44 * index + 14 * (index // 3)
+        if index % 3 == 0:
+            parts.append(text(10, y + 21, f"{ranks} ranks, {sms} SMs", anchor="start"))
+        parts.append(text(left - 8, y + 21, call, anchor="end"))
+        for offset, look, value in ((0, "theirs", theirs), (17, "full", ours)):
+            width = scale * int(value)
+            parts.append(
+                f'<rect class="{look}" x="{left:g}" y="{y + offset:g}" width="{width:g}" height="15" rx="2"/>'
+            )
+            parts.append(text(left + width + 6, y + offset + 12, value, small=True, anchor="start"))
+    return picture(
+        660,
+        490,
+        "Rates of DeepEP and AnyEP between ranks that share one H200, GB/s per rank",
+        "<style>.theirs{fill:#8c959f}@media(prefers-color-scheme:dark){.theirs{fill:#6e7681}}</style>",
+        f'<rect class="theirs" x="{left:g}" y="16" width="15" height="15" rx="2"/>',
+        text(left + 22, 28, "DeepEP", anchor="start"),
+        f'<rect class="full" x="{left + 90:g}" y="16" width="15" height="15" rx="2"/>',
+        text(left + 112, 28, "AnyEP", anchor="start"),
+        text(left + 180, 28, "GB/s per rank", anchor="start", small=True),
+        *parts,
+    )
+
+
 PICTURES: Final[dict[str, Callable[[], str]]] = {
     "one-node.svg": one_node,
     "between-nodes.svg": between_nodes,
@@ -254,6 +285,7 @@ PICTURES: Final[dict[str, Callable[[], str]]] = {
     "ring.svg": ring,
     "windows-and-rings.svg": windows_and_rings,
     "overlap.svg": overlap,
+    "beside-deep-ep.svg": beside_deep_ep,
     "dispatch.svg": moving_dispatch,
 }
 
