@@ -91,7 +91,7 @@ class TunedFinding(Finding):
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of findings.")] = False,
 ) -> None:
-    """Tell what this machine can do, and what to do about what it can't."""
+    """Show what AnyEP can use on this machine, and how to get what is missing."""
     findings = examine_machine()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
