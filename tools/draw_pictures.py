@@ -160,6 +160,57 @@ def windows_and_rings() -> str:
     )
 
 
+LOOP: Final = (
+    *(("send A", 52), ("send B", 52), ("receive A", 64), ("experts A", 88), ("send A'", 54)),
+    *(("receive B", 64), ("experts B", 88), ("send B'", 54), ("receive A'", 68)),
+)
+"""What a program does, one after the other, and how long it takes. A' are the outputs of A's experts."""
+
+
+def overlap() -> str:
+    """Two micro-batches in turns: the rows of one travel while the experts work on the other."""
+    left, end, x = 110.0, 740.0, 110.0
+    steps, sent, received = [], {}, {}
+    for words, width in LOOP:
+        what, name = words.split()
+        steps.append(_step(x, 46, width, words, f"step{name[0].lower()}"))
+        if what == "send":
+            sent[name] = x + width
+        elif what == "receive":
+            received[name] = x
+        x += width + 2
+    ways = [
+        _step(start, 100 + 40 * (name[0] == "B"), received.get(name, end) - start, f"rows {name}", look)
+        for name, start in sent.items()
+        for look in [f"way{name[0].lower()}"]
+    ]
+    return picture(
+        750,
+        214,
+        "The timeline of an overlapped step: rows of one micro-batch travel while experts work on the other",
+        "<style>.stepa{fill:#b6d7ff;stroke:#0969da}.stepb{fill:#e2d3fb;stroke:#8250df}"
+        ".waya,.wayb{fill:none;stroke:#0969da;stroke-dasharray:4 3}.wayb{stroke:#8250df}"
+        "@media(prefers-color-scheme:dark){.stepa{fill:#0c3d7a;stroke:#4493f8}"
+        ".stepb{fill:#44297a;stroke:#ab7df8}.waya{stroke:#4493f8}.wayb{stroke:#ab7df8}}</style>",
+        text(left, 24, "time", anchor="start", small=True),
+        arrow(left + 32, 20, end, 20),
+        text(96, 68, "the program", anchor="end"),
+        text(96, 142, "on the way", anchor="end"),
+        *steps,
+        *ways,
+        text(
+            425,
+            202,
+            "While the experts work on A, the rows of B travel; the hook that receives B finds them.",
+        ),
+    )
+
+
+def _step(x: float, y: float, width: float, words: str, look: str) -> str:
+    rect = f'<rect class="{look}" x="{x:g}" y="{y:g}" width="{width:g}" height="34" rx="4"/>'
+    return rect + text(x + width / 2, y + 21, words, small=True)
+
+
 ROUTES: Final = ((0, 1), (0, 2), (1, 3), (1, 0), (2, 2), (2, 0), (3, 1), (3, 2))
 """The tokens of the moving picture: from which rank to which."""
 
@@ -202,6 +253,7 @@ PICTURES: Final[dict[str, Callable[[], str]]] = {
     "low-latency.svg": low_latency,
     "ring.svg": ring,
     "windows-and-rings.svg": windows_and_rings,
+    "overlap.svg": overlap,
     "dispatch.svg": moving_dispatch,
 }
 

@@ -197,7 +197,7 @@ class GpuNormalOps:
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch | StartedDispatch] | None:
+    ) -> Callable[[Call], CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]] | None:
         return self.counted_repeats.start(self, tokens, config) if self._has_no_error() else None
 
     def _is_quiet(self) -> bool:
@@ -221,7 +221,7 @@ class GpuNormalOps:
         x = _aligned(payload.x)
         return payload if x is payload.x else dataclasses.replace(payload, x=x)
 
-    def aligned_input(self, combined: CombineInput) -> CombineInput:
+    def aligned_input(self, combined: CombineInput[GpuRouting]) -> CombineInput[GpuRouting]:
         biases = tuple(_aligned(bias) for bias in combined.biases)
         return combined._replace(x=_aligned(combined.x), biases=biases)
 

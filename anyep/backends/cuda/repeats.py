@@ -24,7 +24,7 @@ from anyep.backends.cuda.batch import Prepared, Recipes
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.normal_call import SCALES_PART
 from anyep.backends.cuda.plain import Part, RowKind, rows_and_scales
-from anyep.backends.cuda.routing import known_routing
+from anyep.backends.cuda.routing import GpuRouting, known_routing
 from anyep.backends.cuda.templates import template
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.core.calls import Array, Call, Kind, Phase
@@ -118,7 +118,9 @@ class Repeats:
             kind = config, num_channels, rows, payload.token, payload.source_bytes
             self._dispatch = _Dispatch(*kind, header.tobytes(), batch)
 
-    def keep_combine(self, combined: CombineInput, header: Array, recipes: Recipes, is_staged: bool) -> None:
+    def keep_combine(
+        self, combined: CombineInput[GpuRouting], header: Array, recipes: Recipes, is_staged: bool
+    ) -> None:
         """The same for a combine; `is_staged` if its rows were copied into a window."""
         rows = RowKind(combined.x.dtype, combined.x.shape[1])
         batch = Prepared(self._control.batches, recipes, OF_COMBINE)
