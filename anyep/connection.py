@@ -25,6 +25,7 @@ PAGE_BYTES: Final = 4096
 NIXL: Final = "nixl"
 LOOPBACK: Final = "loopback"
 NETWORKS: Final = (NIXL, LOOPBACK)
+ELASTIC: Final = "ElasticBuffer"
 T = TypeVar("T")
 
 
@@ -41,6 +42,8 @@ class Options:
     num_window_bytes: int | None
     network: str | None = None
     timeout_s: float = TIMEOUT_S.default
+    api: str = "Buffer"
+    """The class that was made; messages name it."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The source of each option that a setting can give, by name; it may differ between ranks."""
 
@@ -90,12 +93,8 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
     hosts = [host for _, host in options]
     topology = chosen_topology(hosts, own.chosen("ranks_per_node"))
     if topology.num_nodes > 1 and own.device != "cpu":
-        raise NotSupported(
-            f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs AnyEP works within one"
-            f" node so far; use ranks of one host, and leave out ranks_per_node ({RANKS_PER_NODE.name}),"
-            f" or pass device='cpu' ({DEVICE.name}=cpu)"
-        )
-    if topology.num_nodes > 1:
+        _check_nodes_of_gpus(topology, hosts, own)
+    if topology.num_nodes > 1 and own.device == "cpu":
         on_all_ranks(rendezvous, lambda: cpu.compile_kernels(cpu.Group.NODES))
     remote = _remote_ranks(topology, hosts, rendezvous.rank, own.network)
     if remote and own.enable_shrink:
@@ -136,11 +135,34 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
     return Connection(own, topology, region, all_heaps, windows, pids, num_result_bytes, transport)
 
 
+def _check_nodes_of_gpus(topology: Topology, hosts: list[str], options: Options) -> None:
+    """Refuse nodes that ranks on GPUs cannot form so far: only low-latency mode works between nodes, and
+    only through memory."""
+    nodes = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs"
+    if len(set(hosts)) > 1:
+        raise NotSupported(
+            f"{nodes} AnyEP works on one host so far: use ranks of one host, or pass device='cpu'"
+            f" ({DEVICE.name}=cpu)"
+        )
+    if options.network == NIXL:
+        raise NotSupported(
+            f"{nodes} nodes are connected by memory only, so far: leave out network ({NETWORK.name}), or pass"
+            f" device='cpu' ({DEVICE.name}=cpu)"
+        )
+    if not options.low_latency_mode:
+        raise NotSupported(
+            f"{nodes} only low-latency mode works between nodes so far: leave out ranks_per_node"
+            f" ({RANKS_PER_NODE.name}), or pass device='cpu' ({DEVICE.name}=cpu)"
+        )
+
+
 def _kernels_for(options: Options) -> list[cpu.Group]:
     """The groups of kernels that these ranks will call, as far as that is known before they connect."""
     if options.device != "cpu":
         return [cpu.Group.CONTROL, cpu.Group.GPU]
     needed = [cpu.Group.CONTROL, cpu.Group.NORMAL]
+    if options.api == ELASTIC:
+        needed.append(cpu.Group.EXPANDED)
     return [*needed, cpu.Group.LOW_LATENCY] if options.low_latency_mode else needed
 
 

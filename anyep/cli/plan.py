@@ -1,5 +1,7 @@
-"""`anyep plan`: how much memory a cluster's ranks need, where it goes, and a picture of it; and, with
-`--validate`, published times beside predicted ones."""
+"""`anyep plan`: how much memory a cluster's ranks need, where it goes, and a picture of it.
+
+With `--machine` it predicts how long dispatch and combine take there; with `--validate` it prints published
+times beside predicted ones."""
 
 from __future__ import annotations
 
@@ -13,11 +15,18 @@ import typer
 from anyep.cli import options
 from anyep.cli.checks import check_file, writing
 from anyep.cli.memory_plan import ELEMENT_BYTES, MemoryPlan, Workload
+from anyep.cli.plan_times import asked_of, show_times
 from anyep.cli.units import format_bytes, parse_bytes
 from anyep.errors import InvalidCall
 from anyep.sizes import NUM_DEFAULT_SMS, NUM_MAX_NVL_PEERS, Config
 
 MAP_ENDINGS = (".svg", ".png")
+TIMES_ALONE = ("library", "topk_nodes", "compute_us", "plot_file")
+TIMES_OPTIONS = (
+    *("ranks", "hidden", "dtype", "tokens", "topk", "experts", "num_sms", "ranks_per_node"),
+    *("low_latency_tokens", "as_json", "machine"),
+    *TIMES_ALONE,
+)
 STANDARD_OUTPUT = "-"
 """What may follow --json, which has no other place to print to."""
 
@@ -53,15 +62,32 @@ def plan(
     map_file: Annotated[
         Path | None, typer.Option("--map", help="Draw one rank's memory to this .svg or .png file.")
     ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Predict times on this machine: a name in anyep/machines, or a .toml file."),
+    ] = None,
+    library: Annotated[
+        str | None, typer.Option(help="With --machine: whose kernels; the first of the machine's file.")
+    ] = None,
+    topk_nodes: Annotated[
+        int | None,
+        typer.Option(help="With --machine: nodes that a token's experts may be on; all where not given."),
+    ] = None,
+    compute_us: Annotated[
+        float, typer.Option(help="With --machine: a computation beside each call, in microseconds.")
+    ] = 0.0,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="With --machine: draw times and rates to this file.")
+    ] = None,
     with_validation: Annotated[
         bool,
         typer.Option("--validate", help="Compare predicted times with published ones instead."),
     ] = False,
 ) -> None:
-    """Show how much memory each rank needs and where it goes."""
+    """Show how much memory each rank needs and where it goes; with --machine, how long calls take."""
     files = [file for file in figures or [] if not (as_json and str(file) == STANDARD_OUTPUT)]
     if with_validation:
-        _check_alone(context)
+        _check_alone(context, ("figures", "as_json", "with_validation"), "--validate")
         from anyep.cli.validation_report import validate
 
         validate(files, as_json)
@@ -71,6 +97,12 @@ def plan(
             f"{str(files[0])!r} is a file of figures only with --validate: add it, or leave it out"
         )
     workload = Workload(hidden, dtype, tokens, topk, experts, num_sms, ranks_per_node, low_latency_tokens)
+    if machine is not None:
+        _check_alone(context, TIMES_OPTIONS, "--machine")
+        asked = asked_of(workload, _parse_ranks(ranks), machine, library, topk_nodes, compute_us)
+        show_times(asked, as_json, plot_file)
+        return
+    _check_needs_machine(context)
     plans = [MemoryPlan(workload, count) for count in _parse_ranks(ranks)]
     records = [plan.record() for plan in plans]
     memory_bytes = parse_bytes("--memory", memory) if memory is not None else None
@@ -87,13 +119,27 @@ def plan(
         _print_rows(plans, memory_bytes)
 
 
-def _check_alone(context: typer.Context) -> None:
-    """Refuse options that --validate would pass over."""
+def _given(context: typer.Context) -> dict[str, str]:
+    """The options on the command line, by the name of their parameter."""
+    found = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        is_given = source is not None and source.name == "COMMANDLINE"
-        if is_given and parameter.name not in ("figures", "as_json", "with_validation"):
-            raise InvalidCall(f"{parameter.opts[0]} has no effect with --validate: leave one of them out")
+        if source is not None and source.name == "COMMANDLINE":
+            found[parameter.name or ""] = parameter.opts[0]
+    return found
+
+
+def _check_alone(context: typer.Context, allowed: tuple[str, ...], option: str) -> None:
+    """Refuse options that another one would pass over."""
+    for name, wrong in _given(context).items():
+        if name not in allowed:
+            raise InvalidCall(f"{wrong} has no effect with {option}: leave one of them out")
+
+
+def _check_needs_machine(context: typer.Context) -> None:
+    for name, option in _given(context).items():
+        if name in TIMES_ALONE:
+            raise InvalidCall(f"{option} is about predicted times: say on which machine with --machine")
 
 
 def _parse_ranks(text: str) -> list[int]:

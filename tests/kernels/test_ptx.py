@@ -269,10 +269,11 @@ def types_of_sums(dtype: int, num_biases: int) -> dict[str, str]:
     """Biases that are not there are tables."""
     values = "*fp32" if dtype == cpu.FP32 else "*u16"
     biases = [*[values] * num_biases, "*i64", "*i64"]
-    return {"out.x": values, "biases.first": biases[0], "biases.second": biases[1]}
+    types = {"out.x": values, "out.order": "*i32"}
+    return types | {"biases.first": biases[0], "biases.second": biases[1]}
 
 
-def pull(num_ranks: int, tile_tokens: int, dtype: int, num_biases: int) -> Source:
+def pull(num_ranks: int, tile_tokens: int, dtype: int, num_biases: int, is_ordered: bool = False) -> Source:
     source = normal(
         sums.pull_and_sum,
         32,
@@ -286,6 +287,7 @@ def pull(num_ranks: int, tile_tokens: int, dtype: int, num_biases: int) -> Sourc
         NUM_RANKS=num_ranks,
         RANK_BLOCK=num_ranks,
         IN_HARDWARE=True,
+        ORDERED=is_ordered,
     )
     # Read from all, with biases, and written once.
     moves = partial(moves_words_of_128_bits, num_ranks + num_biases, 1)
@@ -370,12 +372,14 @@ def ring_dispatch(num_ranks: int, num_warps: int, stages: int, scale_block: int 
     return Source(rings.dispatch_through_rings, types, blocks | tile, {"num_warps": num_warps}, aspects)
 
 
-def ring_combine(num_ranks: int, num_warps: int, stages: int, dtype: int, num_biases: int = 0) -> Source:
+def ring_combine(
+    num_ranks: int, num_warps: int, stages: int, dtype: int, num_biases: int = 0, is_ordered: bool = False
+) -> Source:
     types = TYPES | types_of_sums(dtype, num_biases)
     blocks = {"NUM_RANKS": num_ranks, "RANK_BLOCK": num_ranks, "TOPK_BLOCK": 8}
     # 16 bytes per thread at least.
     tile = {"TILE_TOKENS": 16, "TILE_WORDS": 8 * num_warps, "TILE_VALUES": 16 * num_warps, "STAGES": stages}
-    kind = {"DTYPE": dtype, "NUM_BIASES": num_biases, "IN_HARDWARE": True}
+    kind = {"DTYPE": dtype, "NUM_BIASES": num_biases, "IN_HARDWARE": True, "ORDERED": is_ordered}
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     aspects = (*ring_aspects(stages, 2), adds_up)
     return Source(rings.combine_through_rings, types, blocks | tile | kind, options, aspects)
@@ -550,12 +554,14 @@ KERNELS: dict[str, Source] = {
     "sums of bf16 between 2": pull(2, 32, cpu.BF16, 0),
     "sums of bf16 between 4": pull(4, 8, cpu.BF16, 0),
     "sums of bf16 between 8": pull(8, 16, cpu.BF16, 2),
+    "sums in another order": pull(8, 16, cpu.BF16, 0, is_ordered=True),
     "sums of fp16": pull(4, 8, cpu.FP16, 1),
     "sums of float32": pull(2, 32, cpu.FP32, 2),
     "dispatch through rings between 2": ring_dispatch(2, 32, 3),
     "dispatch through rings between 8": ring_dispatch(8, 16, 4, scale_block=64),
     "dispatch through rings in one stage": ring_dispatch(4, 32, 1),
     "combine of bf16 through rings between 8": ring_combine(8, 16, 4, cpu.BF16),
+    "combine through rings in another order": ring_combine(8, 16, 4, cpu.BF16, is_ordered=True),
     "combine of bf16 through rings in one stage": ring_combine(4, 16, 1, cpu.BF16),
     "combine of fp16 through rings": ring_combine(2, 32, 3, cpu.FP16, num_biases=1),
     "combine of float32 through rings": ring_combine(2, 16, 3, cpu.FP32, num_biases=2),

@@ -59,6 +59,7 @@ from anyep.backends.cuda.kernels.groups import (
     Tables,
 )
 from anyep.backends.cuda.kernels.pointers import float32_at, int32_at, row_words_at, words_at
+from anyep.backends.cuda.kernels.sums import ranks_at
 from anyep.core import outcomes
 
 GOOD = tl.constexpr(outcomes.GOOD)
@@ -600,13 +601,15 @@ def combine_through_rings(
     STAGES: tl.constexpr,
     TILE_VALUES: tl.constexpr,
     IN_HARDWARE: tl.constexpr = True,
+    ORDERED: tl.constexpr = False,
 ):
     """Push this rank's rows back to their sources, unless they lie in a window, and sum its own tokens' rows.
 
     `targets[r]` holds the address of rank r's rows, or 0 if they come through rings, the address of their
     weights, and their number. The rows of a channel arrive in the order of its tokens. Sums are in float32,
-    ranks ascending, starting from the sum of the biases, or from the first one, or from +0.0. Top-k weights
-    are summed likewise, per choice, without bias. A row that a window does not have is left out: BAD_ROWS is
+    ranks ascending, or in the order of `out.order` if ORDERED is set, starting from the sum of the biases, or
+    from the first one, or from +0.0. Top-k weights are summed likewise, per choice, without bias. A row that
+    a window does not have is left out: BAD_ROWS is
     then 5 (bad handle) + 16 * its rank. The kernel does nothing if the outcome so far, the first word of the
     call's state, is not 0, or if no rows go through rings.
 
@@ -673,6 +676,7 @@ def combine_through_rings(
                     TILE_TOKENS,
                     TILE_VALUES,
                     IN_HARDWARE,
+                    ORDERED,
                 )
                 channel = next_channel(channel, num_channels, state)
 
@@ -731,6 +735,19 @@ def push_rows(
 
 
 @triton.jit
+def of_ranks(by_rank, ranks, NUM_RANKS: tl.constexpr):
+    """What the tuple `by_rank` has for each of some ranks.
+
+    Example:
+    Of ([1, 2], [3, 4]), the ranks [1, 0] have [3, 2].
+    """
+    found = by_rank[0]
+    for rank in tl.static_range(1, NUM_RANKS):
+        found = tl.where(ranks == rank, by_rank[rank], found)
+    return found
+
+
+@triton.jit
 def sum_tokens(
     x,
     out,
@@ -750,6 +767,7 @@ def sum_tokens(
     TILE_TOKENS: tl.constexpr,
     TILE_VALUES: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
     """Add up the rows of a channel's tokens, tile by tile, reading them from windows or from rings.
 
@@ -798,6 +816,16 @@ def sum_tokens(
                     source = float32_at(tl.where(is_pushed, entry + beside.weights_at, in_window))
                     mask = (is_pushed | is_pulled)[:, None] & (choices < beside.num_topk)[None, :]
                     weights += (tl.load(source[:, None] + choices[None, :], mask=mask, other=0.0),)
+            if ORDERED:
+                sources_by_rank = sources
+                weights_by_rank = weights
+                sources = tl.tuple(())
+                weights = tl.tuple(())
+                for place in tl.static_range(NUM_RANKS):
+                    next_ranks = ranks_at(out.order, tokens, is_token, place, NUM_RANKS)
+                    sources += (of_ranks(sources_by_rank, next_ranks, NUM_RANKS),)
+                    if TOPK_BLOCK:
+                        weights += (of_ranks(weights_by_rank, next_ranks[:, None], NUM_RANKS),)
             for start in tl.range(0, hidden, TILE_VALUES, num_stages=1):
                 columns = start + tl.arange(0, TILE_VALUES)
                 is_column = (columns < hidden)[None, :]
