@@ -25,6 +25,7 @@ PAGE_BYTES: Final = 4096
 NIXL: Final = "nixl"
 LOOPBACK: Final = "loopback"
 NETWORKS: Final = (NIXL, LOOPBACK)
+ELASTIC: Final = "ElasticBuffer"
 T = TypeVar("T")
 
 
@@ -41,6 +42,8 @@ class Options:
     num_window_bytes: int | None
     network: str | None = None
     timeout_s: float = TIMEOUT_S.default
+    api: str = "Buffer"
+    """The class that was made; messages name it."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The source of each option that a setting can give, by name; it may differ between ranks."""
 
@@ -158,6 +161,8 @@ def _kernels_for(options: Options) -> list[cpu.Group]:
     if options.device != "cpu":
         return [cpu.Group.CONTROL, cpu.Group.GPU]
     needed = [cpu.Group.CONTROL, cpu.Group.NORMAL]
+    if options.api == ELASTIC:
+        needed.append(cpu.Group.EXPANDED)
     return [*needed, cpu.Group.LOW_LATENCY] if options.low_latency_mode else needed
 
 

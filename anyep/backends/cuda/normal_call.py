@@ -320,7 +320,7 @@ class GpuCall:
 
     # Combine
 
-    def stage(self, combined: CombineInput, header: Array) -> None:
+    def stage(self, combined: CombineInput[GpuRouting], header: Array) -> None:
         """Copy rows into a window for the peers. If it has no room, rows go through rings. Without any
         windows the ring kernel runs even if there are no rows, because the results must be filled."""
         x, routing = combined.x, combined.routing
@@ -348,7 +348,7 @@ class GpuCall:
             offsets.append(offset)
         header[X_OFFSET], header[WEIGHTS_OFFSET] = offsets
 
-    def _copy_to(self, offset: int, tensor: torch.Tensor, combined: CombineInput) -> None:
+    def _copy_to(self, offset: int, tensor: torch.Tensor, combined: CombineInput[GpuRouting]) -> None:
         """Copy rows or weights into a window; of the rows those that other ranks read, since this rank reads
         its own where they are."""
         window = self._ops.windows.tensor(offset, tuple(tensor.shape), tensor.dtype)
@@ -368,7 +368,9 @@ class GpuCall:
             self._ops.windows.give_back(window, num_bytes)
         self._staged = []
 
-    def reduce(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+    def reduce(
+        self, combined: CombineInput[GpuRouting], out: torch.Tensor, out_weights: torch.Tensor | None
+    ) -> None:
         rows, values = self._ops.rows, self._values
         values["out"], values["out_weights"] = out, out_weights
         values["own_x"] = combined.x.data_ptr()
