@@ -70,6 +70,39 @@ def test_the_first_run_and_what_other_pages_do_with_a_buffer(tmp_path: Path, num
     assert len(found) == num_ranks
 
 
+NAMES = """
+import torch, torch.distributed as dist
+from anyep import Buffer
+hidden = 64
+"""
+"""What the programs of docs/running.md and docs/api.md take for granted."""
+
+
+def test_programs_that_show_how_a_buffer_is_made(tmp_path: Path) -> None:
+    running = code_of("docs/running.md")
+    api = code_of("docs/api.md").replace("buffer =", "second =").replace("group,", "dist.group.WORLD,")
+    assert "...\n" in running
+    script = tmp_path / "made.py"
+    script.write_text(NAMES + running.replace("...\n", f"{api}print(buffer, second)\nsecond.destroy()\n"))
+    finished = run_script(script, num_ranks=2, env={"ANYEP_DEVICE": "cpu"})
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("; working>") == 4
+
+
+NOT_RUN = {"docs/gpus.md": "needs a GPU", "docs/howto/megatron.md": "needs Megatron-LM"}
+
+
+def test_every_program_of_the_docs_is_run() -> None:
+    """A page with a program is named by a test, or in `NOT_RUN`."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    tests += '"docs/tutorial.md"' if '"docs" / "tutorial.md"' in tests else ""
+    for page in (ROOT / "docs").rglob("*.md"):
+        if "```python\n" in page.read_text():
+            name = str(page.relative_to(ROOT))
+            is_named = f'{name}"' in tests or name.removeprefix("docs/").removesuffix(".md") in WITH_A_BUFFER
+            assert is_named, f"no test runs the program of {name}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [("anyep", "run", "-n"), ("torch.distributed.run", "--nproc-per-node")])
 def test_programs_run_by_launchers(script: Path, launcher: tuple[str, ...]) -> None:

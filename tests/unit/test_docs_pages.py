@@ -107,6 +107,13 @@ def test_no_page_is_long(page: Path) -> None:
         assert num_lines <= MAX_LINES, f"{num_lines} lines: split it into pages of one idea each"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
+    first = page.read_text().split("\n\n")[1]
+    told = re.search(r"After this page|[Tt]h(?:is|ese) pages?|These commands|Look up|Find here", first)
+    assert told or page.name == "index.md", f"say first what the reader will be able to do: {first!r}"
+
+
 def test_every_page_is_in_the_menu_once() -> None:
     menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     shown_pages = re.findall(r"([\w/-]+\.md)$", menu, re.MULTILINE)
