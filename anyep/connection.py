@@ -90,12 +90,8 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
     hosts = [host for _, host in options]
     topology = chosen_topology(hosts, own.chosen("ranks_per_node"))
     if topology.num_nodes > 1 and own.device != "cpu":
-        raise NotSupported(
-            f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs AnyEP works within one"
-            f" node so far; use ranks of one host, and leave out ranks_per_node ({RANKS_PER_NODE.name}),"
-            f" or pass device='cpu' ({DEVICE.name}=cpu)"
-        )
-    if topology.num_nodes > 1:
+        _check_gpu_nodes(own, topology, hosts)
+    elif topology.num_nodes > 1:
         on_all_ranks(rendezvous, lambda: cpu.compile_kernels(cpu.Group.NODES))
     remote = _remote_ranks(topology, hosts, rendezvous.rank, own.network)
     if remote and own.enable_shrink:
@@ -150,6 +146,23 @@ def chosen_topology(hosts: list[str], ranks_per_node: Chosen[int | None]) -> Top
         return topology_of_hosts(hosts, ranks_per_node.value)
     except InvalidCall as error:
         raise ranks_per_node.explain(error) from None
+
+
+def _check_gpu_nodes(own: Options, topology: Topology, hosts: list[str]) -> None:
+    """Refuse what GPUs cannot do between nodes so far."""
+    nodes = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks"
+    if own.network == NIXL or len(set(hosts)) > 1:
+        raise NotSupported(
+            f"{nodes}: between GPUs AnyEP reaches only virtual nodes on one host so far, through memory; use"
+            f" ranks of one host with network={LOOPBACK!r} ({NETWORK.name}={LOOPBACK}), or pass device='cpu'"
+            f" ({DEVICE.name}=cpu)"
+        )
+    if own.low_latency_mode:
+        raise NotSupported(
+            f"{nodes} with low_latency_mode: on GPUs low-latency mode works within one node so far; leave out"
+            f" ranks_per_node ({RANKS_PER_NODE.name}) or low_latency_mode, or pass device='cpu'"
+            f" ({DEVICE.name}=cpu)"
+        )
 
 
 def _remote_ranks(topology: Topology, hosts: list[str], rank: int, network: str | None) -> list[int]:

@@ -125,6 +125,8 @@ class GpuCounts(NamedTuple):
     in_rank: torch.Tensor
     by_rank: torch.Tensor
     by_expert: torch.Tensor
+    by_node: torch.Tensor | None = None
+    """Between nodes; the user may leave it out."""
 
     @property
     def num_experts(self) -> int:
