@@ -14,7 +14,7 @@ from anyep.join.agreement import RankValue, check_agreement
 from anyep.join.rendezvous import Rendezvous
 from anyep.layout import ControlRegion
 from anyep.machine import address_space_limit_bytes, free_memory_bytes, host_identity
-from anyep.settings import ARGUMENT, DEVICE, NETWORK, RANKS_PER_NODE, TIMEOUT_S, Chosen
+from anyep.settings import ARGUMENT, DEVICE, NETWORK, TIMEOUT_S, Chosen
 from anyep.topology import Topology, topology_of_hosts
 from anyep.transport.base import Engine
 from anyep.transport.nixl import NixlEngine
@@ -25,6 +25,7 @@ PAGE_BYTES: Final = 4096
 NIXL: Final = "nixl"
 LOOPBACK: Final = "loopback"
 NETWORKS: Final = (NIXL, LOOPBACK)
+ELASTIC: Final = "ElasticBuffer"
 T = TypeVar("T")
 
 
@@ -41,6 +42,8 @@ class Options:
     num_window_bytes: int | None
     network: str | None = None
     timeout_s: float = TIMEOUT_S.default
+    api: str = "Buffer"
+    """The class that was made; messages name it."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The source of each option that a setting can give, by name; it may differ between ranks."""
 
@@ -90,8 +93,8 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
     hosts = [host for _, host in options]
     topology = chosen_topology(hosts, own.chosen("ranks_per_node"))
     if topology.num_nodes > 1 and own.device != "cpu":
-        _check_gpu_nodes(own, topology, hosts)
-    elif topology.num_nodes > 1:
+        _check_nodes_of_gpus(topology, hosts, own)
+    if topology.num_nodes > 1 and own.device == "cpu":
         on_all_ranks(rendezvous, lambda: cpu.compile_kernels(cpu.Group.NODES))
     remote = _remote_ranks(topology, hosts, rendezvous.rank, own.network)
     if remote and own.enable_shrink:
@@ -132,11 +135,28 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
     return Connection(own, topology, region, all_heaps, windows, pids, num_result_bytes, transport)
 
 
+def _check_nodes_of_gpus(topology: Topology, hosts: list[str], options: Options) -> None:
+    """Refuse nodes that ranks on GPUs cannot form so far: they are connected by memory only."""
+    nodes = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs"
+    if len(set(hosts)) > 1:
+        raise NotSupported(
+            f"{nodes} AnyEP works on one host so far: use ranks of one host, or pass device='cpu'"
+            f" ({DEVICE.name}=cpu)"
+        )
+    if options.network == NIXL:
+        raise NotSupported(
+            f"{nodes} nodes are connected by memory only, so far: leave out network ({NETWORK.name}), or pass"
+            f" device='cpu' ({DEVICE.name}=cpu)"
+        )
+
+
 def _kernels_for(options: Options) -> list[cpu.Group]:
     """The groups of kernels that these ranks will call, as far as that is known before they connect."""
     if options.device != "cpu":
         return [cpu.Group.CONTROL, cpu.Group.GPU]
     needed = [cpu.Group.CONTROL, cpu.Group.NORMAL]
+    if options.api == ELASTIC:
+        needed.append(cpu.Group.EXPANDED)
     return [*needed, cpu.Group.LOW_LATENCY] if options.low_latency_mode else needed
 
 
@@ -146,23 +166,6 @@ def chosen_topology(hosts: list[str], ranks_per_node: Chosen[int | None]) -> Top
         return topology_of_hosts(hosts, ranks_per_node.value)
     except InvalidCall as error:
         raise ranks_per_node.explain(error) from None
-
-
-def _check_gpu_nodes(own: Options, topology: Topology, hosts: list[str]) -> None:
-    """Refuse what GPUs cannot do between nodes so far."""
-    nodes = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks"
-    if own.network == NIXL or len(set(hosts)) > 1:
-        raise NotSupported(
-            f"{nodes}: between GPUs AnyEP reaches only virtual nodes on one host so far, through memory; use"
-            f" ranks of one host with network={LOOPBACK!r} ({NETWORK.name}={LOOPBACK}), or pass device='cpu'"
-            f" ({DEVICE.name}=cpu)"
-        )
-    if own.low_latency_mode:
-        raise NotSupported(
-            f"{nodes} with low_latency_mode: on GPUs low-latency mode works within one node so far; leave out"
-            f" ranks_per_node ({RANKS_PER_NODE.name}) or low_latency_mode, or pass device='cpu'"
-            f" ({DEVICE.name}=cpu)"
-        )
 
 
 def _remote_ranks(topology: Topology, hosts: list[str], rank: int, network: str | None) -> list[int]:
@@ -206,9 +209,11 @@ def _connect_transport(
 
 
 def rdma_parts(options: Options, topology: Topology) -> int:
-    """How many times a heap contains the RDMA bytes: for low-latency calls, for their lists over a transport,
-    and for rings between nodes. Unused parts take no memory."""
-    return 3 if options.low_latency_mode and topology.num_nodes > 1 else 1
+    """How many times a heap contains the RDMA bytes: for low-latency calls, for their lists over a transport
+    (on the CPU, where unused parts take no memory), and for rings between nodes."""
+    if not options.low_latency_mode or topology.num_nodes == 1:
+        return 1
+    return 3 if options.device == "cpu" else 2
 
 
 def _open_all(

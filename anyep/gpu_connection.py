@@ -129,7 +129,7 @@ class GpuConnection:
     def grow(self, call: Call, num_bytes: int) -> int | None:
         """Add windows for `num_bytes` bytes, together with all ranks. Returns where they begin.
 
-        Every rank comes to the same decision: None where that would be more than allowed. The hosts meet in a
+        Every rank comes to the same decision: None where that would be more than allowed. The hosts wait in a
         barrier first, since the group's own calls may wait much too long for a rank that has failed.
         """
         total = self.windows.num_bytes

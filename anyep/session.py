@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from anyep.backends import cpu
 from anyep.backends.base import Heap, Windows
 from anyep.backends.cpu.between_nodes import BetweenNodes, CallRings, Proxy
+from anyep.backends.cpu.elastic import CpuElasticOps
+from anyep.backends.cpu.expander import Expander
 from anyep.backends.cpu.lifetime import CpuLifetime
 from anyep.backends.cpu.memory import WarmMemory
 from anyep.backends.cpu.ops_low_latency import CpuLowLatencyOps
 from anyep.backends.cpu.ops_normal import CpuNormalOps, Way
 from anyep.backends.cpu.rows import RowMover
 from anyep.backends.cpu.within_node import WithinNode
+from anyep.backends.expanded import ElasticOps
 from anyep.connection import Connection, Options, connect, made_on_all_ranks, rdma_parts
 from anyep.control.plane import ControlPlane
 from anyep.core.calls import Call
@@ -59,9 +62,12 @@ class Lifetime(Protocol):
 class Session:
     """Owns everything of one rank's Buffer."""
 
-    normal: NormalMode
+    normal: NormalMode[Any, Any]
+    """Its types are those of the device, which is known at run time only."""
     heap: Heap
     """This rank's heap on its device."""
+    elastic: ElasticOps | None = None
+    """For the elastic API; None where it does not work yet."""
     communication_stream: Any = None
     """The CUDA stream of calls on a GPU."""
     device_control: DeviceControl | None = None
@@ -130,6 +136,7 @@ class Session:
         self.normal = NormalMode(
             control, CpuNormalOps(mover, self._way(mover, connection.transport), stream, memory), rings
         )
+        self.elastic = CpuElasticOps(stream, Expander(team), memory)
         if options.low_latency_mode:
             start = self.region.num_bytes + options.num_nvl_bytes
             masks = Masks(control, self.region)
@@ -157,7 +164,7 @@ class Session:
             self.low_latency = LowLatencyMode(control, low_latency_ops, masks, start, options.num_rdma_bytes)
         self.lifetime = CpuLifetime(control, stream, team)
 
-    def _way(self, mover: RowMover, transport: Transport | None) -> Way:
+    def _way(self, mover: RowMover, transport: Transport | None) -> Way[Any]:
         """How rows travel: within a node, or between nodes."""
         if self.topology.num_nodes == 1:
             return WithinNode(mover)

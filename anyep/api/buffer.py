@@ -86,6 +86,9 @@ class Buffer:
     """
 
     num_sms: ClassVar[int] = sizes.NUM_DEFAULT_SMS
+    _api: ClassVar[str] = "Buffer"
+    """The class that users made, as messages name it."""
+    _timeout_s: float | None = None
 
     def __init__(
         self,
@@ -131,6 +134,8 @@ class Buffer:
             ranks_per_node,
             num_window_bytes,
             network,
+            self._api,
+            self._timeout_s,
         )
 
         def chosen_options() -> Options:
@@ -257,10 +262,10 @@ class Buffer:
     def __repr__(self) -> str:
         """The rank, place, sizes and state of the Buffer on one line; does not wait."""
         try:
-            return f"<Buffer of {self._place()}; {self._extent()}; {self._state()}>"
+            return f"<{self._api} of {self._place()}; {self._extent()}; {self._state()}>"
         except Exception:
             # A Buffer whose constructor failed may have no rank, or sizes that are not numbers.
-            return f"<Buffer that was not made, at {id(self):#x}>"
+            return f"<{self._api} that was not made, at {id(self):#x}>"
 
     def _place(self) -> str:
         nodes = self.topology.num_nodes
@@ -386,7 +391,7 @@ class Buffer:
         layout = Layout(
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
         )
-        dispatched: Dispatched | None = None
+        dispatched: Dispatched[Any] | None = None
         if streams == AT_ONCE and type(num_worst_tokens) is int and num_worst_tokens == 0:
             dispatched = checks.counted_again(
                 x, topk_idx, topk_weights, layout, expert_alignment, config, self.get_dispatch_config
@@ -798,7 +803,7 @@ class Buffer:
             return
         if self.explicitly_destroy:
             warnings.warn(
-                "a Buffer made with explicitly_destroy=True was dropped without destroy()", stacklevel=1
+                f"a {self._api} made with explicitly_destroy=True was dropped without destroy()", stacklevel=1
             )
         if session.is_idle:
             del session
@@ -812,10 +817,10 @@ class Buffer:
 
     def _check_usable(self) -> tuple[Session, NormalArguments]:
         if self.runtime is None or self._normal is None:
-            raise BufferBroken("this Buffer was destroyed: make a new one")
+            raise BufferBroken(f"this {self._api} was destroyed: make a new one")
         if self._generation is not _generation:
             raise BufferBroken(
-                f"this Buffer belongs to process {self._pid}: a forked child must make its own"
+                f"this {self._api} belongs to process {self._pid}: a forked child must make its own"
             )
         return self.runtime, self._normal
 

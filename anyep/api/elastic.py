@@ -19,19 +19,30 @@ from anyep.api import elastic_arguments as checks
 from anyep.api import gradients
 from anyep.api.arguments import check_config, check_devices, check_payload, check_tensor
 from anyep.api.buffer import Buffer
-from anyep.api.elastic_handle import EPHandle, order_of_ranks, rows_at_owners, source_metadata
+from anyep.api.elastic_arguments import Streams
+from anyep.api.elastic_calls import ElasticCalls, First, Layout, Received, wait_for
+from anyep.api.elastic_handle import EPHandle
 from anyep.backends.base import CombineInput, Payload, Rows
+from anyep.connection import ELASTIC
 from anyep.core import elastic_sizes
 from anyep.core.calls import Call, Kind
-from anyep.core.terms import Terms
-from anyep.errors import InvalidCall, NotSupported
+from anyep.errors import InvalidCall, NotSupported, whole_number
 from anyep.events import EventHandle, EventOverlap
-from anyep.modes.normal import Dispatch, Dispatched
 from anyep.session import Session
 from anyep.sizes import Config
 
 T = TypeVar("T")
-Received = tuple[Rows, torch.Tensor, torch.Tensor | None, EPHandle, EventOverlap]
+Dispatched = tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]
+
+
+class _Connected(Buffer):
+    """What an `ElasticBuffer` is made of; messages name the class that the user made."""
+
+    _api = ELASTIC
+
+    def __init__(self, timeout_s: float, *arguments: Any, **by_name: Any) -> None:
+        self._timeout_s = timeout_s
+        super().__init__(*arguments, **by_name)
 
 
 class ElasticBuffer:
@@ -94,7 +105,8 @@ class ElasticBuffer:
                 *(use_fp8_dispatch, allow_multiple_reduction),
             )
         self.num_bytes = checks.checked_num_bytes(num_bytes)
-        self._buffer = Buffer(
+        self._buffer = _Connected(
+            float(whole_number("num_cpu_timeout_secs", num_cpu_timeout_secs, minimum=1)),
             group,
             checks.ring_bytes(self.num_bytes, hidden, num_ranks),
             explicitly_destroy=explicitly_destroy,
@@ -103,10 +115,12 @@ class ElasticBuffer:
             num_window_bytes=num_window_bytes,
         )
         topology = self._buffer.topology
-        if topology.num_nodes > 1 or self._device.type != "cpu":
+        session = self._session()
+        if topology.num_nodes > 1 or session.elastic is None:
             place = "several nodes" if topology.num_nodes > 1 else "GPUs"
             self._buffer.destroy()
             raise NotSupported(f"ElasticBuffer does not work on {place} yet: use anyep.Buffer")
+        self._calls = ElasticCalls(session.normal, session.elastic, self._buffer.rank, num_ranks)
         self.group = group
         self.rank_idx, self.num_ranks = self._buffer.rank, num_ranks
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
@@ -157,7 +171,7 @@ class ElasticBuffer:
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
-    ) -> Received:
+    ) -> Dispatched:
         """Send each token once to every rank that holds one of its experts.
 
         Received rows are ordered by source rank, then source token.
@@ -191,13 +205,15 @@ class ElasticBuffer:
         """
         session = self._session()
         call = session.control.begin(Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH)
+        layout = Layout(do_expand, do_zero_padding, use_tma_aligned_col_major_sf)
 
         def check() -> Callable[[], Received]:
-            checks.wait_for((previous_event, previous_event_before_epilogue))
-            if do_expand or do_zero_padding or use_tma_aligned_col_major_sf:
-                raise NotSupported(
-                    "do_expand, do_zero_padding and use_tma_aligned_col_major_sf are not there yet:"
-                    " leave them out"
+            streams = checks.checked_streams(
+                previous_event, previous_event_before_epilogue, async_with_compute_stream
+            )
+            if do_zero_padding and not do_expand:
+                raise InvalidCall(
+                    "do_zero_padding is for expanded rows: pass do_expand=True, or leave it out"
                 )
             check_devices(self._device, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
             gradients.warn_if_lost(x, topk_weights)
@@ -209,13 +225,17 @@ class ElasticBuffer:
                         "a dispatch with a handle takes no topk_idx, cumulative_local_expert_recv_stats or"
                         " do_cpu_sync=True: leave them out"
                     )
+                known = checks.checked_handle(handle, self.num_ranks)
                 checks.check_same(
-                    checks.checked_handle(handle, self.num_ranks),
+                    known,
                     num_experts=num_experts,
                     num_max_tokens_per_rank=num_max_tokens_per_rank,
                     expert_alignment=expert_alignment,
                 )
-                return self._cached(session, call, x, topk_weights, handle)
+                checks.check_layout(known, do_expand)
+                return self._cached(session, call, x, topk_weights, known, layout, streams)
+            # The host reads the ids.
+            wait_for((streams.previous,))
             most = num_max_tokens_per_rank
             tokens = checks.checked_tokens(
                 *(x, topk_idx, topk_weights, num_experts),
@@ -225,25 +245,27 @@ class ElasticBuffer:
             assert topk_idx is not None
             kept = topk_idx.clone() if do_handle_copy else topk_idx
             stats = checks.checked_stats(stats, tokens.num_experts // self.num_ranks)
-            return self._first(session, call, x, tokens, kept, stats, do_cpu_sync is not False, sms)
+            waits = do_cpu_sync is not False
+            first = self._first(session, x, tokens, kept, stats, waits, sms, streams.run_async)
+            return lambda: self._calls.first(call, first, layout, streams)
 
         received = self._checked(session, call, check)()
-        return (*received[:4], EventOverlap(EventHandle() if async_with_compute_stream else None))
+        return (*received[:4], EventOverlap(received.event))
 
     def _first(
         self,
         session: Session,
-        call: Call,
         x: Any,
         tokens: checks.Tokens,
         kept_idx: torch.Tensor,
         stats: torch.Tensor | None,
         waits: bool,
         num_sms: int,
-    ) -> Callable[[], Received]:
-        """The checked dispatch without a handle."""
+        run_async: bool,
+    ) -> First:
+        """What a dispatch without a handle sends, and where."""
         ops = session.normal.ops
-        ops.before(False)
+        ops.before(run_async)
         weights = tokens.topk_weights
         sent = weights if weights is not None else torch.zeros_like(tokens.topk_idx, dtype=torch.float32)
         payload = check_payload(x, tokens.topk_idx, sent, ops.source_bytes)
@@ -254,63 +276,21 @@ class ElasticBuffer:
             *(payload, layout.in_rank, layout.tokens_per_rank, layout.tokens_per_node),
             *(layout.tokens_per_expert, config.num_channels),
         )
-        most = 0 if waits else tokens.num_max_tokens_per_rank * self.num_ranks
-        terms = Terms(tokens.num_max_tokens_per_rank, weights is not None)
-        request = Dispatch(payload, counts, config, most, 1, terms.word)
-
-        def work() -> Received:
-            done = session.normal.dispatch(call, request, None, False)
-            handle = self._new_handle(done, tokens, kept_idx, waits, config.num_sms)
-            if stats is not None:
-                stats.add_(handle.num_unaligned_recv_tokens_per_expert)
-            assert done.topk_idx is not None
-            return _received(done, done.topk_idx, weights is not None, handle)
-
-        return work
-
-    def _new_handle(
-        self,
-        done: Dispatched,
-        tokens: checks.Tokens,
-        kept_idx: torch.Tensor,
-        waits: bool,
-        num_sms: int,
-    ) -> EPHandle:
-        routing = done.routing.tensors()
-        rank_prefix, _, _, recv_src_idx, _, send_head = routing
-        ids = done.topk_idx
-        assert ids is not None
-        num_local = tokens.num_experts // self.num_ranks
-        by_rank = rank_prefix[:, self.rank_idx].contiguous()
-        counts = torch.bincount(ids.flatten() + 1, minlength=num_local + 1)[1:].to(torch.int32)
-        aligned = -(-counts // tokens.alignment) * tokens.alignment
-        most = elastic_sizes.expanded_rows(ids.shape[0], ids.shape[1], num_local, tokens.alignment)
-        return EPHandle(
-            do_expand=False,
-            num_experts=tokens.num_experts,
-            expert_alignment=tokens.alignment,
-            num_max_tokens_per_rank=tokens.num_max_tokens_per_rank,
-            num_sms=num_sms,
-            topk_idx=kept_idx,
-            num_recv_tokens=ids.shape[0],
-            num_expanded_tokens=int(aligned.sum()) if waits else most,
-            num_recv_tokens_per_expert_list=aligned.tolist() if waits else [],
-            psum_num_recv_tokens_per_scaleup_rank=by_rank,
-            psum_num_recv_tokens_per_expert=aligned.cumsum(0, dtype=torch.int32),
-            num_unaligned_recv_tokens_per_expert=counts,
-            recv_src_metadata=source_metadata(recv_src_idx, ids, by_rank, tokens.num_max_tokens_per_rank),
-            dst_buffer_slot_idx=rows_at_owners(tokens.topk_idx, send_head, tokens.num_experts),
-            routing=routing,
-            recv_topk_idx=ids.clone(),
-            order=order_of_ranks(tokens.topk_idx, tokens.num_experts, self.num_ranks),
-        )
+        return First(payload, counts, config, tokens, kept_idx, stats, waits)
 
     def _cached(
-        self, session: Session, call: Call, x: Any, topk_weights: Any, handle: EPHandle
+        self,
+        session: Session,
+        call: Call,
+        x: Any,
+        topk_weights: Any,
+        handle: EPHandle,
+        layout: Layout,
+        streams: Streams,
     ) -> Callable[[], Received]:
         """The checked dispatch with a handle."""
         ops = session.normal.ops
-        ops.before(False)
+        ops.before(streams.run_async)
         ids = weights = None
         if topk_weights is not None:
             ids = handle.topk_idx.clamp(min=-1)
@@ -320,16 +300,10 @@ class ElasticBuffer:
             raise InvalidCall(
                 f"x has {payload.num_tokens} rows, but the handle was made for {handle.topk_idx.shape[0]}"
             )
-        routing = ops.routing_of(handle.routing, None)
+        routing = self._calls.routing_of(handle)
         config = self._config(0, routing.num_channels)
         session.normal.check_rings(config, payload.token)
-        num_experts = handle.num_experts if ids is not None else 0
-
-        def work() -> Received:
-            done = session.normal.cached_dispatch(call, payload, routing, config, None, False, num_experts)
-            return _received(done, handle.recv_topk_idx.clone(), weights is not None, handle)
-
-        return work
+        return lambda: self._calls.cached(call, payload, routing, config, handle, layout, streams)
 
     # Combine
 
@@ -369,26 +343,31 @@ class ElasticBuffer:
         session = self._session()
         call = session.control.begin(Kind.COMBINE)
 
-        def check() -> CombineInput:
-            checks.wait_for((previous_event, previous_event_before_epilogue))
+        def check() -> tuple[CombineInput[Any], EventOverlap | None]:
+            streams = checks.checked_streams(
+                previous_event, previous_event_before_epilogue, async_with_compute_stream
+            )
             checks.checked_num_sms(num_sms)
-            ops = session.normal.ops
-            ops.before(False)
+            session.normal.ops.before(streams.run_async)
             check_devices(self._device, x=x, topk_weights=topk_weights, bias=bias)
             gradients.warn_if_lost(x, topk_weights, bias)
             known = checks.checked_handle(handle, self.num_ranks)
             rows, weights, biases = checks.checked_outputs(x, topk_weights, bias, known)
-            if weights is not None:
-                weights = torch.where(known.recv_topk_idx >= 0, weights, 0.0)
-            routing = ops.routing_of(known.routing, None)
+            if known.do_expand and not self.allow_multiple_reduction:
+                raise NotSupported(
+                    "allow_multiple_reduction=False does not work with expanded rows yet: make the"
+                    " ElasticBuffer without it, or pass compact rows"
+                )
+            routing = self._calls.routing_of(known)
             config = self._config(0, routing.num_channels)
-            combined = CombineInput(rows, routing, weights, biases, config, known.order)
+            compact, weights, ready = self._calls.prepared(rows, weights, known, streams)
+            combined = CombineInput(compact, routing, weights, biases, config, known.order)
             session.normal.check_rings(config, combined.token)
-            return combined
+            return combined, ready
 
-        done = session.normal.combine(call, self._checked(session, call, check), None, False)
-        event = EventHandle() if async_with_compute_stream else None
-        return done.x, done.topk_weights, EventOverlap(event)
+        combined, ready = self._checked(session, call, check)
+        done = session.normal.combine(call, combined, ready, async_with_compute_stream)
+        return done.x, done.topk_weights, EventOverlap(done.event)
 
     # The end
 
@@ -422,8 +401,3 @@ class ElasticBuffer:
         if num_sms and num_channels is None:
             return check_config(Config(num_sms), default, None)
         return check_config(None, default, num_channels)
-
-
-def _received(done: Dispatched, ids: torch.Tensor, has_weights: bool, handle: EPHandle) -> Received:
-    rows: Rows = done.x if done.scales is None else (done.x, done.scales)
-    return rows, ids, done.topk_weights if has_weights else None, handle, EventOverlap()

@@ -4,8 +4,11 @@ pickled."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from anyep.events import EventHandle
 
 
 @dataclass(eq=False)
@@ -28,13 +31,14 @@ class EPHandle:
     psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
     """int32 [ranks]: inclusive prefix sums of the rows from each rank; the last is the number of rows."""
     psum_num_recv_tokens_per_expert: torch.Tensor
-    """int32 [local experts]: inclusive prefix sums of the aligned counts."""
+    """int32 [local experts]: inclusive prefix sums of the aligned counts; in the expanded layout the end of
+    each expert's rows, without their padding."""
     num_unaligned_recv_tokens_per_expert: torch.Tensor
     """int32 [local experts]: the counts."""
     recv_src_metadata: torch.Tensor
     """int32 [rows, 2 + top-k]: source rank * num_max_tokens_per_rank + source token; source rank * top-k +
-    the last choice that is on this rank; the rest is of the expanded layout, else -1. Rows without a token
-    are -1."""
+    the last choice that is on this rank; in the expanded layout the row of each choice, else -1. Rows without
+    a token are -1."""
     dst_buffer_slot_idx: torch.Tensor
     """int32 [tokens, top-k]: the row of each choice's rank in which the token arrives, or -1."""
     routing: tuple[torch.Tensor, ...]
@@ -46,32 +50,44 @@ class EPHandle:
     token_metadata_at_forward: torch.Tensor | None = None
     channel_linked_list: torch.Tensor | None = None
     cached_recv_src_metadata_before_sort: torch.Tensor | None = None
+    filled: EventHandle | None = None
+    """After this event the tensors are filled; None: they are."""
+
+    def wait(self) -> None:
+        """Return when the tensors are filled; raise the error of the dispatch."""
+        if self.filled is not None:
+            self.filled.current_stream_wait()
+            self.filled = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.wait()
+        return self.__dict__
 
 
-def source_metadata(
+def fill_metadata(
+    metadata: torch.Tensor,
     recv_src_idx: torch.Tensor,
     recv_topk_idx: torch.Tensor,
     psum_by_rank: torch.Tensor,
     num_max_tokens_per_rank: int,
-) -> torch.Tensor:
-    """The column pairs of `EPHandle.recv_src_metadata`.
+) -> None:
+    """Fill the first two columns of `EPHandle.recv_src_metadata`, without reading a number on the host.
 
     >>> ids = torch.tensor([[0, -1], [1, 0], [-1, -1]], device="cpu")
     >>> ends = torch.tensor([1, 2], dtype=torch.int32, device="cpu")
     >>> tokens = torch.tensor([3, 1, 9], dtype=torch.int32, device="cpu")
-    >>> source_metadata(tokens, ids, ends, 5).tolist()
-    [[3, 0, -1, -1], [6, 3, -1, -1], [-1, -1, -1, -1]]
+    >>> metadata = torch.empty((3, 4), dtype=torch.int32, device="cpu")
+    >>> fill_metadata(metadata, tokens, ids, ends, 5)
+    >>> metadata[:, :2].tolist()
+    [[3, 0], [6, 3], [-1, -1]]
     """
     num_rows, num_topk = recv_topk_idx.shape
-    device = recv_topk_idx.device
-    metadata = torch.full((num_rows, 2 + num_topk), -1, dtype=torch.int32, device=device)
-    num_received = int(psum_by_rank[-1])
-    rows = torch.arange(num_received, dtype=torch.int32, device=device)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=recv_topk_idx.device)
     ranks = torch.searchsorted(psum_by_rank, rows, right=True, out_int32=True)
-    last = last_choices(recv_topk_idx[:num_received])
-    metadata[:num_received, 0] = ranks * num_max_tokens_per_rank + recv_src_idx[:num_received]
-    metadata[:num_received, 1] = ranks * num_topk + last
-    return metadata
+    is_received = rows < psum_by_rank[-1]
+    last = last_choices(recv_topk_idx)
+    metadata[:, 0] = torch.where(is_received, ranks * num_max_tokens_per_rank + recv_src_idx, -1)
+    metadata[:, 1] = torch.where(is_received, ranks * num_topk + last, -1)
 
 
 def last_choices(ids: torch.Tensor) -> torch.Tensor:

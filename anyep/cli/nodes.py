@@ -110,6 +110,7 @@ def count_ranks(
 def nodes_of(
     counts: tuple[int, int],
     device: str,
+    mode: str,
     topk: int,
     experts: int,
     topk_nodes: int | None,
@@ -124,8 +125,13 @@ def nodes_of(
             if value is not None:
                 raise InvalidCall(f"{name} is for several nodes: add --nodes 2, or leave it out")
         return Nodes(1, ranks_per_node)
-    if device != "cpu":
-        raise InvalidCall(f"several nodes work on the CPU so far: leave out --device {device}, or --nodes")
+    if device != "cpu" and mode != "low-latency":
+        raise InvalidCall(
+            f"normal mode works between nodes on the CPU so far: leave out --device {device} or --nodes, or"
+            f" add --mode low-latency"
+        )
+    if device != "cpu" and network == "nixl":
+        raise InvalidCall(f"--network nixl is for the CPU so far: leave it out, or --device {device}")
     fewest = -(-topk * num_nodes // experts)
     if topk_nodes is None:
         topk_nodes = max(num_nodes // 2, fewest)

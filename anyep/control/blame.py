@@ -101,7 +101,7 @@ class Blame:
             f"rank {self._rank} waited {self._timeout_s:g} s for the {stall.what} of rank {peer}{others}"
             f" in {call}, phase {phase}{channel}:"
             f" counter {stall.seen} seen, {stall.expected} expected."
-            f" What rank {peer} said last: {self._statuses[peer].read(True)}."
+            f" Last status of rank {peer}: {self._statuses[peer].read(True)}."
             f" If it only needs longer, set ANYEP_TIMEOUT_S"
         )
 
@@ -111,7 +111,7 @@ class Blame:
             f"{listed(silent)} {'are' if len(silent) > 1 else 'is'} out of reach: rank {self._rank}"
             f" waited {self._timeout_s:g} s for the {part.what} of {listed(part.peers)} in {call},"
             f" phase {phase}, and heard nothing from rank {silent[0]} for {heard:.1f} s."
-            f" What it said last: {self._statuses[silent[0]].read(True)}."
+            f" Its last status: {self._statuses[silent[0]].read(True)}."
             f" Is the network between the hosts up, and does rank {silent[0]} make the same calls?"
         )
 

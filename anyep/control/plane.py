@@ -101,6 +101,9 @@ class ControlPlane(ending.Part):
             StatusBlock(heap, rank, pid) for rank, (heap, pid) in enumerate(zip(heaps, pids, strict=True))
         ]
         self._own = self._statuses[self.rank]
+        self.publish: Callable[[int, int, int], None] = self._own.enter
+        """Publish the number, kind and phase of the call that this rank is in; `enter` tells an observer,
+        too."""
         for rank in (self.rank, *remote):
             # The status of a rank on another host is kept in its outbox here, and is still empty.
             self._statuses[rank].start()
@@ -163,8 +166,12 @@ class ControlPlane(ending.Part):
     def begin(self, kind: int) -> Call:
         """Take the next call number."""
         self.check_works()
+        return Call(self.next_number(), kind)
+
+    def next_number(self) -> int:
+        """The number of a call, while calls work."""
         self._last_call += 1
-        return Call(self._last_call, kind)
+        return self._last_call
 
     def enter(self, call: Call, phase: Phase) -> None:
         """Publish what this rank is doing now."""
@@ -180,13 +187,17 @@ class ControlPlane(ending.Part):
         self.check_works()
         try:
             return work()
-        except (Disagreement, InvalidCall, Masked):
+        except BaseException as error:
+            self.ended_by(call, error)
+            raise
+
+    def ended_by(self, call: Call, error: BaseException) -> None:
+        """An error has ended a part of a call that touches peers; it is raised afterwards."""
+        if isinstance(error, Disagreement | InvalidCall | Masked):
             # Later calls still work: all ranks raise these before any data moves, or this rank can rejoin.
             self.end(call)
-            raise
-        except BaseException as error:
+        else:
             self.fail(call, error)
-            raise
 
     def fail(self, call: Call, error: BaseException) -> None:
         """Report that this rank failed, so that no peer waits for it."""

@@ -75,7 +75,7 @@ class LowLatencyMode:
         """What allocates the sums of combines, by the number of tokens."""
         self._num_cleanings = 0
         self._lent_for: tuple[int, LowLatencySizes] | None = None
-        """The call that may find its rows where `next_combine_buffer` said."""
+        """The call that may find its rows in the memory that `next_combine_buffer` returned."""
 
     # Before a call
 

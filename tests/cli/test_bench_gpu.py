@@ -281,6 +281,7 @@ def test_the_picture(tmp_path: Path, mode: str, ending: str) -> None:
         assert ("SMs per rank" in drawn) is (mode == "normal")
         for words in ("tokens per rank -->", "median time of a call, us, in graphs", "rate, GB/s per rank"):
             assert words in drawn
+        assert drawn.count("<!-- 1: a plain copy -->") == drawn.count("as a multiple of a plain copy") > 0
 
 
 def test_records_are_those_of_gpus() -> None:
@@ -305,11 +306,18 @@ def measure_on_simulated(context: RankContext, setup: Setup) -> tuple[RankReport
     return report, doing
 
 
-@pytest.mark.parametrize("mode", ["normal", "low-latency"])
-def test_every_case_on_a_simulated_gpu(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "nodes"),
+    [
+        ("normal", Nodes(1, 2)),
+        ("low-latency", Nodes(1, 2)),
+        pytest.param("low-latency", Nodes(2, 1, topk_nodes=1), marks=pytest.mark.slow),
+    ],
+)
+def test_every_case_on_a_simulated_gpu(mode: str, nodes: Nodes) -> None:
     sweeps = mode == "normal"
     setup = Setup(mode, 2, 3, 128, 4, 2, 1, 0, "cuda", sms=2 if sweeps else None, sweep_sms=sweeps)
-    setup = replace(setup, nodes=Nodes(1, 2), sweep_tokens=True)
+    setup = replace(setup, nodes=nodes, sweep_tokens=True)
     found = Place("simulated", 2).world().run(measure_on_simulated, setup, timeout=250)
     records = records_of(setup, [report for report, _ in found])
     assert {record.median_s for record in records} == {5e-4 if sweeps else 1e-3}

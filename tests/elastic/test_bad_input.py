@@ -31,7 +31,8 @@ WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "alignment": ({"expert_alignment": 0}, "expert_alignment is 0: it must be at least 1"),
     "event": ({"previous_event": 3}, "previous_event is of type int"),
     "SMs": ({"num_sms": -1}, "num_sms is -1"),
-    "expanded": ({"do_expand": True}, "do_expand, do_zero_padding and use_tma_aligned"),
+    "padding": ({"do_zero_padding": True}, "do_zero_padding is for expanded rows: pass do_expand=True"),
+    "large alignment": ({"expert_alignment": 2**24}, "expert_alignment is 16777216: it must be at most"),
     "no handle": ({"handle": (1, 2)}, "handle is of type tuple: it must be the EPHandle"),
 }
 
@@ -70,6 +71,7 @@ WRONG_LATER: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"num_experts": 8}, "num_experts is 8, but the handle was made with 4: leave it out"),
     "tokens": ({"x": torch.ones(3, 16)}, "x has 3 rows, but the handle was made for 2"),
     "weights": ({"topk_weights": torch.ones(2)}, "topk_weights has shape [2]: it must be [2, 2]"),
+    "layout": ({"do_expand": True}, "do_expand is True, but the handle was made with do_expand=False"),
 }
 WRONG_COMBINES: dict[str, tuple[dict[str, Any], str]] = {
     "rows": ({"x": torch.ones(9, 16)}, "x has 9 rows, but the handle's dispatch gave "),
@@ -109,17 +111,27 @@ def test_wrong_combine(name: str) -> None:
     assert wrong in right
 
 
+TERMS = (
+    "about the terms of the dispatch: num_max_tokens_per_rank={}, expert_alignment={}, do_cpu_sync={},"
+    " do_expand={},"
+)
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "Tm": (
         {"num_max_tokens_per_rank": 5},
-        "about the terms of the dispatch: num_max_tokens_per_rank=5 with topk_weights on rank 0;"
-        " num_max_tokens_per_rank=24 with topk_weights on rank 1",
+        f"{TERMS.format(5, 1, True, False)} with topk_weights on rank 0;"
+        " num_max_tokens_per_rank=24, expert_alignment=1, do_cpu_sync=True, do_expand=False,"
+        " with topk_weights on rank 1",
     ),
     "weights": (
         {"topk_weights": None},
-        "about the terms of the dispatch: num_max_tokens_per_rank=24 without topk_weights on rank 0;"
-        " num_max_tokens_per_rank=24 with topk_weights on rank 1",
+        f"{TERMS.format(24, 1, True, False)} no topk_weights on rank 0;",
     ),
+    "alignment": (
+        {"expert_alignment": 4},
+        f"{TERMS.format(24, 4, True, False)} with topk_weights on rank 0;",
+    ),
+    "sync": ({"do_cpu_sync": False}, f"{TERMS.format(24, 1, False, False)} with topk_weights on rank 0;"),
+    "layout": ({"do_expand": True}, f"{TERMS.format(24, 1, True, True)} with topk_weights on rank 0;"),
     "experts": ({"num_experts": 8}, "about the number of experts: 8 on rank 0; 4 on rank 1"),
 }
 

@@ -39,6 +39,7 @@ FOUR = Place("cpu", 4)
 NODES = Place("cpu", 4, num_nodes=2)
 HOSTS = Place("cpu", 4, num_nodes=2, hosts=True)
 SIMULATED, GPU = Place("simulated", 3), Place("cuda", 3)
+SIMULATED_NODES, GPU_NODES = Place("simulated", 4, num_nodes=2), Place("cuda", 4, num_nodes=2)
 LOW_LATENCY: Any = "low latency"
 NUM_PAIRS = {"cpu": 6, "simulated": 2, "cuda": 4}
 """Interpreted kernels take long."""
@@ -194,6 +195,7 @@ def check_rows(rank: int, case: Case, received: torch.Tensor, absent: frozenset[
         fault(2, 2, "send", place=NODES).param(),
         fault(1, 2, "send", place=SIMULATED).param(),
         fault(1, 3, "send", place=GPU).param(),
+        fault(2, 3, "send", place=GPU_NODES).param(),
         *(
             slow.param(marks=[pytest.mark.slow])
             for slow in (
@@ -233,7 +235,7 @@ def test_a_slow_rank(fault: Fault) -> None:
     assert messages
     pattern = (
         r"rank \d waited .* s for the completion record of rank 1.* in low-latency dispatch \(call 3\),"
-        r" phase receive: counter 1 seen, 3 expected\. What rank 1 said last: rank 1 \(pid \d+\) is in"
+        r" phase receive: counter 1 seen, 3 expected\. Last status of rank 1: rank 1 \(pid \d+\) is in"
         r" low-latency dispatch \(call 3\), phase send, for .* s.*ANYEP_TIMEOUT_S"
     )
     for message in messages:
@@ -433,6 +435,10 @@ def plan(*faults: Fault, slow: bool = False) -> Any:
         plan(fault(2, 3, "send", place=NODES), fault(3, 3, "send", place=NODES)),
         plan(fault(1, 1, "send", place=SIMULATED)),
         plan(fault(1, 3, "send", place=GPU)),
+        plan(fault(2, 3, "send", place=GPU_NODES), fault(3, 3, "send", place=GPU_NODES)),
+        plan(
+            fault(2, 2, "send", place=SIMULATED_NODES), fault(3, 2, "send", place=SIMULATED_NODES), slow=True
+        ),
         plan(fault(0, 1, "send"), slow=True),
         plan(fault(1, 1, "receive"), slow=True),
         plan(fault(2, 2, "send"), slow=True),
@@ -543,7 +549,9 @@ def come_back(
         at(SIMULATED, True, True, 1),
         at(SIMULATED, True, True, 2, slow=True),
         at(SIMULATED, False, False, 2, slow=True),
+        at(SIMULATED_NODES, True, True, 1, slow=True),
         at(Place("cuda", 4), True, True, 2),
+        at(GPU_NODES, True, True, 2),
     ],
 )
 def test_a_rank_comes_back(place: Place, by_hand: bool, by_cleaning: bool, turns: int) -> None:

@@ -81,6 +81,21 @@ def test_demo(path: str) -> None:
     assert record["losses"][1] < record["losses"][0]
 
 
+def test_decoding_and_bench_between_nodes(tmp_path: Path) -> None:
+    place = ("--mode", "low-latency", "--device", "cuda", "--nodes", "2", "--ranks-per-node", "2")
+    record = record_of("demo", *place, "--steps", "3", "--json")
+    assert (record["ranks"], record["nodes"], record["ranks_per_node"]) == (4, 2, 2)
+    assert record["ok"]
+    file = tmp_path / "bench.json"
+    finished = anyep("bench", *place, *TINY, "--repeats", "2", "--json", str(file))
+    assert finished.returncode == 0, finished.stderr
+    assert "low-latency mode, 4 ranks on 2 nodes of 2, on one GPU" in finished.stdout
+    records = json.loads(file.read_text())
+    assert {(record["case"], record["nodes"]) for record in records} == {
+        (case, 2) for case in ("dispatch", "combine", "pair")
+    }
+
+
 def test_demo_for_people() -> None:
     finished = anyep("demo", "--device", "cuda", "--ranks", "2", *TINY, "--steps", "2")
     assert finished.returncode == 0, finished.stderr

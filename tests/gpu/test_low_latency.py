@@ -34,23 +34,28 @@ from tests.support.world import RankContext
 
 pytestmark = NEEDS_GPU
 TIMEOUT_S = 240
+ONE_NODE = [Place("cuda", num_ranks) for num_ranks in (2, 4, 8)]
+PLACES = [
+    place.param() for place in (*ONE_NODE, Place("cuda", 4, num_nodes=2), Place("cuda", 8, num_nodes=2))
+]
 
 
 def new_buffer(context: RankContext, case: Case) -> Buffer:
     """A Buffer with room for just this case."""
     sizes = (case.max_tokens, case.hidden, case.num_ranks, case.num_experts)
     hint = Buffer.get_low_latency_rdma_size_hint(*sizes)
-    return Buffer(context.group, 0, hint, low_latency_mode=True, device="cuda")
+    nodes = case.ranks_per_node
+    return Buffer(context.group, 0, hint, low_latency_mode=True, device="cuda", ranks_per_node=nodes)
 
 
 # Many calls
 
 
-def soak(context: RankContext, seed: int, num_steps: int) -> None:
+def soak(context: RankContext, place: Place, seed: int, num_steps: int) -> None:
     """Calls of all kinds, with other routings, one after the other or two in flight."""
     chance = random.Random(seed)
     ranks = context.num_ranks
-    sizes = Case((64,) * ranks, max_tokens=64, hidden=1024, num_topk=6, local_experts=8)
+    sizes = Case((64,) * ranks, max_tokens=64, hidden=1024, num_topk=6, local_experts=8).at(place)
     with new_buffer(context, sizes) as buffer:
         for step in range(num_steps):
             case = replace(
@@ -78,9 +83,9 @@ def send_two(rank: int, case: Case, buffer: Buffer) -> None:
         check_received(rank, batch, inputs_of(batch), received, counts, handle)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_soak(num_ranks: int) -> None:
-    Place("cuda", num_ranks).world().run(soak, num_ranks, 30, timeout=TIMEOUT_S)
+@pytest.mark.parametrize("place", PLACES)
+def test_soak(place: Place) -> None:
+    place.world().run(soak, place, place.num_ranks, 30, timeout=TIMEOUT_S)
 
 
 def repeat_without_looking(context: RankContext, num_pairs: int) -> None:
@@ -120,10 +125,10 @@ def test_many_calls_that_nobody_waits_for(num_ranks: int) -> None:
 # Graphs and streams
 
 
-def replay(context: RankContext, how: str, num_combines: int) -> None:
+def replay(context: RankContext, place: Place, how: str, num_combines: int) -> None:
     """A captured dispatch and its combines, replayed with other inputs, beside other calls."""
-    case = Case((24,) * context.num_ranks, max_tokens=24, hidden=1024, num_topk=4, local_experts=4)
-    rank = context.rank
+    rank, ranks = context.rank, context.num_ranks
+    case = Case((24,) * ranks, max_tokens=24, hidden=1024, num_topk=4, local_experts=4).at(place)
     by_hook = {"return_recv_hook": how == "hook"}
     with new_buffer(context, case) as buffer:
         held = on("cuda", inputs_of(case)[rank])
@@ -177,12 +182,12 @@ def replay(context: RankContext, how: str, num_combines: int) -> None:
         assert oracle.same_bits(results[0].cpu(), echoed(inputs, rank, case))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("how", ["in line", "hook"])
 @pytest.mark.parametrize("num_combines", [1, 2])
-def test_replays_of_a_graph(num_ranks: int, how: str, num_combines: int) -> None:
+def test_replays_of_a_graph(place: Place, how: str, num_combines: int) -> None:
     """With two combines each replay makes three calls: the sets of slots alternate from one to the next."""
-    Place("cuda", num_ranks).world().run(replay, how, num_combines, timeout=TIMEOUT_S)
+    place.world().run(replay, place, how, num_combines, timeout=TIMEOUT_S)
 
 
 def use_several_streams(context: RankContext) -> None:

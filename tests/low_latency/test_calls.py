@@ -36,6 +36,7 @@ from tests.support.world import RankContext
 TIMEOUT_S = 240.0
 CPU, NODES = Place("cpu", 3), Place("cpu", 4, num_nodes=2)
 SIMULATED, CUDA = Place("simulated", 2), Place("cuda", 4)
+GPU_NODES = Place("simulated", 4, num_nodes=2), Place("cuda", 4, num_nodes=2)
 
 
 def at(place: Place, *more: Any, slow: bool = False, name: str = "") -> Any:
@@ -134,6 +135,11 @@ def scenario_params() -> Iterator[Any]:
     for place in (CPU, NODES, SIMULATED, CUDA):
         for index, scenario in enumerate(SCENARIOS):
             is_slow = place == SIMULATED and index >= NUM_QUICK_ON_SIMULATED
+            yield at(place, scenario, slow=is_slow, name=f"{place}-{scenario.__name__}")
+    # Normal mode does not work there so far.
+    for place in GPU_NODES:
+        for scenario in SCENARIOS[:-1]:
+            is_slow = place.device == "simulated" and scenario is not two_in_flight
             yield at(place, scenario, slow=is_slow, name=f"{place}-{scenario.__name__}")
 
 

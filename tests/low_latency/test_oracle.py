@@ -48,9 +48,14 @@ def draw(place: Place, quick: int, deep: int, slow: bool = False) -> Any:
         draw(Place("simulated", 2), 3, 20),
         draw(Place("simulated", 3), 2, 8, slow=True),
         draw(Place("simulated", 4), 2, 4, slow=True),
+        draw(Place("simulated", 2, num_nodes=2), 2, 8),
+        draw(Place("simulated", 4, num_nodes=2), 1, 4),
         draw(Place("cuda", 2), 60, 60),
         draw(Place("cuda", 4), 40, 40),
         draw(Place("cuda", 8), 25, 25),
+        draw(Place("cuda", 2, num_nodes=2), 20, 20),
+        draw(Place("cuda", 4, num_nodes=2), 25, 25),
+        draw(Place("cuda", 8, num_nodes=2), 20, 20),
     ],
 )
 def test_any_case(place: Place, quick: int, deep: int) -> None:
@@ -69,7 +74,10 @@ def run_on_a_buffer_of_the_hint(context: RankContext, case: Case) -> None:
     """The size hint is enough, to the byte, and no call before the first one is needed."""
     sizes = (case.max_tokens, case.hidden, case.num_ranks, case.num_experts)
     hint = Buffer.get_low_latency_rdma_size_hint(*sizes)
-    with Buffer(context.group, 0, hint, low_latency_mode=True, device=buffer_device()) as buffer:
+    nodes = case.ranks_per_node
+    with Buffer(
+        context.group, 0, hint, low_latency_mode=True, device=buffer_device(), ranks_per_node=nodes
+    ) as buffer:
         for seed in range(2):
             check_case(context.rank, replace(case, seed=seed), buffer)
 
@@ -78,8 +86,18 @@ REAL = Case((), hidden=7168, num_topk=8, local_experts=8)
 SIZES = {
     Place("cpu", 2): replace(REAL, tokens=(16, 9), max_tokens=16),
     Place("simulated", 2): Case((5, 3), hidden=512),
+    Place("simulated", 4, num_nodes=2): Case((5, 0, 1, 3), hidden=512),
     Place("cuda", 4): replace(REAL, tokens=(128, 60, 128, 1), max_tokens=128),
+    Place("cuda", 4, num_nodes=2): replace(REAL, tokens=(128, 60, 128, 1), max_tokens=128),
 }
+
+
+def format_param(place: Place) -> Any:
+    """Between nodes interpreted kernels are the same as on one node: most of their formats are for later."""
+    is_slow = place.device == "simulated" and place.num_nodes > 1
+    return place.param(marks=[in_process_of(place), *([pytest.mark.slow] if is_slow else [])])
+
+
 USUAL = [("bf16", "logfmt"), ("fp8", "zero copy"), ("fp8 rounded", "plain"), ("fp8 ue8m0", "logfmt")]
 
 
@@ -90,7 +108,7 @@ USUAL = [("bf16", "logfmt"), ("fp8", "zero copy"), ("fp8 rounded", "plain"), ("f
         for pair in itertools.product(FORMATS, HOW_TO_COMBINE)
     ],
 )
-@pytest.mark.parametrize("place", [place.param(marks=in_process_of(place)) for place in SIZES])
+@pytest.mark.parametrize("place", [format_param(place) for place in SIZES])
 def test_every_format(place: Place, travel: str, combine: str) -> None:
     case = replace(
         SIZES[place],
@@ -99,10 +117,10 @@ def test_every_format(place: Place, travel: str, combine: str) -> None:
         use_logfmt=combine == "logfmt",
         zero_copy=combine == "zero copy",
     )
-    place.world().run(run_on_a_buffer_of_the_hint, case, timeout=TIMEOUT_S)
+    place.world().run(run_on_a_buffer_of_the_hint, case.at(place), timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("place", [Place("cuda", 8).param()])
+@pytest.mark.parametrize("place", [Place("cuda", 8).param(), Place("cuda", 8, num_nodes=2).param()])
 def test_the_sizes_of_a_real_model(place: Place) -> None:
     case = replace(REAL, tokens=(128,) * 8, max_tokens=128, local_experts=32, travel="fp8")
-    place.world().run(run_on_a_buffer_of_the_hint, case, timeout=TIMEOUT_S)
+    place.world().run(run_on_a_buffer_of_the_hint, case.at(place), timeout=TIMEOUT_S)

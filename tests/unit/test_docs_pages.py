@@ -21,6 +21,10 @@ from tests.support.programs import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+LOGS = DOCS / "gpu-runs.md"
+"""Of former versions."""
+TABLES = DOCS / "planning-accuracy.md"
+"""Written by a program."""
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +93,33 @@ def test_examples_of_this_module() -> None:
     assert doctest.testmod(sys.modules[__name__]) == (0, 1)
 
 
+# The site as a whole
+
+
+MAX_LINES = 200
+"""Longer pages have more than one idea. The reference and the logs of runs are as long as they are."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_no_page_is_long(page: Path) -> None:
+    if page.parent.name != "reference" and page not in (LOGS, TABLES):
+        num_lines = len(page.read_text().splitlines())
+        assert num_lines <= MAX_LINES, f"{num_lines} lines: split it into pages of one idea each"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
+    first = page.read_text().split("\n\n")[1]
+    told = re.search(r"After this page|[Tt]h(?:is|ese) pages?|These commands|Look up|Find here", first)
+    assert told or page.name == "index.md", f"say first what the reader will be able to do: {first!r}"
+
+
+def test_every_page_is_in_the_menu_once() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    shown_pages = re.findall(r"([\w/-]+\.md)$", menu, re.MULTILINE)
+    assert sorted(shown_pages) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
 # Commands
 
 
@@ -118,10 +149,6 @@ def names_of(parameter: Any) -> list[str]:
         if parameter.param_type_name == "option"
         else [parameter.metavar or parameter.name.upper()]
     )
-
-
-# Logs of former versions.
-LOGS = DOCS / "gpu-runs.md"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))

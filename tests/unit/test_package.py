@@ -202,7 +202,7 @@ def test_the_folders_of_tests_are_those_of_the_readme() -> None:
 def test_no_marks_of_a_merge_are_left() -> None:
     """In files that people read; Python would refuse them in its own."""
     root = TESTS.parent
-    for pattern in ("*.md", "docs/*.md", "tests/*.md", "tools/*.toml", "tools/*.sh"):
+    for pattern in ("*.md", "docs/**/*.md", "tests/*.md", "tools/*.toml", "tools/*.sh"):
         for path in root.glob(pattern):
             marks = re.findall(r"^(?:<<<<<<<|>>>>>>>) .*$", path.read_text(), re.MULTILINE)
             assert not marks, (path, marks)

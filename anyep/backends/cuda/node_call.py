@@ -175,11 +175,13 @@ class GpuNodeCall(GpuCall):
 
     # Combine
 
-    def stage(self, combined: CombineInput, header: Array) -> None:
+    def stage(self, combined: CombineInput[Any], header: Array) -> None:
         self._values["rank_prefix"] = self._nodes.zeros
         self.stage_rows(combined, header)
 
-    def reduce(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+    def reduce(
+        self, combined: CombineInput[Any], out: torch.Tensor, out_weights: torch.Tensor | None
+    ) -> None:
         self.use_sums(combined, out, out_weights)
         sizes = self._ops.rows.sizes(combined.token, combined.config)
         self._recipes.append((self._nodes.combine, sizes, out.dtype, len(combined.biases)))

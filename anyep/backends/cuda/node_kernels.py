@@ -238,7 +238,7 @@ class NodeKernels:
             constants,
             (sizes.num_programs,),
             (
-                self._rows.sums(token, dtype),
+                self._rows.sums(token, dtype, False),
                 self._rows.biases(dtype, num_biases),
                 groups.NodeTokens(self._state, HANDLE.send_rdma_head),
                 self._relayed,

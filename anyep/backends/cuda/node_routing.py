@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from anyep.backends.cuda.routing import known_digests, remember_digests
+from anyep.backends.cuda.routing import known_digests_of_any, remember_digests
 from anyep.errors import InvalidCall
 from anyep.sizes import SOURCE_META_BYTES
 from anyep.topology import Topology
@@ -86,7 +86,7 @@ def checked_node_handle(handle: Any, topology: Topology, device: torch.device) -
         if not isinstance(part, torch.Tensor) or part.dim() == 0:
             raise InvalidCall("the handle must hold tensors only, as dispatch returned it")
     parts = tuple(part if part.is_contiguous() else part.contiguous() for part in handle)
-    routing = NodeRouting(*parts)._replace(digests=known_digests(parts))
+    routing = NodeRouting(*parts)._replace(digests=known_digests_of_any(parts))
     ranks, nodes = topology.num_ranks, topology.num_nodes
     num_tokens, channels = parts[0].shape[0], max(1, parts[2].shape[-1])
     for name, part, dtype, shape in zip(

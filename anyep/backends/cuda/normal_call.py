@@ -331,13 +331,13 @@ class GpuCall:
 
     # Combine
 
-    def stage(self, combined: CombineInput, header: Array) -> None:
+    def stage(self, combined: CombineInput[GpuRouting], header: Array) -> None:
         """Copy rows into a window for the peers. If it has no room, rows go through rings. Without any
         windows the ring kernel runs even if there are no rows, because the results must be filled."""
         self._values["rank_prefix"] = combined.routing.rank_prefix_matrix
         self.stage_rows(combined, header)
 
-    def stage_rows(self, combined: CombineInput, header: Array) -> None:
+    def stage_rows(self, combined: CombineInput[Any], header: Array) -> None:
         """Make rows and weights readable by peers; an input of the kernel says which rows it leaves out."""
         x = combined.x
         self._values["x"], self._values["weights"] = x, combined.topk_weights
@@ -364,7 +364,7 @@ class GpuCall:
             offsets.append(offset)
         header[X_OFFSET], header[WEIGHTS_OFFSET] = offsets
 
-    def _copy_to(self, offset: int, tensor: torch.Tensor, combined: CombineInput) -> None:
+    def _copy_to(self, offset: int, tensor: torch.Tensor, combined: CombineInput[GpuRouting]) -> None:
         """Copy rows or weights into a window; of the rows those that other ranks read, since this rank reads
         its own where they are."""
         window = self._ops.windows.tensor(offset, tuple(tensor.shape), tensor.dtype)
@@ -384,19 +384,32 @@ class GpuCall:
             self._ops.windows.give_back(window, num_bytes)
         self._staged = []
 
-    def reduce(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+    def reduce(
+        self, combined: CombineInput[GpuRouting], out: torch.Tensor, out_weights: torch.Tensor | None
+    ) -> None:
         rows = self._ops.rows
         self.use_sums(combined, out, out_weights)
-        of_call = (rows.sizes(combined.token, combined.config), out.dtype, len(combined.biases))
+        of_call: tuple[Any, ...] = (
+            rows.sizes(combined.token, combined.config),
+            out.dtype,
+            len(combined.biases),
+        )
+        if combined.order is not None:
+            self._values["order"] = combined.order
+            self._used.append(combined.order)
+            of_call += (True,)
         if self._ops.windows.num_bytes:
             self._recipes.append((rows.pull_and_sum, *of_call))
             header, is_plain = self._header, combined.topk_weights is None and not combined.biases
+            is_plain = is_plain and combined.order is None
             if header is not None and is_plain and combined.x.shape[0] and header[X_OFFSET] >= 0:
                 is_staged = bool(self._staged)
                 self._keep = partial(self._ops.repeats.keep_combine, combined, header, is_staged=is_staged)
         self._recipes.append((rows.combine_through_rings, *of_call))
 
-    def use_sums(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+    def use_sums(
+        self, combined: CombineInput[Any], out: torch.Tensor, out_weights: torch.Tensor | None
+    ) -> None:
         """Take these tensors as inputs of the kernels that sum rows."""
         values = self._values
         values["out"], values["out_weights"] = out, out_weights

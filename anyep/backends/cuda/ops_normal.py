@@ -126,6 +126,8 @@ class GpuNormalOps:
         """The error of an earlier call that has not been raised yet."""
         self._layout_report = self.gpu.words(constants.NUM_LAYOUT_WORDS)
         """Where the kernel of a layout reports an id that is not an expert."""
+        self._layout_words = self._layout_report.data
+        """The same, for a look that takes less time."""
         self._told = int(self._layout_report.ctypes.data)
         self._layouts: dict[tuple[int, int, int], _Layout] = {}
         """By tokens, choices of each, and experts."""
@@ -199,37 +201,39 @@ class GpuNormalOps:
             self._smaller_configs[id(config)] = known
         return known[1]
 
-    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], Rows] | None:
-        routing = self._quiet_routing(handle)
-        return self.repeats.dispatch(x, routing, config) if routing is not None else None
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
+        return self.repeats.dispatch(x, handle, config, self._is_quiet)
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], torch.Tensor] | None:
-        routing = self._quiet_routing(handle)
-        return self.repeats.combine(x, routing, config) if routing is not None else None
+    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+        return self.repeats.combine(x, handle, config, self._is_quiet)
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch | StartedDispatch] | None:
+    ) -> Callable[[Call], CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]] | None:
         return self.counted_repeats.start(self, tokens, config) if self._has_no_error() else None
 
-    def _quiet_routing(self, handle: Any) -> GpuRouting | None:
-        """The routing of a handle that needs no check, if there is no error to be raised either."""
-        routing = known_routing(handle)
-        if routing is None or routing.num_ranks != self.num_ranks or not routing.is_on(self.gpu.device):
-            return None
-        return routing if self._has_no_error() else None
+    def _is_quiet(self) -> bool:
+        """Whether calls work, no earlier one has failed, and nothing follows their phases or captures them
+        in a graph."""
+        return (
+            self._has_no_error()
+            and not self.gpu.stream.is_capturing()
+            and self.device_control.control.works_unobserved
+        )
 
     def _has_no_error(self) -> bool:
         """Whether no earlier call has failed."""
-        words = self._layout_report
-        has_layout_error = words[constants.NUM_REPORTS] != words[constants.NUM_READ]
-        return self._unheard is None and not has_layout_error and not self._reports.has_news
+        return self._unheard is None and self._layouts_were_right() and not self._reports.has_news
+
+    def _layouts_were_right(self) -> bool:
+        words = self._layout_words
+        return bool(words[constants.NUM_REPORTS] == words[constants.NUM_READ])
 
     def aligned_payload(self, payload: Payload) -> Payload:
         x = _aligned(payload.x)
         return payload if x is payload.x else dataclasses.replace(payload, x=x)
 
-    def aligned_input(self, combined: CombineInput) -> CombineInput:
+    def aligned_input(self, combined: CombineInput[GpuRouting]) -> CombineInput[GpuRouting]:
         biases = tuple(_aligned(bias) for bias in combined.biases)
         return combined._replace(x=_aligned(combined.x), biases=biases)
 
@@ -343,10 +347,9 @@ class GpuNormalOps:
 
     def _raise_layout(self) -> None:
         """Raise the error that the kernel of an earlier layout reported."""
-        words = self._layout_report
-        is_read = words[constants.NUM_REPORTS] == words[constants.NUM_READ]
-        if is_read or self.gpu.stream.is_capturing():
+        if self._layouts_were_right() or self.gpu.stream.is_capturing():
             return
+        words = self._layout_report
         at = (
             constants.LAYOUT_TOKEN,
             constants.LAYOUT_COLUMN,

@@ -238,8 +238,11 @@ class RowKernels:
             ),
         )
 
-    def pull_and_sum(self, sizes: Sizes, dtype: torch.dtype, num_biases: int) -> Launch:
-        """Sum the rows of each token where they lie; the kernel does nothing if some come through rings."""
+    def pull_and_sum(
+        self, sizes: Sizes, dtype: torch.dtype, num_biases: int, is_ordered: bool = False
+    ) -> Launch:
+        """Sum the rows of each token where they lie, by rank or in an order of ranks of its own; the kernel
+        does nothing if some come through rings."""
         token, tile = sizes.token, self._tiles.combine
         constants = {
             "DTYPE": DTYPE_CODES[dtype],
@@ -250,6 +253,7 @@ class RowKernels:
             "TILE_VALUES": tile.values,
             "CHUNK_TOKENS": CHUNK_TOKENS,
             "IN_HARDWARE": self._rounds_in_hardware,
+            "ORDERED": is_ordered,
         }
         return Launch(
             sums.pull_and_sum,
@@ -257,7 +261,7 @@ class RowKernels:
             constants,
             (sizes.num_programs,),
             (
-                self.sums(token, dtype),
+                self.sums(token, dtype, is_ordered),
                 self.biases(dtype, num_biases),
                 SEND_HEAD,
                 self._tables,
@@ -269,7 +273,9 @@ class RowKernels:
             ),
         )
 
-    def combine_through_rings(self, sizes: Sizes, dtype: torch.dtype, num_biases: int) -> Launch:
+    def combine_through_rings(
+        self, sizes: Sizes, dtype: torch.dtype, num_biases: int, is_ordered: bool = False
+    ) -> Launch:
         """Sum rows if some of them are not in windows; the kernel does nothing if all are."""
         token = sizes.token
         tile, tile_values = self._tiles.ring_combine
@@ -283,6 +289,7 @@ class RowKernels:
             "STAGES": tile.stages,
             "TILE_VALUES": tile_values,
             "IN_HARDWARE": self._rounds_in_hardware,
+            "ORDERED": is_ordered,
         }
         weights = Input("weights", torch.float32) if token.num_topk else self._state
         return Launch(
@@ -292,7 +299,7 @@ class RowKernels:
             (sizes.num_programs,),
             (
                 groups.Outputs(X, weights),
-                self.sums(token, dtype),
+                self.sums(token, dtype, is_ordered),
                 self.biases(dtype, num_biases),
                 SEND_HEAD,
                 self._tables,
@@ -304,10 +311,11 @@ class RowKernels:
             ),
         )
 
-    def sums(self, token: TokenLayout, dtype: torch.dtype) -> groups.Sums:
+    def sums(self, token: TokenLayout, dtype: torch.dtype, is_ordered: bool) -> groups.Sums:
         """What a combine fills."""
         weights = Input("out_weights", torch.float32) if token.num_topk else self._state
-        return groups.Sums(Input("out", _bits(dtype)), weights)
+        order = Input("order", torch.int32) if is_ordered else self._state
+        return groups.Sums(Input("out", _bits(dtype)), weights, order)
 
     def biases(self, dtype: torch.dtype, num_biases: int) -> groups.Biases:
         """Where its sums start."""

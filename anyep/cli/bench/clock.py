@@ -346,10 +346,11 @@ class CudaClock:
             else f"percentiles of {repeats * calls} calls"
         )
         gpu = f"{self._facts.name}, {self._facts.multi_processor_count} SMs"
+        nodes = nodes_in_words(self._setup.nodes.num_nodes, self._setup.nodes.ranks_per_node, ",")
         sms = f", {self.sms} SMs per rank" if self.sms else ""
         return RankReport(
             timings,
-            f" on {in_words(self._num_gpus)} ({gpu}){sms}",
+            f"{nodes} on {in_words(self._num_gpus)} ({gpu}){sms}",
             f"{times}, of the slowest rank",
             self._facts.name,
         )

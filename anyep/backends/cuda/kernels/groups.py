@@ -158,6 +158,8 @@ class Sums(NamedTuple):
 
     x: Any
     topk_weights: Any
+    order: Any = 0
+    """[token, rank]: the ranks in the order in which their rows are added; 0 where ranks ascend."""
 
 
 class Biases(NamedTuple):

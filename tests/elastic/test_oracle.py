@@ -1,4 +1,4 @@
-"""The compact layout of `ElasticBuffer`, against the dense oracle."""
+"""`ElasticBuffer` in both layouts, against the dense oracle."""
 
 from __future__ import annotations
 
@@ -20,8 +20,38 @@ CASES = {
     "an empty rank, no CPU sync": ElasticCase((0, 9, 3, 24), num_topk=4, waits=False, num_biases=2),
     "FP8, aligned": ElasticCase((5, 6, 0, 1), hidden=16, num_scales=3, alignment=8),
     "without weights, nothing chosen": ElasticCase((4, 4, 4, 4), missing=1.0, has_weights=False),
+    "asynchronous": ElasticCase((7, 5, 6, 4), num_topk=4, num_biases=1, run_async=True),
+    "column-major scales": ElasticCase((5, 6, 2, 1), hidden=16, num_scales=3, has_column_major_scales=True),
     "through rings": ElasticCase((20, 24, 9, 8), num_topk=6, num_window_bytes=0, num_biases=1),
 }
+
+
+EXPANDED = {
+    "plain": ElasticCase((7, 5, 6, 4), num_topk=5, local_experts=3, missing=0.1, num_biases=1, expands=True),
+    "padded, no CPU sync": ElasticCase(
+        (0, 9, 3, 24), num_topk=6, local_experts=4, waits=False, alignment=8, pads=True, expands=True
+    ),
+    "FP8, asynchronous, column-major": ElasticCase(
+        (5, 6, 0, 1),
+        *(16, 8, 5, 3),
+        alignment=4,
+        pads=True,
+        expands=True,
+        has_column_major_scales=True,
+        run_async=True,
+    ),
+    "without weights, nothing chosen": ElasticCase(
+        (4, 4, 4, 4), missing=1.0, has_weights=False, expands=True
+    ),
+    "through rings": ElasticCase(
+        (20, 24, 9, 8), num_topk=6, local_experts=3, num_window_bytes=0, expands=True, num_biases=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expanded(name: str) -> None:
+    get_world(4).run(check_case, EXPANDED[name])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -31,6 +61,7 @@ def test_compact(name: str) -> None:
 
 @st.composite
 def elastic_cases(draw: st.DrawFn, num_ranks: int) -> ElasticCase:
+    expands = draw(st.booleans())
     return ElasticCase(
         tokens=tuple(draw(st.lists(st.integers(0, 24), min_size=num_ranks, max_size=num_ranks))),
         hidden=8 * draw(st.integers(1, 12)),
@@ -43,13 +74,17 @@ def elastic_cases(draw: st.DrawFn, num_ranks: int) -> ElasticCase:
         num_biases=draw(st.integers(0, 2)),
         missing=draw(st.sampled_from((0.0, 0.3, 0.9, 1.0))),
         num_window_bytes=draw(st.sampled_from((None, 0))),
+        expands=expands,
+        pads=expands and draw(st.booleans()),
+        has_column_major_scales=draw(st.booleans()),
+        run_async=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_any_compact_case(num_ranks: int) -> None:
+def test_any_case(num_ranks: int) -> None:
     @examples(8, deep=60)
     @given(elastic_cases(num_ranks))
     def check(case: ElasticCase) -> None:
