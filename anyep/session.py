@@ -92,6 +92,7 @@ class Session:
             # With a core for every rank, polling at once pays off; else the awaited rank needs the core.
             NUM_SPINS if rendezvous.num_ranks <= num_cores() else 0,
             connection.transport,
+            connection.options.api,
         )
         try:
             if self.options.device == "cuda":
@@ -112,11 +113,6 @@ class Session:
     @property
     def windows(self) -> Windows:
         return self.normal.windows
-
-    @property
-    def has_normal_calls(self) -> bool:
-        """Whether normal mode can be called: not yet between nodes on GPUs."""
-        return self.options.device == "cpu" or self.topology.num_nodes == 1
 
     def _rings(self) -> Rings:
         options, topology = self.options, self.topology

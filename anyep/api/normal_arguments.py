@@ -224,12 +224,12 @@ class NormalArguments:
     def dispatch_again(self, x: Any, handle: Any, config: Config | None, default: Tuned) -> Any:
         """The rows of a dispatch with a handle, made at once if it is like an earlier one; or None."""
         chosen = self._last_config(config, default)
-        return self._mode.dispatch_again(x, handle, chosen) if chosen is not None else None
+        return self._mode.ops.dispatch_again(x, handle, chosen) if chosen is not None else None
 
     def combine_again(self, x: Any, handle: Any, config: Config | None, default: Tuned) -> Any:
         """The same for a combine: its sums."""
         chosen = self._last_config(config, default)
-        return self._mode.combine_again(x, handle, chosen) if chosen is not None else None
+        return self._mode.ops.combine_again(x, handle, chosen) if chosen is not None else None
 
     def counted_again(
         self,

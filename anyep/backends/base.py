@@ -228,8 +228,12 @@ class Control(Protocol):
     def counters_at(self, ranks: Sequence[int], block: ControlBlock, writer: int) -> Array: ...
     @property
     def works_unobserved(self) -> bool: ...
+    def next_number(self) -> int: ...
+    @property
+    def publish(self) -> Callable[[int, int, int], None]: ...
     def enter(self, call: Call, phase: Phase) -> None: ...
     def end(self, call: Call) -> None: ...
+    def ended_by(self, call: Call, error: BaseException) -> None: ...
     def guarded(self, call: Call, work: Callable[[], T]) -> T: ...
     def refuse(self, call: Call, error: AnyEPError) -> None: ...
     def exchange(
@@ -384,12 +388,12 @@ class NormalOps(Protocol[R, C]):
     def check_config(self, config: Config) -> None:
         """Warn if the device cannot do what a config requests."""
 
-    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], Rows] | None:
-        """What makes a dispatch with a handle and no other argument, and returns its rows, if one like it was
-        made before, so that it can be made with less work. None if not: then nothing has happened."""
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
+        """The rows of a dispatch with a handle and no other argument, made at once, with less work, if one
+        like it was made before. None if not: then nothing has happened."""
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], torch.Tensor] | None:
-        """The same for a combine; it returns the sums."""
+    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+        """The same for a combine: its sums."""
 
     def counted_again(
         self, tokens: CountedTokens, config: Config

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -28,7 +28,6 @@ from anyep.backends.base import (
     R,
     R_co,
     Results,
-    Rows,
     StartedDispatch,
     Windows,
 )
@@ -209,14 +208,6 @@ class NormalMode(Generic[R, C]):
         return self._guarded(call, whole_call)
 
     # Calls like earlier ones, with less work; None where that is not possible
-
-    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
-        """The rows of a dispatch with a handle."""
-        return self._made_again(Kind.CACHED_DISPATCH, lambda: self.ops.dispatch_again(x, handle, config))
-
-    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
-        """The sums of a combine."""
-        return self._made_again(Kind.COMBINE, lambda: self.ops.combine_again(x, handle, config))
 
     def counted_again(self, tokens: CountedTokens, config: Config, alignment: int) -> Dispatched[R] | None:
         """The results of a dispatch that counts its rows."""
