@@ -123,7 +123,10 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         if topology.num_nodes > 1 or session.elastic is None:
             place = "several nodes" if topology.num_nodes > 1 else "GPUs"
             self._buffer.destroy()
-            raise NotSupported(f"ElasticBuffer does not work on {place} yet: use anyep.Buffer")
+            raise NotSupported(
+                f"ElasticBuffer does not work on {place} yet: use anyep.Buffer; programs written for deep_ep"
+                f" choose it where ANYEP_DEEP_EP_API=v1 hides ElasticBuffer from them"
+            )
         self._calls = ElasticCalls(session.normal, session.elastic, self._buffer.rank, num_ranks)
         self.group = group
         self.rank_idx, self.num_ranks = self._buffer.rank, num_ranks
