@@ -114,11 +114,6 @@ class Session:
     def windows(self) -> Windows:
         return self.normal.windows
 
-    @property
-    def has_normal_calls(self) -> bool:
-        """Whether normal mode can be called: not yet between nodes on GPUs."""
-        return self.options.device == "cpu" or self.topology.num_nodes == 1
-
     def _rings(self) -> Rings:
         options, topology = self.options, self.topology
         node = NodeRings(
