@@ -39,7 +39,8 @@ class EPHandle:
         dst_buffer_slot_idx: int32 [tokens, top-k]: the row of each choice's rank in which the token arrives,
             or -1.
         routing: What the calls of AnyEP use: tensors.
-        recv_topk_idx: int64 [rows, top-k]: local experts, -1 for those of other ranks.
+        recv_topk_idx: int64 [rows, top-k]: local experts, -1 for those of other ranks; of the compact layout,
+            else without rows.
         order: int32 [tokens, ranks]: the ranks in the order in which a combine adds their rows.
         token_metadata_at_forward: None, like the next two: there for programs that read them.
         channel_linked_list: None.
@@ -72,7 +73,9 @@ class EPHandle:
     def wait(self) -> None:
         """Return when the tensors are filled; raise the error of the dispatch."""
         if self.filled is not None:
-            self.filled.current_stream_wait()
+            # A stream that is captured may wait for events of its own graph only.
+            if not self.filled.was_waited_for:
+                self.filled.current_stream_wait()
             self.filled = None
 
     def __getstate__(self) -> dict[str, Any]:
