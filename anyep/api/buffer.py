@@ -313,7 +313,9 @@ class Buffer:
             ranks]), and an event.
         """
         session, checks = self._check_usable()
-        previous = check_events(previous_event, async_finish, allocate_on_comm_stream)
+        previous = None
+        if previous_event is not None or allocate_on_comm_stream:
+            previous = check_events(previous_event, async_finish, allocate_on_comm_stream)
         topk_idx, num_experts = checks.layout(topk_idx, num_experts)
         session.control.check_works()
         layout = session.normal.ops.layout(topk_idx, num_experts, previous, async_finish)

@@ -6,6 +6,7 @@ can be captured in CUDA graphs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -46,6 +47,8 @@ from anyep.sizes import Config
 
 log = logging.getLogger("anyep")
 MAX_LAYOUTS: Final = 256
+OF_LAYOUT: Final = "topk_idx", "by_rank", "by_expert", "in_rank", "num_tokens"
+"""The inputs of a layout, in the order in which they are passed."""
 
 
 class Reporter(Protocol):
@@ -271,31 +274,22 @@ class GpuNormalOps:
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, previous: EventOverlap | None, run_async: bool
     ) -> DispatchLayout:
-        self._raise_layout()
+        if not self._layouts_were_right():
+            self._raise_layout()
+        gpu, stream = self.gpu, self.gpu.stream
         num_tokens, num_topk = topk_idx.shape
         kind = num_tokens, num_topk, num_experts
         known = self._layouts.get(kind) or self._new_layout(kind)
-        if previous is None:
-            per_rank, per_expert, in_rank = map(self.gpu.empty_like, known.results)
-        else:
-            with self.gpu.on_communication_stream():
-                per_rank, per_expert, in_rank = map(self.gpu.empty_like, known.results)
-        values = {
-            "topk_idx": topk_idx,
-            "by_rank": per_rank,
-            "by_expert": per_expert,
-            "in_rank": in_rank,
-            "num_tokens": num_tokens,
-        }
-        stream = self.gpu.stream
-        # No peer takes part: if nothing is to overlap, the kernel runs on the caller's stream.
-        if run_async or previous is not None or stream.is_capturing():
-            moment = stream.moment(True, not run_async, previous)
-        else:
-            moment = stream.beside_caller()
-        known.kernel.run(moment, values)
         if not run_async and previous is None:
+            per_rank, per_expert, in_rank = map(gpu.empty_like, known.results)
+            # No peer takes part: as nothing is to overlap, the kernel runs on the caller's stream.
+            moment = stream.moment(True, True) if stream.is_capturing() else stream.beside_caller()
+            known.kernel.run(moment, (topk_idx, per_rank, per_expert, in_rank, num_tokens))
             return DispatchLayout(per_rank, None, per_expert, in_rank, None)
+        with gpu.on_communication_stream() if previous is not None else contextlib.nullcontext():
+            per_rank, per_expert, in_rank = map(gpu.empty_like, known.results)
+        moment = stream.moment(True, not run_async, previous)
+        known.kernel.run(moment, (topk_idx, per_rank, per_expert, in_rank, num_tokens))
         self.keep(run_async, previous, topk_idx, per_rank, per_expert, in_rank)
         event = stream.end(True) if run_async else None
         return DispatchLayout(per_rank, None, per_expert, in_rank, event)
@@ -312,7 +306,9 @@ class GpuNormalOps:
         if len(self._layouts) >= MAX_LAYOUTS:
             # The oldest one.
             del self._layouts[next(iter(self._layouts))]
-        made = self._layouts[kind] = _Layout(results, Prepared(self.device_control.batches, (recipe,)))
+        made = self._layouts[kind] = _Layout(
+            results, Prepared(self.device_control.batches, (recipe,), OF_LAYOUT)
+        )
         return made
 
     def _raise_layout(self) -> None:
