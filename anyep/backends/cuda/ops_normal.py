@@ -193,19 +193,17 @@ class GpuNormalOps:
         return known[1]
 
     def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
-        return self.repeats.dispatch(x, handle, config, self._is_quiet)
+        return self.repeats.dispatch(x, handle, config, self.is_quiet)
 
     def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
-        return self.repeats.combine(x, handle, config, self._is_quiet)
+        return self.repeats.combine(x, handle, config, self.is_quiet)
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
     ) -> Callable[[Call], CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]] | None:
         return self.counted_repeats.start(self, tokens, config) if self._has_no_error() else None
 
-    def _is_quiet(self) -> bool:
-        """Whether calls work, no earlier one has failed, and nothing follows their phases or captures them
-        in a graph."""
+    def is_quiet(self) -> bool:
         return (
             self._has_no_error()
             and not self.gpu.stream.is_capturing()
