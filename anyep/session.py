@@ -92,6 +92,7 @@ class Session:
             # With a core for every rank, polling at once pays off; else the awaited rank needs the core.
             NUM_SPINS if rendezvous.num_ranks <= num_cores() else 0,
             connection.transport,
+            connection.options.api,
         )
         try:
             if self.options.device == "cuda":

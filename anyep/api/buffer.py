@@ -820,7 +820,9 @@ class Buffer:
             return
         if self.explicitly_destroy:
             warnings.warn(
-                f"a {self._api} made with explicitly_destroy=True was dropped without destroy()", stacklevel=1
+                f"{options.with_article(self._api)} made with explicitly_destroy=True was dropped without"
+                " destroy()",
+                stacklevel=1,
             )
         if session.is_idle:
             del session

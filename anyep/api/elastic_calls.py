@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from anyep.modes.normal import Dispatch, Dispatched, NormalMode
 from anyep.sizes import Config
 
 Event = EventHandle | EventOverlap
+BARRIER_ROW_BYTES: Final = 16
 
 
 class Layout(NamedTuple):
@@ -107,6 +108,21 @@ class ElasticCalls:
             *(call, payload, routing, config, _overlap(streams.previous), streams.run_async, num_experts)
         )
         return self._finish(done, handle, layout, has_weights, streams, None)
+
+    def barrier(self, call: Call, config: Config, device: torch.device) -> None:
+        """Wait until all ranks have made this call: a dispatch of no tokens."""
+        ops = self._normal.ops
+        ids = torch.empty((0, 1), dtype=torch.int64, device=device)
+        weights = torch.empty((0, 1), dtype=torch.float32, device=device)
+        x = torch.empty((0, BARRIER_ROW_BYTES), dtype=torch.uint8, device=device)
+        payload = Payload(x, None, ids, weights, ops.source_bytes)
+        layout = ops.layout(ids, self._num_ranks, None, False)
+        counts = ops.counts_of(
+            *(payload, layout.in_rank, layout.tokens_per_rank, layout.tokens_per_node),
+            *(layout.tokens_per_expert, config.num_channels),
+        )
+        request: Dispatch[Any] = Dispatch(payload, counts, config, 1, 1)
+        self._normal.dispatch(call, request, None, False)
 
     def prepared(
         self,

@@ -80,9 +80,9 @@ def refused_by_kernel(rank: int, call: Call, reason: str, own_rank: int | None =
     return Disagreement(f"rank {rank} refused its {call}{consequence}: {reason}")
 
 
-def broken(error: AnyEPError) -> BufferBroken:
+def broken(error: AnyEPError, api: str) -> BufferBroken:
     """The error for a call after a failure."""
-    return BufferBroken(f"this Buffer is broken since an earlier call: {error}")
+    return BufferBroken(f"this {api} is broken since an earlier call: {error}")
 
 
 def gave_up_before(rank: int, call: Call) -> BufferBroken:

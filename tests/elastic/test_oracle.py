@@ -136,7 +136,7 @@ def make_wrongly(context: RankContext) -> None:
         ElasticBuffer(context.group, 2 << 20, num_cpu_bytes=2 << 20)
     with pytest.raises(ValueError, match="num_bytes is 3: it must be at least 2097152"):
         ElasticBuffer(context.group, 3)
-    with pytest.raises(ValueError, match="num_max_tokens_per_rank=0 is less than 1"):
+    with pytest.raises(ValueError, match="num_max_tokens_per_rank is 0: it must be at least 1"):
         ElasticBuffer(context.group)
     with pytest.raises(NotSupported, match="does not work on several nodes yet"):
         ElasticBuffer(context.group, 2 << 20, device="cpu", ranks_per_node=1)

@@ -8,7 +8,9 @@ import tomllib
 from pathlib import Path
 from textwrap import indent
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.programs import ROOT
 from tests.support.scripts import code_of, launch_script, run_script
@@ -68,6 +70,56 @@ def test_the_first_run_and_what_other_pages_do_with_a_buffer(tmp_path: Path, num
     assert finished.returncode == 0, finished.stderr
     found = re.findall(r"rank \d got \d+ rows for its experts: \[\d+, \d+\]", finished.stdout)
     assert len(found) == num_ranks
+
+
+NAMES = """
+import torch, torch.distributed as dist
+from anyep import Buffer
+hidden = 64
+"""
+"""What the programs of docs/running.md and docs/api.md take for granted."""
+
+
+def test_programs_that_show_how_a_buffer_is_made(tmp_path: Path) -> None:
+    running = code_of("docs/running.md")
+    api = code_of("docs/api.md").replace("buffer =", "second =").replace("group,", "dist.group.WORLD,")
+    assert "...\n" in running
+    script = tmp_path / "made.py"
+    script.write_text(NAMES + running.replace("...\n", f"{api}print(buffer, second)\nsecond.destroy()\n"))
+    finished = run_script(script, num_ranks=2, env={"ANYEP_DEVICE": "cpu"})
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("; working>") == 4
+
+
+def test_the_programs_of_planning_for_a_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    topk_idx = np.arange(64).reshape(2, 8, 4) % 32
+    given = {
+        "topk_idx_of_all_ranks": topk_idx,
+        "topk_idx_0": torch.from_numpy(topk_idx[0]),
+        "topk_idx_1": torch.from_numpy(topk_idx[1]),
+        "load": torch.arange(256, dtype=torch.int64, device="cpu"),
+    }
+    page = (ROOT / "docs/planning-traces.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec("import numpy, torch, anyep.balance\n" + block, given)
+    assert np.array_equal(np.load("step0.npy"), topk_idx)
+    assert len(torch.load("step0.pt", weights_only=True)) == 2
+    assert len(given["placement"].experts) == 288  # type: ignore[attr-defined]
+
+
+NOT_RUN = {"docs/gpus.md": "needs a GPU", "docs/howto/megatron.md": "needs Megatron-LM"}
+
+
+def test_every_program_of_the_docs_is_run() -> None:
+    """A page with a program is named by a test, or in `NOT_RUN`."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    tests += '"docs/tutorial.md"' if '"docs" / "tutorial.md"' in tests else ""
+    for page in (ROOT / "docs").rglob("*.md"):
+        if "```python\n" in page.read_text():
+            name = str(page.relative_to(ROOT))
+            is_named = f'{name}"' in tests or name.removeprefix("docs/").removesuffix(".md") in WITH_A_BUFFER
+            assert is_named, f"no test runs the program of {name}"
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ cache.
 
 from __future__ import annotations
 
+import ast
+import math
 import os
 import re
 import subprocess
@@ -58,8 +60,10 @@ from tests.support.checks import cast_kernels, commands
 from tests.support.checks.casts import FP8_MODES
 from tests.support.ptx import machine_code_of, ptx_of, spilled_bytes
 
-RELEASE = r"(atom|red)\S*release\S*max|st\.release\.sys\.global"
+RELEASE = r"st\.release\.sys\.global"
 """How a kernel tells other ranks, or the host, that what it stored is there."""
+ACQUIRE = "ld.acquire.sys.global"
+FLAGS = r'elementwise_inline_asm "\{[^"]*@p [^"]*".* -> tensor<([\dx]+)xi\d+, (#\w+)>'
 BARRIER = r"bar\.sync|bar\.warp\.sync|barrier\.sync"
 LOADS_OF_128_BITS = r"\bld\.global\S*\.v4\.b32|\bld\.global\S*\.b128"
 STORES_OF_128_BITS = r"\bst\.global\S*\.v4\.b32|\bst\.global\S*\.b128"
@@ -77,6 +81,10 @@ class Source:
 
     def ptx(self) -> str:
         return ptx_of(self.kernel, self.types, self.constants, self.options)
+
+    def with_layouts(self) -> str:
+        """Triton's own language for GPUs, which says which threads have which elements."""
+        return ptx_of(self.kernel, self.types, self.constants, self.options, "ttgir")
 
 
 def places_of(pattern: str, text: str) -> list[int]:
@@ -104,14 +112,13 @@ def releases_the_record_last(text: str) -> None:
 
 
 def waits(text: str) -> None:
-    acquired = re.findall(r"atom\S*(?:\.acquire\.sys|\.sys\.acquire)\S*add", text)
-    assert len(acquired) >= 3, "before the loop, in it, and once more at its end"
+    assert text.count(ACQUIRE) >= 3, "before the loop, in it, and once more at its end"
     # When the wait begins, and whenever it looks again.
     assert text.count("globaltimer") == 2
 
 
 def waits_for_record(text: str) -> None:
-    assert len(places_of(r"\.acquire\.sys|\.sys\.acquire", text)) >= 2, "once before the loop, once in it"
+    assert text.count(ACQUIRE) >= 2, "once before the loop, once in it"
     assert "globaltimer" in text
 
 
@@ -411,7 +418,7 @@ BETWEEN_NODES = {
 def adds_nothing(text: str) -> None:
     """Words of the host are loaded: to add 0 to them could undo what the host stores at the same time."""
     assert not re.search(r"(atom|red)\S*\.add", text)
-    assert re.search(r"ld\.global\S*acquire", text)
+    assert re.search(r"ld\.global\S*acquire|ld\.acquire\.sys\.global", text)
 
 
 WORDS = dict.fromkeys(("constants", "commands", "was_put", "words", "wanted", "found"), "*i64")
@@ -576,10 +583,31 @@ KERNELS: dict[str, Source] = {
 }
 
 
+def flags_have_one_thread_each(source: Source) -> None:
+    """No flag is changed by an atomic operation, since it may be in memory of the host; and no two threads
+    load or store the same one, since they could find different values."""
+    assert not re.search(r"\b(atom|red)\.(?!\S*shared)\S*\.sys\b", source.ptx())
+    text = source.with_layouts()
+    for shape, layout in re.findall(FLAGS, text):
+        assert not has_copies([int(length) for length in shape.split("x")], layout, text)
+
+
+def has_copies(shape: list[int], layout: str, text: str) -> bool:
+    """Whether several threads have the same element of a tensor."""
+    (kind, parts) = re.findall(rf"{layout} = #ttg\.(blocked|linear)<\{{(.*)\}}>", text)[0]
+    numbers = {name: ast.literal_eval(part) for name, part in re.findall(r"(\w+) = (\[[\d, \[\]]*\])", parts)}
+    if kind == "linear":
+        # What each bit of the number of a thread, and of a warp, adds to an element's indices.
+        return any(not any(step) for step in (*numbers["lane"], *numbers["warp"]))
+    along = zip(*(numbers[name] for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")), strict=True)
+    return any(length % math.prod(counts) for length, counts in zip(shape, along, strict=True))
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiled(name: str) -> None:
     text = KERNELS[name].ptx()
     assert ".local" not in text
+    flags_have_one_thread_each(KERNELS[name])
     for aspect in KERNELS[name].aspects:
         aspect(text)
 

@@ -13,7 +13,13 @@ import triton.language as tl
 
 from anyep import layout
 from anyep.backends.cuda import constants as words_of
-from anyep.backends.cuda.kernels.atomics import is_aborted, release_max, tell_host, wait_for_all
+from anyep.backends.cuda.kernels.atomics import (
+    is_aborted,
+    load_acquire,
+    store_release,
+    tell_host,
+    wait_for_all,
+)
 from anyep.backends.cuda.kernels.counting import LAST_PLACE, wrong_word
 from anyep.backends.cuda.kernels.digests import mixed_channels, mixed_rows
 from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
@@ -146,7 +152,10 @@ def stop_everyone(constants, heaps, ranks, is_rank):
     there = tl.load(heaps + ranks, mask=is_rank, other=0)
     given_up = there + tl.load(constants + GIVEN_UP_AT) + rank * tl.load(constants + FLAG_STRIDE)
     raise_flags(heaps, given_up, 1, ranks, is_rank)
-    raise_flags(heaps, there + tl.load(constants + ABORT_AT), rank + 1, ranks, is_rank)
+    abort = there + tl.load(constants + ABORT_AT)
+    # A flag that is up may name the rank that is to blame.
+    is_down = load_acquire(words_at(abort), is_rank) == 0
+    raise_flags(heaps, abort, rank + 1, ranks, is_rank & is_down)
 
 
 @triton.jit
@@ -735,7 +744,7 @@ def barrier(
     if (code == LATE) | (code == STOPPED):
         stop_everyone(constants, heaps, ranks, is_rank)
     if takes_part:
-        release_max(words_at(there), value, is_rank)
+        store_release(words_at(there), value, is_rank)
         here = words_at(own + flags_at + ranks * stride)
         seen = wait_for_all(here, is_rank, value, timeout_ns, abort)
         bad = why_not_there(seen, value, abort, constants, heaps, ranks, is_rank)

@@ -33,8 +33,9 @@ from anyep.backends.cuda.kernels.atomics import (
     is_aborted,
     is_time_to_ask,
     load_acquire,
+    load_one,
     nanoseconds,
-    release_max,
+    store_release,
 )
 from anyep.backends.cuda.kernels.beside import (
     carried_by_tokens,
@@ -246,7 +247,7 @@ def lanes(prefixes, rank, channel, num_channels, rings, NUM_RANKS: tl.constexpr)
 def is_good(outcome):
     """Whether nothing has failed so far. Other programs may write the outcome now, but all warps of this
     program read the same value."""
-    return load_acquire(outcome, None) == 0
+    return load_one(outcome) == 0
 
 
 @triton.jit
@@ -276,7 +277,7 @@ def is_hopeless(deadline, waiting):
     now = nanoseconds()
     flag = abort_of_host(waiting.abort, is_time_to_ask(now, deadline - waiting.timeout_ns))
     is_late = now >= deadline
-    release_max(abort, tl.where(is_late, 1 + waiting.rank, flag).to(tl.int64), is_late | (flag != 0))
+    store_release(abort, tl.where(is_late, 1 + waiting.rank, flag).to(tl.int64), is_late | (flag != 0))
     return is_aborted(waiting.abort)
 
 
@@ -311,9 +312,9 @@ def give_up(is_missing, rings, waiting):
     # A rank's own rows are missing only if it also waits for another rank.
     silent = tl.min(tl.where(is_other, rings.ranks, 2147483647), axis=0)
     silent = tl.where(any_of(is_other), silent, waiting.rank)
-    raised_by = load_acquire(words_at(waiting.abort), None) - 1
+    raised_by = load_one(words_at(waiting.abort)) - 1
     outcome = tl.where(raised_by == waiting.rank, LATE, STOPPED) + NUM_CODES * silent
-    is_news = load_acquire(waiting.outcome, None) == 0
+    is_news = load_one(waiting.outcome) == 0
     tl.store(waiting.outcome, outcome.to(tl.int64), mask=is_news)
 
 
@@ -512,7 +513,7 @@ def send_tokens(
                     row = row_words_at(addresses[receiver])[:, None] + words[None, :]
                     tl.store(row, values, mask=(addresses[receiver] != 0)[:, None] & is_word)
             sent += counts
-            release_max(rings.ours, sent, counts > 0)
+            store_release(rings.ours, sent, counts > 0)
             token += TILE_TOKENS
 
 
@@ -570,7 +571,7 @@ def take_rows(
                     )
             begin += counts
             taken += counts
-            release_max(rings.ours, taken, counts > 0)
+            store_release(rings.ours, taken, counts > 0)
             deadline = nanoseconds() + waiting.timeout_ns
             is_open = begin < end
         else:
@@ -726,7 +727,7 @@ def push_rows(
                         tl.store(to, weights, mask=is_choice)
             begin += counts
             sent += counts
-            release_max(rings.ours, sent, counts > 0)
+            store_release(rings.ours, sent, counts > 0)
             deadline = nanoseconds() + waiting.timeout_ns
             is_open = begin < end
         else:
@@ -843,7 +844,7 @@ def sum_tokens(
                 to = out.topk_weights + tokens[:, None] * beside.num_topk + choices[None, :]
                 tl.store(to, sums, mask=is_token[:, None] & (choices < beside.num_topk)[None, :])
             taken += counts
-            release_max(rings.ours, taken, counts > 0)
+            store_release(rings.ours, taken, counts > 0)
             token += TILE_TOKENS
     # Not written to the outcome: programs decide by it whether to begin, and all of them must take part.
     tl.store(waiting.outcome + BAD_ROWS, bad.to(tl.int64), mask=bad != GOOD)
