@@ -66,8 +66,8 @@ class Session:
     """Its types are those of the device, which is known at run time only."""
     heap: Heap
     """This rank's heap on its device."""
-    elastic: ElasticOps | None = None
-    """For the elastic API; None where it does not work yet."""
+    elastic: ElasticOps
+    """For the elastic API."""
     communication_stream: Any = None
     """The CUDA stream of calls on a GPU."""
     device_control: DeviceControl | None = None
@@ -113,11 +113,6 @@ class Session:
     @property
     def windows(self) -> Windows:
         return self.normal.windows
-
-    @property
-    def has_normal_calls(self) -> bool:
-        """Whether normal mode can be called: not yet between nodes on GPUs."""
-        return self.options.device == "cpu" or self.topology.num_nodes == 1
 
     def _rings(self) -> Rings:
         options, topology = self.options, self.topology
@@ -197,6 +192,7 @@ class Session:
             raise
 
     def _make_gpu_modes(self, gpu_connection: GpuConnection) -> None:
+        from anyep.backends.cuda.elastic import GpuElasticOps
         from anyep.backends.cuda.lifetime import GpuLifetime
         from anyep.backends.cuda.ops_normal import GpuNormalOps
 
@@ -225,6 +221,8 @@ class Session:
             rings,
         )
         self.normal = NormalMode(self.control, ops, rings)
+        control = gpu_connection.device_control
+        self.elastic = GpuElasticOps(control.gpu, control.batches, gpu_connection.share_of_sms)
         self.communication_stream = ops.stream
         self.lifetime = GpuLifetime(
             gpu_connection.device_control,

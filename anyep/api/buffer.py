@@ -35,7 +35,7 @@ from anyep.backends.low_latency import LowLatencyResults
 from anyep.connection import Options
 from anyep.control.status import RankStatus
 from anyep.core.calls import Kind
-from anyep.errors import BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
+from anyep.errors import BufferBroken, InvalidCall, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.join.rendezvous import rendezvous_of
 from anyep.modes.low_latency import LowLatencyMode, Sent
@@ -146,9 +146,9 @@ class Buffer:
             return chosen
 
         self.runtime = session = Session(group, rendezvous, chosen_options)
-        self._normal: NormalArguments | None = None
-        if session.has_normal_calls:
-            self._normal = NormalArguments(session.normal, self._device, self.group_size, self._unfilled)
+        self._normal: NormalArguments | None = NormalArguments(
+            session.normal, self._device, self.group_size, self._unfilled
+        )
         self._low_latency: LowLatencyArguments | None = None
         if session.low_latency is not None:
             self._low_latency = LowLatencyArguments(
@@ -835,16 +835,11 @@ class Buffer:
     # Helpers
 
     def _check_usable(self) -> tuple[Session, NormalArguments]:
-        if self.runtime is None:
+        if self.runtime is None or self._normal is None:
             raise BufferBroken(f"this {self._api} was destroyed: make a new one")
         if self._generation is not _generation:
             raise BufferBroken(
                 f"this {self._api} belongs to process {self._pid}: a forked child must make its own"
-            )
-        if self._normal is None:
-            raise NotSupported(
-                "on GPUs only low-latency mode works between nodes so far: leave out ranks_per_node, or pass"
-                " device='cpu'"
             )
         return self.runtime, self._normal
 

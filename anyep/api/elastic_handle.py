@@ -44,7 +44,8 @@ class EPHandle:
     routing: tuple[torch.Tensor, ...]
     """What the calls of AnyEP use."""
     recv_topk_idx: torch.Tensor
-    """int64 [rows, top-k]: local experts, -1 for those of other ranks."""
+    """int64 [rows, top-k]: local experts, -1 for those of other ranks; of the compact layout, else without
+    rows."""
     order: torch.Tensor
     """int32 [tokens, ranks]: the ranks in the order in which a combine adds their rows."""
     token_metadata_at_forward: torch.Tensor | None = None
@@ -56,7 +57,9 @@ class EPHandle:
     def wait(self) -> None:
         """Return when the tensors are filled; raise the error of the dispatch."""
         if self.filled is not None:
-            self.filled.current_stream_wait()
+            # A stream that is captured may wait for events of its own graph only.
+            if not self.filled.was_waited_for:
+                self.filled.current_stream_wait()
             self.filled = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -101,6 +101,15 @@ def too_many_rows(rank: int, limit: int, arriving: int | None) -> InvalidCall:
     )
 
 
+def no_window(call: Call, rank: int | None) -> InvalidCall:
+    """The error for rows that can go to windows only; None for a rank that is not known."""
+    return InvalidCall(
+        f"{'a rank' if rank is None else f'rank {rank}'} has no window for its rows in {call}: between nodes"
+        f" rows on GPUs go to windows only, and nothing was sent; pass a larger num_window_bytes, or free"
+        f" results of earlier dispatches"
+    )
+
+
 def masked_out(rank: int) -> Masked:
     """The error on a rank that the others have masked."""
     return Masked(
