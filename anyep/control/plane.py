@@ -73,7 +73,10 @@ class ControlPlane(ending.Part):
         traffic: Traffic,
         num_spins: int,
         transport: Transport | None = None,
+        api: str = "Buffer",
     ) -> None:
+        """`api` is the class that the user made, as messages name it."""
+        self._api = api
         self.transport = transport
         """To the ranks on other hosts, if there are any."""
         self.num_spins = num_spins
@@ -121,7 +124,7 @@ class ControlPlane(ending.Part):
         self._missing = np.ones(self.num_ranks, np.bool_)
         self._no_counts = (np.zeros(self.num_ranks, np.int32), np.zeros((self.num_ranks, 1), np.int32))
         self._processes = Processes(self.pids_of_peers)
-        self.blame = Blame(self.rank, timeout_s, self._statuses, self._processes, transport)
+        self.blame = Blame(self.rank, timeout_s, self._statuses, self._processes, transport, api)
         ending.register(self)
 
     # Counters
@@ -147,7 +150,7 @@ class ControlPlane(ending.Part):
     def check_works(self) -> None:
         """Refuse to go on after a failure."""
         if self._broken is not None:
-            raise diagnosis.broken(self._broken) from self._broken
+            raise diagnosis.broken(self._broken, self._api) from self._broken
 
     @property
     def works_unobserved(self) -> bool:
@@ -159,9 +162,9 @@ class ControlPlane(ending.Part):
         """The error that broke the Buffer, or None."""
         return self._broken
 
-    def stop(self, why: str = "the Buffer was destroyed") -> None:
+    def stop(self, why: str = "") -> None:
         """End the waits of running calls; these calls fail."""
-        self._stopped_by = self._stopped_by or why
+        self._stopped_by = self._stopped_by or why or f"the {self._api} was destroyed"
 
     def begin(self, kind: int) -> Call:
         """Take the next call number."""
@@ -211,7 +214,7 @@ class ControlPlane(ending.Part):
         """Report that an exception ends the `with` block of this rank; peers that wait for it raise."""
         reason = ending.describe(error)
         self._go(State.LEFT, reason)
-        self.stop(f"the `with Buffer(...)` block was left by {reason}")
+        self.stop(f"the `with {self._api}(...)` block was left by {reason}")
 
     def _go(self, how: State, reason: str = "") -> None:
         self._own.go(how, reason)

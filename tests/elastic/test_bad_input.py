@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from anyep.errors import AnyEPError
-from tests.support.elastic_cases import ElasticCase, check_case, elastic_buffer
-from tests.support.world import RankContext, get_world
+from tests.support.elastic_cases import ElasticCase, check_case, elastic_buffer, there
+from tests.support.places import Place
+from tests.support.world import RankContext
 
+PLACES = [Place("cpu", 2)]
+EVERYWHERE = pytest.mark.parametrize("place", [place.param() for place in PLACES])
 GOOD = ElasticCase((3, 4))
 ids = torch.tensor([[0, 1], [2, 3]])
 WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
@@ -42,6 +45,10 @@ def good_arguments() -> dict[str, Any]:
     return {"x": x, "topk_idx": ids, "topk_weights": torch.ones(2, 2), "num_experts": 4}
 
 
+def on_device(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: there(argument) for name, argument in arguments.items()}
+
+
 def dispatch_wrongly_on_rank_0(context: RankContext, name: str) -> str:
     buffer, arguments = elastic_buffer(context), good_arguments()
     if context.rank == 0:
@@ -49,7 +56,7 @@ def dispatch_wrongly_on_rank_0(context: RankContext, name: str) -> str:
         if "handle" in arguments:
             del arguments["topk_idx"]
     try:
-        buffer.dispatch(**arguments)
+        buffer.dispatch(**on_device(arguments))
         message = "nothing was raised"
     except AnyEPError as error:
         message = str(error)
@@ -57,9 +64,10 @@ def dispatch_wrongly_on_rank_0(context: RankContext, name: str) -> str:
     return message
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("name", WRONG_DISPATCHES)
-def test_wrong_dispatch(name: str) -> None:
-    wrong, right = get_world(2).run(dispatch_wrongly_on_rank_0, name)
+def test_wrong_dispatch(place: Place, name: str) -> None:
+    wrong, right = place.world().run(dispatch_wrongly_on_rank_0, name)
     assert wrong.startswith(WRONG_DISPATCHES[name][1])
     assert right.startswith("rank 0 refused its ")
     assert wrong in right
@@ -84,12 +92,12 @@ WRONG_COMBINES: dict[str, tuple[dict[str, Any], str]] = {
 
 def go_on_wrongly_on_rank_0(context: RankContext, name: str, combines: bool) -> str:
     buffer, arguments = elastic_buffer(context), good_arguments()
-    rows, _, _, handle, _ = buffer.dispatch(**arguments)
+    rows, _, _, handle, _ = buffer.dispatch(**on_device(arguments))
     later: dict[str, Any] = {"x": rows if combines else arguments["x"], "handle": handle}
     if context.rank == 0:
         later |= (WRONG_COMBINES if combines else WRONG_LATER)[name][0]
     try:
-        (buffer.combine if combines else buffer.dispatch)(**later)
+        (buffer.combine if combines else buffer.dispatch)(**on_device(later))
         message = "nothing was raised"
     except AnyEPError as error:
         message = str(error)
@@ -97,16 +105,18 @@ def go_on_wrongly_on_rank_0(context: RankContext, name: str, combines: bool) -> 
     return message
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("name", WRONG_LATER)
-def test_wrong_dispatch_by_handle(name: str) -> None:
-    wrong, right = get_world(2).run(go_on_wrongly_on_rank_0, name, False)
+def test_wrong_dispatch_by_handle(place: Place, name: str) -> None:
+    wrong, right = place.world().run(go_on_wrongly_on_rank_0, name, False)
     assert wrong.startswith(WRONG_LATER[name][1])
     assert wrong in right
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("name", WRONG_COMBINES)
-def test_wrong_combine(name: str) -> None:
-    wrong, right = get_world(2).run(go_on_wrongly_on_rank_0, name, True)
+def test_wrong_combine(place: Place, name: str) -> None:
+    wrong, right = place.world().run(go_on_wrongly_on_rank_0, name, True)
     assert wrong.startswith(WRONG_COMBINES[name][1])
     assert wrong in right
 
@@ -141,12 +151,13 @@ def differ_on_rank_0(context: RankContext, name: str) -> str:
     if context.rank == 0:
         arguments |= DISAGREEMENTS[name][0]
     with pytest.raises(AnyEPError) as raised:
-        buffer.dispatch(**arguments)
+        buffer.dispatch(**on_device(arguments))
     check_case(context, GOOD, buffer)
     return str(raised.value)
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_disagreement(name: str) -> None:
-    for message in get_world(2).run(differ_on_rank_0, name):
+def test_disagreement(place: Place, name: str) -> None:
+    for message in place.world().run(differ_on_rank_0, name):
         assert DISAGREEMENTS[name][1] in message

@@ -13,6 +13,7 @@ from anyep.api.elastic import ElasticBuffer
 from anyep.errors import NotSupported
 from tests.support.depth import examples
 from tests.support.elastic_cases import ElasticCase, check_case, elastic_buffer
+from tests.support.places import Place
 from tests.support.world import RankContext, get_world
 
 CASES = {
@@ -49,14 +50,19 @@ EXPANDED = {
 }
 
 
+PLACES = [Place("cpu", 4), Place("simulated", 4), Place("cuda", 4)]
+
+
+@pytest.mark.parametrize("place", [place.param() for place in PLACES])
 @pytest.mark.parametrize("name", EXPANDED)
-def test_expanded(name: str) -> None:
-    get_world(4).run(check_case, EXPANDED[name])
+def test_expanded(place: Place, name: str) -> None:
+    place.world().run(check_case, EXPANDED[name])
 
 
+@pytest.mark.parametrize("place", [place.param() for place in PLACES])
 @pytest.mark.parametrize("name", CASES)
-def test_compact(name: str) -> None:
-    get_world(4).run(check_case, CASES[name])
+def test_compact(place: Place, name: str) -> None:
+    place.world().run(check_case, CASES[name])
 
 
 @st.composite
@@ -136,7 +142,7 @@ def make_wrongly(context: RankContext) -> None:
         ElasticBuffer(context.group, 2 << 20, num_cpu_bytes=2 << 20)
     with pytest.raises(ValueError, match="num_bytes is 3: it must be at least 2097152"):
         ElasticBuffer(context.group, 3)
-    with pytest.raises(ValueError, match="num_max_tokens_per_rank=0 is less than 1"):
+    with pytest.raises(ValueError, match="num_max_tokens_per_rank is 0: it must be at least 1"):
         ElasticBuffer(context.group)
     with pytest.raises(NotSupported, match="does not work on several nodes yet"):
         ElasticBuffer(context.group, 2 << 20, device="cpu", ranks_per_node=1)
