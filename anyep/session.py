@@ -238,6 +238,11 @@ class Session:
         self.normal.ops.before(run_async)
         self.low_latency.listen()
 
+    def is_quiet(self) -> bool:
+        """Whether low-latency calls may be repeated: nothing has gone wrong in either mode, nothing follows
+        the phases of calls, and no graph is captured."""
+        return self.low_latency is not None and self.low_latency.ops.is_quiet() and self.normal.ops.is_quiet()
+
     def refuse(self, call: Call, error: BaseException, tell: Callable[[Call, AnyEPError], None]) -> None:
         """The arguments of a call are wrong: notify the peers before this rank raises the error."""
         if not isinstance(error, Exception):

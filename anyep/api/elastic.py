@@ -122,7 +122,10 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         session = self._session()
         if topology.num_nodes > 1:
             self._buffer.destroy()
-            raise NotSupported("ElasticBuffer does not work on several nodes yet: use anyep.Buffer")
+            raise NotSupported(
+                "ElasticBuffer does not work on several nodes yet: use anyep.Buffer; programs written for"
+                " deep_ep choose it where ANYEP_DEEP_EP_API=v1 hides ElasticBuffer from them"
+            )
         self._calls = ElasticCalls(session.normal, session.elastic, self._buffer.rank, num_ranks)
         self.group = group
         self.rank_idx, self.num_ranks = self._buffer.rank, num_ranks
