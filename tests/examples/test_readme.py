@@ -39,6 +39,7 @@ WITH_A_BUFFER = (
     "concepts/handles",
     "concepts/determinism",
     "concepts/windows",
+    "howto/gradients",
 )
 
 
