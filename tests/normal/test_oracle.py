@@ -60,6 +60,9 @@ def drawn(place: Place, quick: int, deep: int, *, slow: bool = False) -> Any:
         drawn(Place("cuda", 2), 20, 80),
         drawn(Place("cuda", 4), 12, 60),
         drawn(Place("cuda", 8), 8, 40),
+        drawn(Place("cuda", 2, heap="host"), 20, 80),
+        drawn(Place("cuda", 4, heap="host"), 12, 60),
+        drawn(Place("cuda", 8, heap="host"), 8, 40),
     ],
 )
 def test_any_case(place: Place, quick: int, deep: int) -> None:
