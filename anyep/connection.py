@@ -14,7 +14,7 @@ from anyep.join.agreement import RankValue, check_agreement
 from anyep.join.rendezvous import Rendezvous
 from anyep.layout import ControlRegion
 from anyep.machine import address_space_limit_bytes, free_memory_bytes, host_identity
-from anyep.settings import ARGUMENT, DEVICE, NETWORK, RANKS_PER_NODE, TIMEOUT_S, Chosen
+from anyep.settings import ARGUMENT, DEVICE, NETWORK, TIMEOUT_S, Chosen
 from anyep.topology import Topology, topology_of_hosts
 from anyep.transport.base import Engine
 from anyep.transport.nixl import NixlEngine
@@ -138,8 +138,7 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
 
 
 def _check_nodes_of_gpus(topology: Topology, hosts: list[str], options: Options) -> None:
-    """Refuse nodes that ranks on GPUs cannot form so far: only low-latency mode works between nodes, and
-    only through memory."""
+    """Refuse nodes that ranks on GPUs cannot form so far: they are connected by memory only."""
     nodes = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs"
     if len(set(hosts)) > 1:
         raise NotSupported(
@@ -150,11 +149,6 @@ def _check_nodes_of_gpus(topology: Topology, hosts: list[str], options: Options)
         raise NotSupported(
             f"{nodes} nodes are connected by memory only, so far: leave out network ({NETWORK.name}), or pass"
             f" device='cpu' ({DEVICE.name}=cpu)"
-        )
-    if not options.low_latency_mode:
-        raise NotSupported(
-            f"{nodes} only low-latency mode works between nodes so far: leave out ranks_per_node"
-            f" ({RANKS_PER_NODE.name}), or pass device='cpu' ({DEVICE.name}=cpu)"
         )
 
 
@@ -217,9 +211,11 @@ def _connect_transport(
 
 
 def rdma_parts(options: Options, topology: Topology) -> int:
-    """How many times a heap contains the RDMA bytes: for low-latency calls, for their lists over a transport,
-    and for rings between nodes. Unused parts take no memory."""
-    return 3 if options.low_latency_mode and topology.num_nodes > 1 else 1
+    """How many times a heap contains the RDMA bytes: for low-latency calls, for their lists over a transport
+    (on the CPU, where unused parts take no memory), and for rings between nodes."""
+    if not options.low_latency_mode or topology.num_nodes == 1:
+        return 1
+    return 3 if options.device == "cpu" else 2
 
 
 def _open_all(

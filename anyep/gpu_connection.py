@@ -24,6 +24,7 @@ from anyep.connection import (
     Connection,
     made_on_all_ranks,
     on_all_ranks,
+    rdma_parts,
 )
 from anyep.control.plane import ControlPlane
 from anyep.control.reports import Reports
@@ -90,12 +91,12 @@ class GpuConnection:
             first_bytes = options.num_window_bytes
         if self.is_on_host:
             first_bytes = self._most_window_bytes = 0
-        num_bytes = connection.region.num_bytes + options.num_nvl_bytes + options.num_rdma_bytes
-        self.heap: SymmetricBlock | HostBlock
-        if self.is_on_host:
-            self.heap = self._new_block_on_host(num_bytes)
-        else:
-            self.heap = self._new_block(num_bytes, connection.region.num_bytes)
+        self.heap = self._new_heap(
+            connection.region.num_bytes
+            + options.num_nvl_bytes
+            + options.num_rdma_bytes * rdma_parts(options, connection.topology),
+            connection.region.num_bytes,
+        )
         self.windows = GpuWindows(gpu)
         self._begun = ExitStack()
 
@@ -168,6 +169,9 @@ class GpuConnection:
         first = self.windows.add(self._new_block(num_bytes, 0))
         on_all_ranks(self._rendezvous, lambda: self.device_control.set_window_bases(self.windows.addresses()))
         return first
+
+    def _new_heap(self, num_bytes: int, num_zeros: int) -> SymmetricBlock | HostBlock:
+        return self._new_block_on_host(num_bytes) if self.is_on_host else self._new_block(num_bytes, num_zeros)
 
     def _new_block_on_host(self, num_bytes: int) -> HostBlock:
         """Memory of the host, for this rank, opened by all ranks. It takes the memory at once."""

@@ -4,7 +4,7 @@
         recv_x, recv_idx, recv_weights, handle, event = buffer.dispatch(x, topk_idx, weights, num_experts=64)
         combined_x, _, event = buffer.combine(outputs, handle)
 
-Here: the compact layout on the CPU, on one node. Calls are finished when they return.
+It works on the CPU, on one node. Here arguments are checked; `elastic_calls` has the calls.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from typing import Any, TypeVar
 
 import torch
 
+from anyep import link_rates, sizes
 from anyep.api import elastic_arguments as checks
 from anyep.api import gradients
 from anyep.api.arguments import check_config, check_devices, check_payload, check_tensor
 from anyep.api.buffer import Buffer
+from anyep.api.elastic_absent import AbsentCalls
 from anyep.api.elastic_arguments import Streams
 from anyep.api.elastic_calls import ElasticCalls, First, Layout, Received, wait_for
 from anyep.api.elastic_handle import EPHandle
+from anyep.api.elastic_hints import SizeHints
 from anyep.backends.base import CombineInput, Payload, Rows
 from anyep.connection import ELASTIC
+from anyep.control.status import RankStatus
 from anyep.core import elastic_sizes
 from anyep.core.calls import Call, Kind
 from anyep.errors import InvalidCall, NotSupported, whole_number
@@ -45,7 +49,7 @@ class _Connected(Buffer):
         super().__init__(*arguments, **by_name)
 
 
-class ElasticBuffer:
+class ElasticBuffer(SizeHints, AbsentCalls):
     """Communication between the ranks of a process group: dispatch tokens to experts, and combine them.
 
     The constructor is collective, and every rank must make the same calls in the same order.
@@ -61,13 +65,14 @@ class ElasticBuffer:
         deterministic: Accepted: the order of rows is always the same.
         allow_hybrid_mode: Accepted: on one node both modes are the same.
         allow_multiple_reduction: Accepted: rows of the compact layout are rounded once on one node.
-        prefer_overlap_with_compute: Accepted and ignored, like the next five.
+        prefer_overlap_with_compute: Whether `get_theoretical_num_sms` may be less than 64.
         sl_idx: Accepted and ignored.
-        num_allocated_qps: Accepted and ignored.
-        num_cpu_timeout_secs: Accepted and ignored: ANYEP_TIMEOUT_S is the deadline of waits.
+        num_allocated_qps: The most that `get_theoretical_num_qps` returns; 0: as many as DeepEP V2 allocates.
+        num_cpu_timeout_secs: Seconds after which a wait without progress gives up, unless ANYEP_TIMEOUT_S is
+            set. The same on all ranks.
         num_gpu_timeout_secs: Accepted and ignored.
         explicitly_destroy: Warn if the buffer is dropped without a call of `destroy`.
-        device: "cpu".
+        device: As for `Buffer`.
         ranks_per_node: Must be left out, or the number of ranks.
         num_window_bytes: As for `Buffer`.
     """
@@ -99,10 +104,9 @@ class ElasticBuffer:
             raise NotSupported("num_cpu_bytes is for remote tables, which AnyEP does not have: pass 0")
         num_ranks = group.size()
         if num_bytes is None:
-            domains = elastic_sizes.Domains.of(1, num_ranks, allow_hybrid_mode)
-            num_bytes = elastic_sizes.buffer_bytes(
-                *(domains, num_max_tokens_per_rank, hidden, num_topk),
-                *(use_fp8_dispatch, allow_multiple_reduction),
+            num_bytes = self.get_buffer_size_hint(
+                *(group, num_max_tokens_per_rank, hidden, num_topk),
+                *(use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction),
             )
         self.num_bytes = checks.checked_num_bytes(num_bytes)
         self._buffer = _Connected(
@@ -116,10 +120,12 @@ class ElasticBuffer:
         )
         topology = self._buffer.topology
         session = self._session()
-        if topology.num_nodes > 1 or session.elastic is None:
-            place = "several nodes" if topology.num_nodes > 1 else "GPUs"
+        if topology.num_nodes > 1:
             self._buffer.destroy()
-            raise NotSupported(f"ElasticBuffer does not work on {place} yet: use anyep.Buffer")
+            raise NotSupported(
+                "ElasticBuffer does not work on several nodes yet: use anyep.Buffer; programs written for"
+                " deep_ep choose it where ANYEP_DEEP_EP_API=v1 hides ElasticBuffer from them"
+            )
         self._calls = ElasticCalls(session.normal, session.elastic, self._buffer.rank, num_ranks)
         self.group = group
         self.rank_idx, self.num_ranks = self._buffer.rank, num_ranks
@@ -130,9 +136,13 @@ class ElasticBuffer:
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.num_allocated_qps = num_allocated_qps
         self.explicitly_destroy = explicitly_destroy
-        self.num_scaleout_ranks, self.num_scaleup_ranks = 1, num_ranks
-        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
-        self.num_rdma_ranks, self.num_nvlink_ranks = 1, num_ranks
+        self._domains = domains = elastic_sizes.Domains.of(
+            topology.num_nodes, topology.ranks_per_node, allow_hybrid_mode
+        )
+        self.num_rdma_ranks, self.num_nvlink_ranks = domains.num_rdma_ranks, domains.num_nvlink_ranks
+        self.num_scaleout_ranks = domains.num_scaleout_ranks
+        self.num_scaleup_ranks = domains.num_scaleup_ranks
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, domains.num_scaleup_ranks)
 
     @property
     def runtime(self) -> Session | None:
@@ -147,6 +157,83 @@ class ElasticBuffer:
     def capture() -> EventHandle:
         """Record an event on the current stream."""
         return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """The communication stream. On the CPU a thread communicates, and the returned stream is unused."""
+        return self._buffer.get_comm_stream()
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """The SMs that fill the slowest link, if the choices of experts are balanced.
+
+        Args:
+            num_experts: The experts of all ranks together.
+            num_topk: The choices of a token.
+            num_scaleout_topk: Must be 0.
+            rdma_gbs: GB/s of a rank's network; 0: as `ibstat` reports, else 50.
+            nvlink_gbs: GB/s of a rank's NVLink; 0: as `nvidia-smi` reports, else 430.3.
+            sm_read_gbs: GB/s that an SM reads.
+            sm_write_gbs: GB/s that an SM writes.
+        """
+        if num_scaleout_topk:
+            raise NotSupported(f"num_scaleout_topk is {num_scaleout_topk}: it must be 0")
+        is_gpu = self._device.type == "cuda"
+        rates = elastic_sizes.Rates(
+            rdma_gbs or (link_rates.rdma_gbs() if is_gpu else 0.0),
+            nvlink_gbs or (link_rates.nvlink_gbs() if is_gpu else 0.0),
+            *(sm_read_gbs, sm_write_gbs),
+        )
+        num_sms = sizes.NUM_DEFAULT_SMS
+        if is_gpu:
+            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        return elastic_sizes.theoretical_num_sms(
+            *(self._domains, num_experts, num_topk, num_sms, rates, self.prefer_overlap_with_compute)
+        )
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """The queue pairs that DeepEP V2 uses with so many SMs; AnyEP uses none.
+
+        Args:
+            num_sms: The number of SMs.
+        """
+        num_sms = whole_number("num_sms", num_sms, minimum=0)
+        return elastic_sizes.theoretical_num_qps(self._domains, num_sms, self.num_allocated_qps)
+
+    def status(self) -> list[RankStatus]:
+        """What every rank is doing, without waiting for any of them."""
+        return self._buffer.status()
+
+    def __repr__(self) -> str:
+        """The rank, place, sizes and state on one line; does not wait."""
+        return repr(self._buffer)
+
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Wait until all ranks have made this call, after their earlier calls. On a GPU its stream waits.
+
+        Args:
+            use_comm_stream: Accepted and ignored.
+            with_cpu_sync: On a GPU the host waits as well, before and after; on the CPU it always does.
+            sequential: Accepted and ignored.
+        """
+        session = self._session()
+        is_gpu = self._device.type == "cuda"
+        if with_cpu_sync and is_gpu:
+            torch.cuda.synchronize(self._device)
+        call = session.control.begin(Kind.BARRIER)
+        session.normal.ops.before(False)
+        self._calls.barrier(call, self._config(0, None), self._device)
+        if with_cpu_sync and is_gpu:
+            torch.cuda.synchronize(self._device)
 
     # Dispatch
 
@@ -178,7 +265,8 @@ class ElasticBuffer:
 
         Args:
             x: Rows [tokens, hidden], or a pair of 1-byte data and its scales.
-            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". The experts of a token are distinct.
+            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". A token's experts are distinct;
+                GPUs do not check it.
             topk_weights: float32 [tokens, top-k]; on all ranks or on none.
             cumulative_local_expert_recv_stats: int32 [local experts]; the received counts are added.
             num_experts: The experts of all ranks together; with a handle it may be left out.
@@ -187,21 +275,24 @@ class ElasticBuffer:
             num_sms: A hint, kept in the handle.
             num_qps: Accepted and ignored.
             previous_event: The event after which the call begins.
-            previous_event_before_epilogue: Waited for as well.
-            async_with_compute_stream: Return an event to wait for; the call has finished all the same.
+            previous_event_before_epilogue: Waited for before received rows are laid out.
+            async_with_compute_stream: Return as soon as possible, with an event to wait for.
             allocate_on_comm_stream: Accepted and ignored.
             handle: That of an earlier dispatch, whose routing is used again; `topk_idx` must be left out.
             do_handle_copy: Whether the handle has a copy of `topk_idx`, or the tensor itself, which must not
                 change while a dispatch along the handle has `topk_weights`.
             do_cpu_sync: False gives the most rows that are possible; rows past the received ones have the
                 ids -1, and are otherwise not specified.
-            do_expand: Must be False.
-            do_zero_padding: Must be False.
-            use_tma_aligned_col_major_sf: Must be False.
+            do_expand: One row for each of a token's experts here, grouped by expert; each group begins at a
+                multiple of `expert_alignment`. With a handle, as in its dispatch.
+            do_zero_padding: Zero the rows between the groups, with their weights and scales; else they are
+                not specified. Needs `do_expand`.
+            use_tma_aligned_col_major_sf: Scales column by column, each at a multiple of 4 scales.
 
         Returns:
-            Received rows (a pair if x is one); local expert ids (-1: of another rank); the weights of each
-            row's choices, of which those of other ranks' experts mean nothing, or None; the handle; an event.
+            Received rows (a pair if x is one); local expert ids (-1: of another rank), None for expanded
+            rows; the weights of each row's choices, of which those of other ranks' experts mean nothing, the
+            one weight of each expanded row, or None; the handle; an event.
         """
         session = self._session()
         call = session.control.begin(Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH)
@@ -215,10 +306,17 @@ class ElasticBuffer:
                 raise InvalidCall(
                     "do_zero_padding is for expanded rows: pass do_expand=True, or leave it out"
                 )
-            check_devices(self._device, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+            stats = cumulative_local_expert_recv_stats
+            check_devices(
+                self._device,
+                ELASTIC,
+                x=x,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                cumulative_local_expert_recv_stats=stats,
+            )
             gradients.warn_if_lost(x, topk_weights)
             sms = checks.checked_num_sms(num_sms)
-            stats = cumulative_local_expert_recv_stats
             if handle is not None:
                 if topk_idx is not None or stats is not None or do_cpu_sync:
                     raise InvalidCall(
@@ -234,13 +332,14 @@ class ElasticBuffer:
                 )
                 checks.check_layout(known, do_expand)
                 return self._cached(session, call, x, topk_weights, known, layout, streams)
-            # The host reads the ids.
+            # On the CPU the host reads the ids.
             wait_for((streams.previous,))
             most = num_max_tokens_per_rank
             tokens = checks.checked_tokens(
                 *(x, topk_idx, topk_weights, num_experts),
                 self.num_max_tokens_per_rank if most is None else most,
                 *(expert_alignment, self.num_ranks),
+                reads_ids=self._device.type == "cpu",
             )
             assert topk_idx is not None
             kept = topk_idx.clone() if do_handle_copy else topk_idx
@@ -322,18 +421,20 @@ class ElasticBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Add up each token's rows at its source: in float32, biases first, rounded once.
 
-        The rows of a token are added in order of the last of its choices that is on each rank.
+        The rows of a token are added in order of the last of its choices that is on each rank; expanded rows
+        are added on their rank first, in order of the choices, and rounded.
 
         Args:
             x: The experts' rows, one for each row that the dispatch gave.
             handle: That of the dispatch; all ranks must pass the handles of one dispatch.
-            topk_weights: float32 [rows, top-k]; they are carried back, not multiplied.
+            topk_weights: float32 [rows, top-k], of expanded rows [rows]; they are carried back, not
+                multiplied.
             bias: One or two tensors [tokens, hidden] of the dtype of x that the sums start from.
             num_sms: Accepted and ignored: the handle's number holds.
             num_qps: Accepted and ignored.
             previous_event: The event after which the call begins.
             previous_event_before_epilogue: Waited for as well.
-            async_with_compute_stream: Return an event to wait for; the call has finished all the same.
+            async_with_compute_stream: Return at once, with an event to wait for.
             allocate_on_comm_stream: Accepted and ignored.
 
         Returns:
@@ -349,7 +450,7 @@ class ElasticBuffer:
             )
             checks.checked_num_sms(num_sms)
             session.normal.ops.before(streams.run_async)
-            check_devices(self._device, x=x, topk_weights=topk_weights, bias=bias)
+            check_devices(self._device, ELASTIC, x=x, topk_weights=topk_weights, bias=bias)
             gradients.warn_if_lost(x, topk_weights, bias)
             known = checks.checked_handle(handle, self.num_ranks)
             rows, weights, biases = checks.checked_outputs(x, topk_weights, bias, known)
@@ -397,7 +498,8 @@ class ElasticBuffer:
             raise
 
     def _config(self, num_sms: int, num_channels: int | None) -> Config:
-        default = Buffer.get_dispatch_config(self.num_ranks)
+        ops = self._session().normal.ops
+        default = ops.default_config(Buffer.get_dispatch_config(self.num_ranks))
         if num_sms and num_channels is None:
             return check_config(Config(num_sms), default, None)
         return check_config(None, default, num_channels)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ from anyep.modes.normal import Dispatch, Dispatched, NormalMode
 from anyep.sizes import Config
 
 Event = EventHandle | EventOverlap
+BARRIER_ROW_BYTES: Final = 16
 
 
 class Layout(NamedTuple):
@@ -108,6 +109,21 @@ class ElasticCalls:
         )
         return self._finish(done, handle, layout, has_weights, streams, None)
 
+    def barrier(self, call: Call, config: Config, device: torch.device) -> None:
+        """Wait until all ranks have made this call: a dispatch of no tokens."""
+        ops = self._normal.ops
+        ids = torch.empty((0, 1), dtype=torch.int64, device=device)
+        weights = torch.empty((0, 1), dtype=torch.float32, device=device)
+        x = torch.empty((0, BARRIER_ROW_BYTES), dtype=torch.uint8, device=device)
+        payload = Payload(x, None, ids, weights, ops.source_bytes)
+        layout = ops.layout(ids, self._num_ranks, None, False)
+        counts = ops.counts_of(
+            *(payload, layout.in_rank, layout.tokens_per_rank, layout.tokens_per_node),
+            *(layout.tokens_per_expert, config.num_channels),
+        )
+        request: Dispatch[Any] = Dispatch(payload, counts, config, 1, 1)
+        self._normal.dispatch(call, request, None, False)
+
     def prepared(
         self,
         x: torch.Tensor,
@@ -121,7 +137,7 @@ class ElasticCalls:
             return x, None, None
         compact_x, compact_weights = x, weights
         outputs = self._normal.ops.outputs
-        num_rows, num_topk = handle.recv_topk_idx.shape
+        num_rows, num_topk = handle.num_recv_tokens, handle.topk_idx.shape[1]
         if weights is not None:
             compact_weights = outputs((num_rows, num_topk), torch.float32)
         if handle.do_expand:
@@ -167,7 +183,7 @@ class ElasticCalls:
             dst_buffer_slot_idx=empty(tuple(tokens.topk_idx.shape)),
             routing=done.routing.tensors(),
             # Of the compact layout the caller gets them, and may change them.
-            recv_topk_idx=ids if layout.expands else torch.empty_like(ids),
+            recv_topk_idx=empty((0, num_topk), dtype=ids.dtype) if layout.expands else torch.empty_like(ids),
             # Not of the kept ids, which may be the caller's and may change.
             order=order_of_ranks(tokens.topk_idx, tokens.num_experts, self._num_ranks),
         )

@@ -33,7 +33,7 @@ class Given(NamedTuple):
 def chosen_options(given: Given) -> tuple[torch.device, Options]:
     """The device and the options of a Buffer; raises if something is wrong."""
     if ending.has_begun():
-        raise InvalidCall(f"{_a(given.api)} cannot be made while the process ends")
+        raise InvalidCall(f"{with_article(given.api)} cannot be made while the process ends")
     settings.warn_of_unknown_variables()
     chosen: dict[str, settings.Chosen[Any]] = {
         "device": settings.DEVICE.choose(None if given.device is None else str(given.device)),
@@ -73,9 +73,10 @@ def chosen_options(given: Given) -> tuple[torch.device, Options]:
     )
 
 
-def _a(api: str) -> str:
-    """
-    >>> _a("Buffer"), _a("ElasticBuffer")
+def with_article(api: str) -> str:
+    """A class with its article.
+
+    >>> with_article("Buffer"), with_article("ElasticBuffer")
     ('a Buffer', 'an ElasticBuffer')
     """
     return f"an {api}" if api[0] in "AEIOU" else f"a {api}"

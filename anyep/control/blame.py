@@ -30,12 +30,14 @@ class Blame:
         statuses: Sequence[StatusBlock],
         processes: Processes,
         transport: Transport | None,
+        api: str,
     ) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._statuses = statuses
         self._processes = processes
         self._transport = transport
+        self._api = api
 
     def gone(self) -> set[int]:
         """The peers that will send nothing more."""
@@ -66,10 +68,10 @@ class Blame:
         if status.state is State.FAILED:
             return PeerLost(f"rank {peer} (pid {status.pid}) failed {waiting}: {status.failure}")
         if status.state is State.DESTROYED:
-            return PeerLost(f"rank {peer} (pid {status.pid}) destroyed its Buffer {waiting}")
+            return PeerLost(f"rank {peer} (pid {status.pid}) destroyed its {self._api} {waiting}")
         if status.state is State.LEFT:
             return PeerLost(
-                f"rank {peer} (pid {status.pid}) left its `with Buffer(...)` block by {status.failure},"
+                f"rank {peer} (pid {status.pid}) left its `with {self._api}(...)` block by {status.failure},"
                 f" {waiting}"
             )
         if status.state is State.ENDED:

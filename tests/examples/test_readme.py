@@ -8,7 +8,9 @@ import tomllib
 from pathlib import Path
 from textwrap import indent
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.programs import ROOT
 from tests.support.scripts import code_of, launch_script, run_script
@@ -37,6 +39,7 @@ WITH_A_BUFFER = (
     "concepts/handles",
     "concepts/determinism",
     "concepts/windows",
+    "howto/gradients",
 )
 
 
@@ -87,6 +90,23 @@ def test_programs_that_show_how_a_buffer_is_made(tmp_path: Path) -> None:
     finished = run_script(script, num_ranks=2, env={"ANYEP_DEVICE": "cpu"})
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("; working>") == 4
+
+
+def test_the_programs_of_planning_for_a_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    topk_idx = np.arange(64).reshape(2, 8, 4) % 32
+    given = {
+        "topk_idx_of_all_ranks": topk_idx,
+        "topk_idx_0": torch.from_numpy(topk_idx[0]),
+        "topk_idx_1": torch.from_numpy(topk_idx[1]),
+        "load": torch.arange(256, dtype=torch.int64, device="cpu"),
+    }
+    page = (ROOT / "docs/planning-traces.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec("import numpy, torch, anyep.balance\n" + block, given)
+    assert np.array_equal(np.load("step0.npy"), topk_idx)
+    assert len(torch.load("step0.pt", weights_only=True)) == 2
+    assert len(given["placement"].experts) == 288  # type: ignore[attr-defined]
 
 
 NOT_RUN = {"docs/gpus.md": "needs a GPU", "docs/howto/megatron.md": "needs Megatron-LM"}

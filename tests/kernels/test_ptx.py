@@ -244,7 +244,13 @@ def exchange(num_releases: int, is_combine: bool = False, is_refused: bool = Fal
     """Of notify messages: their flags, this rank's abort flag, the two words of who gives up, a report; and
     totals."""
     how = {"IS_COMBINE": is_combine, "IS_REFUSED": is_refused, "CHANNEL_BLOCK": 0, "EXPERT_BLOCK": 0}
+    how["RANKS_PER_NODE"] = BLOCKS["NUM_RANKS"]
     return normal(notify.exchange_notify, 1, num_releases, True, **BLOCKS, **(how | blocks))
+
+
+def barrier(ranks_per_node: int) -> Source:
+    how = {"FLAGS_AT": constants.ARRIVED_AT, "UNLESS_RINGS": True, "RANKS_PER_NODE": ranks_per_node}
+    return normal(notify.barrier, 1, 7, True, **BLOCKS, **how)
 
 
 def send(num_ranks: int, tile_tokens: int, tile_words: int, num_warps: int, all_or_none: bool) -> Source:
@@ -538,8 +544,11 @@ KERNELS: dict[str, Source] = {
     "exchange of a combine": exchange(5, is_combine=True),
     "exchange of a refusal": exchange(5, is_refused=True),
     # At once, or after a wait.
-    "barrier": normal(notify.barrier, 1, 7, True, **BLOCKS, FLAGS_AT=constants.ARRIVED_AT, UNLESS_RINGS=True),
-    "place_in_new_block": normal(notify.place_in_new_block, 1, types={"num_topk": "i64"}, **BLOCKS),
+    "barrier": barrier(BLOCKS["NUM_RANKS"]),
+    "barrier between nodes": barrier(BLOCKS["NUM_RANKS"] // 2),
+    "place_in_new_block": normal(
+        notify.place_in_new_block, 1, types={"num_topk": "i64"}, **BLOCKS, SOURCE_BYTES=4
+    ),
     "copy_for_peers": copy_for_peers(),
     "fill_send_head": normal(notify.fill_send_head, 4, **BLOCKS, TILE_TOKENS=128),
     "send between 2": send(2, 32, 512, 32, True),

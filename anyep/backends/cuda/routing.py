@@ -114,6 +114,14 @@ def known_digests(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     return known.digests if is_same and versions == known.versions else None
 
 
+def known_digests_of_any(parts: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The same for a handle of any number of tensors."""
+    known = getattr(parts[0], "_anyep_digests", None)
+    if known.__class__ is not _Known or not all(map(operator.is_, parts[1:], known.others)):
+        return None
+    return known.digests if tuple(map(VERSION_OF, parts)) == known.versions else None
+
+
 def known_routing(handle: Any) -> GpuRouting | None:
     """The routing of a handle whose digests are known: a dispatch filled it, so it needs no other check."""
     if handle.__class__ is not tuple or len(handle) != NUM_TENSORS:
@@ -128,6 +136,8 @@ class GpuCounts(NamedTuple):
     in_rank: torch.Tensor
     by_rank: torch.Tensor
     by_expert: torch.Tensor
+    by_node: torch.Tensor | None = None
+    """Between nodes; the user may leave it out."""
 
     @property
     def num_experts(self) -> int:

@@ -926,8 +926,8 @@ def ask_parts(codes, headers, rows, times, answers):  # type: ignore[no-untyped-
     below = windows.is_below(tl.load(rows + ranks), tl.full((), 3, tl.int32))
     tl.store(answers + 3 + ranks, below.to(tl.int64))
     tl.store(answers + 7, notify.aligned(tl.full((), 130, tl.int64)))
-    tl.store(answers + 8, notify.bytes_of_window(tl.full((), 3, tl.int64), 64, 0, 0))
-    tl.store(answers + 9, notify.bytes_of_window(tl.full((), 0, tl.int64), 64, 0, 0))
+    tl.store(answers + 8, notify.bytes_of_window(tl.full((), 3, tl.int64), 64, 0, 0, 4))
+    tl.store(answers + 9, notify.bytes_of_window(tl.full((), 0, tl.int64), 64, 0, 0, 4))
     for index in tl.static_range(3):
         now = tl.load(times + index)
         tl.store(answers + 10 + index, atomics.is_time_to_ask(now, 0).to(tl.int64))

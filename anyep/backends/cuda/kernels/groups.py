@@ -61,6 +61,8 @@ class Counts(NamedTuple):
     by_rank: Any
     by_expert: Any
     topk_idx: Any
+    by_node: Any
+    """[node, channel]: between nodes, the tokens that go to each node."""
 
 
 class HostWords(NamedTuple):
@@ -113,6 +115,22 @@ class NodeTokens(NamedTuple):
     """[token, rank]: whether a token goes to a rank, as bytes."""
     send_rdma_head: Any
     """[token, node]: the number of a token among those for a node, or -1."""
+
+
+class NodeHandle(NamedTuple):
+    """The ten parts of a handle between nodes, in their order."""
+
+    in_rank: Any
+    rdma_prefix: Any
+    gbl_prefix: Any
+    recv_rdma_prefix: Any
+    recv_rdma_sum: Any
+    recv_gbl_prefix: Any
+    recv_gbl_sum: Any
+    recv_src_meta: Any
+    """Two words of 4 bytes for each row: its source node, and the ranks of this node that have it as bits."""
+    send_rdma_head: Any
+    send_nvl_head: Any
 
 
 class Relayed(NamedTuple):
