@@ -171,7 +171,9 @@ class GpuConnection:
         return first
 
     def _new_heap(self, num_bytes: int, num_zeros: int) -> SymmetricBlock | HostBlock:
-        return self._new_block_on_host(num_bytes) if self.is_on_host else self._new_block(num_bytes, num_zeros)
+        return (
+            self._new_block_on_host(num_bytes) if self.is_on_host else self._new_block(num_bytes, num_zeros)
+        )
 
     def _new_block_on_host(self, num_bytes: int) -> HostBlock:
         """Memory of the host, for this rank, opened by all ranks. It takes the memory at once."""
