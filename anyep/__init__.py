@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from anyep.api.buffer import Buffer
     from anyep.api.elastic import ElasticBuffer
     from anyep.api.elastic_handle import EPHandle
+    from anyep.api.hybrid import HybridEPBuffer
     from anyep.deep_ep_modules import install_as_deep_ep
     from anyep.events import EventHandle, EventOverlap
     from anyep.sizes import Config
@@ -60,6 +61,7 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "InvalidCall",
     "Masked",
     "NotSupported",
@@ -74,6 +76,7 @@ _LOADED_WHEN_USED = {
     "Buffer": ("anyep.api.buffer", "Buffer"),
     "Config": ("anyep.sizes", "Config"),
     "EPHandle": ("anyep.api.elastic_handle", "EPHandle"),
+    "HybridEPBuffer": ("anyep.api.hybrid", "HybridEPBuffer"),
     "ElasticBuffer": ("anyep.api.elastic", "ElasticBuffer"),
     "EventHandle": ("anyep.events", "EventHandle"),
     "EventOverlap": ("anyep.events", "EventOverlap"),

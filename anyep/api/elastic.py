@@ -258,6 +258,8 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
+        *,
+        num_expanded_tokens: int | None = None,
     ) -> Dispatched:
         """Send each token once to every rank that holds one of its experts.
 
@@ -288,6 +290,10 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             do_zero_padding: Zero the rows between the groups, with their weights and scales; else they are
                 not specified. Needs `do_expand`.
             use_tma_aligned_col_major_sf: Scales column by column, each at a multiple of 4 scales.
+            num_expanded_tokens: With `do_expand`, the rows of the result, where their number must not depend
+                on the routing. Rows that do not fit are left out, and a combine adds up the others;
+                `handle.psum_num_recv_tokens_per_expert` says where each group would end. With a handle it
+                is that of its dispatch.
 
         Returns:
             Received rows (a pair if x is one); local expert ids (-1: of another rank), None for expanded
@@ -296,7 +302,6 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         """
         session = self._session()
         call = session.control.begin(Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH)
-        layout = Layout(do_expand, do_zero_padding, use_tma_aligned_col_major_sf)
 
         def check() -> Callable[[], Received]:
             streams = checks.checked_streams(
@@ -306,6 +311,8 @@ class ElasticBuffer(SizeHints, AbsentCalls):
                 raise InvalidCall(
                     "do_zero_padding is for expanded rows: pass do_expand=True, or leave it out"
                 )
+            rows = checks.checked_expanded_rows(num_expanded_tokens, do_expand, handle)
+            layout = Layout(do_expand, do_zero_padding, use_tma_aligned_col_major_sf, rows)
             stats = cumulative_local_expert_recv_stats
             check_devices(
                 self._device,

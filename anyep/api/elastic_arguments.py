@@ -159,6 +159,23 @@ def check_layout(handle: EPHandle, do_expand: Any) -> None:
         )
 
 
+def checked_expanded_rows(num_rows: Any, do_expand: Any, handle: EPHandle | None) -> int | None:
+    """The rows of an expanded result, if the user gives their number."""
+    if num_rows is None:
+        return None
+    if not do_expand:
+        raise InvalidCall(
+            "num_expanded_tokens is for expanded rows: pass do_expand=True, or leave num_expanded_tokens out"
+        )
+    rows = whole_number("num_expanded_tokens", num_rows, minimum=0)
+    if isinstance(handle, EPHandle) and rows != handle.num_expanded_tokens:
+        raise InvalidCall(
+            f"num_expanded_tokens is {rows}, but the handle was made with {handle.num_expanded_tokens}:"
+            f" leave it out"
+        )
+    return rows
+
+
 def checked_stats(stats: Any, num_local_experts: int) -> torch.Tensor | None:
     if stats is None:
         return None

@@ -35,6 +35,8 @@ class Layout(NamedTuple):
     expands: bool = False
     pads: bool = False
     has_column_major_scales: bool = False
+    num_rows: int | None = None
+    """The rows of an expanded result; None: as many as are possible or needed."""
 
 
 class Received(NamedTuple):
@@ -165,6 +167,8 @@ class ElasticCalls:
         num_expanded = sum(done.tokens_per_expert)
         if not first.waits:
             num_expanded = elastic_sizes.expanded_rows(num_rows, num_topk, num_local, tokens.alignment)
+        if layout.num_rows is not None:
+            num_expanded = layout.num_rows
         empty = partial(torch.empty, dtype=torch.int32, device=ids.device)
         return EPHandle(
             do_expand=layout.expands,

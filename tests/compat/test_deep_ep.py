@@ -34,7 +34,9 @@ assert Config is cpp_config is anyep.Config
 assert EventOverlap is utils_overlap is deep_ep.utils.EventOverlap is anyep.EventOverlap
 assert EventHandle is cpp_handle is deep_ep.EventHandle is anyep.EventHandle
 assert topk_idx_t is torch.int64
-assert deep_ep.__version__ == "2.1.0" and not hasattr(deep_ep, "HybridEPBuffer")
+assert deep_ep.__version__ == "2.1.0"
+from deep_ep.hybrid_ep_buffer import HybridEPBuffer, indices_to_map
+assert HybridEPBuffer is deep_ep.HybridEPBuffer is anyep.HybridEPBuffer
 from deep_ep import ElasticBuffer, EPHandle
 from deep_ep.buffers.elastic import ElasticBuffer as buffers_elastic
 assert ElasticBuffer is anyep.ElasticBuffer is buffers_elastic and EPHandle is anyep.EPHandle

@@ -111,7 +111,9 @@ def test_fused_dispatch_and_combine(num_ranks: int, is_async: bool) -> None:
         torch.testing.assert_close(prob_grads, layer.probs[rank].grad)
 
 
-def flex_step(context: RankContext, tensor_parallel: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def flex_step(
+    context: RankContext, tensor_parallel: int, dtype: torch.dtype, backend: str
+) -> tuple[torch.Tensor, ...]:
     """One step of a layer whose experts are divided over ranks, and each over `tensor_parallel` of them."""
     import_megatron()
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -133,7 +135,7 @@ def flex_step(context: RankContext, tensor_parallel: int, dtype: torch.dtype) ->
         moe_token_dispatcher_type="flex",
         expert_model_parallel_size=expert_parallel,
         expert_tensor_parallel_size=tensor_parallel,
-        moe_enable_deepep=True,
+        moe_flex_dispatcher_backend=backend,
         add_bias_linear=False,
     )
     layer = layer_of(num_ranks, dtype)
@@ -162,9 +164,12 @@ def flex_step(context: RankContext, tensor_parallel: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_ranks", "tensor_parallel"), [(2, 1), (4, 1), (4, 2)])
-def test_flex_token_dispatcher(num_ranks: int, tensor_parallel: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_flex_token_dispatcher(
+    num_ranks: int, tensor_parallel: int, dtype: torch.dtype, backend: str
+) -> None:
     layer = layer_of(num_ranks, dtype)
-    given = get_world(num_ranks).run(flex_step, tensor_parallel, dtype, timeout=IMPORT_TIMEOUT_S)
+    given = get_world(num_ranks).run(flex_step, tensor_parallel, dtype, backend, timeout=IMPORT_TIMEOUT_S)
     near: dict[str, float] = {} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}
     up_grads, down_grads = torch.zeros_like(layer.up), torch.zeros_like(layer.down)
     for rank, (combined, token_grads, prob_grads, up_grad, down_grad) in enumerate(given):

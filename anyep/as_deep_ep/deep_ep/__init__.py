@@ -10,9 +10,9 @@ from anyep.deep_ep_modules import V1, V2, has_v2_names, refuse_to_hide_another
 refuse_to_hide_another()
 
 # ruff: noqa: E402 - nothing heavy before it is clear that there is no other deep_ep
-from anyep import Buffer, Config, EventHandle, EventOverlap, topk_idx_t
+from anyep import Buffer, Config, EventHandle, EventOverlap, HybridEPBuffer, topk_idx_t
 
-from . import buffer, utils
+from . import buffer, hybrid_ep_buffer, utils
 
 __version__ = V2 if has_v2_names() else V1
 """The version of deep_ep whose names are here; `anyep.__version__` is AnyEP's."""
@@ -22,8 +22,10 @@ __all__ = [
     "Config",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "__version__",
     "buffer",
+    "hybrid_ep_buffer",
     "topk_idx_t",
     "utils",
 ]

@@ -1,0 +1,243 @@
+"""`HybridEPBuffer` against dense maps: both pairs of calls, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyep import HybridEPBuffer
+from anyep.errors import AnyEPError
+from tests.support.depth import examples
+from tests.support.elastic_cases import there
+from tests.support.hybrid_cases import (
+    HIDDEN,
+    HybridCase,
+    check_permuted,
+    check_unpermuted,
+    hybrid_buffer,
+    inputs_of,
+)
+from tests.support.places import Place
+from tests.support.world import RankContext, get_world
+
+PLACES = [Place("cpu", 4), Place("cuda", 4)]
+PERMUTED = {
+    "map": HybridCase((7, 5, 6, 4)),
+    "padded, an empty rank": HybridCase((0, 9, 24, 1), pad_multiple=8),
+    "FP8, choices": HybridCase((5, 6, 0, 2), is_fp8=True, as_map=False, pad_multiple=4),
+    "without probabilities": HybridCase((3, 4, 5, 6), has_probs=False, pad_multiple=2),
+    "a capacity": HybridCase((9, 9, 9, 9), capacity=96, pad_multiple=8),
+    "too small a capacity": HybridCase((20, 20, 20, 20), capacity=32, pad_multiple=8),
+    "non-blocking": HybridCase((9, 0, 9, 5), capacity=64, pad_multiple=4, non_blocking=True),
+    "non-blocking, too many rows": HybridCase((20, 20, 20, 20), capacity=24, non_blocking=True),
+    "no room at all": HybridCase((4, 4, 4, 4), capacity=0, non_blocking=True),
+}
+UNPERMUTED = {
+    "map": HybridCase((7, 5, 6, 4)),
+    "FP8, an empty rank": HybridCase((0, 9, 24, 1), is_fp8=True),
+    "choices, without probabilities": HybridCase((5, 6, 2, 2), as_map=False, has_probs=False),
+    "choices": HybridCase((5, 6, 2, 2), as_map=False),
+}
+
+
+def everywhere(names: Any) -> Any:
+    found = [place.param(name, name=f"{place}-{name}") for place in PLACES for name in names]
+    return pytest.mark.parametrize(("place", "name"), found)
+
+
+@everywhere(PERMUTED)
+def test_permuted(place: Place, name: str) -> None:
+    place.world().run(check_permuted, PERMUTED[name])
+
+
+@everywhere(UNPERMUTED)
+def test_unpermuted(place: Place, name: str) -> None:
+    place.world().run(check_unpermuted, UNPERMUTED[name])
+
+
+@st.composite
+def hybrid_cases(draw: st.DrawFn, num_ranks: int) -> HybridCase:
+    tokens = tuple(draw(st.lists(st.integers(0, 24), min_size=num_ranks, max_size=num_ranks)))
+    pad_multiple = draw(st.sampled_from([None, 1, 2, 8]))
+    capacity = draw(st.sampled_from([None, 0, 8, 40, 200]))
+    return HybridCase(
+        tokens,
+        local_experts=draw(st.integers(1, 4)),
+        most_choices=draw(st.integers(1, 6)),
+        has_probs=draw(st.booleans()),
+        is_fp8=draw(st.booleans()),
+        as_map=draw(st.booleans()),
+        pad_multiple=pad_multiple,
+        capacity=capacity,
+        non_blocking=capacity is not None and draw(st.booleans()),
+        seed=draw(st.integers(0, 10**6)),
+    )
+
+
+@pytest.mark.property
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_any_case(num_ranks: int) -> None:
+    @examples(10, deep=60)
+    @given(hybrid_cases(num_ranks))
+    def check(case: HybridCase) -> None:
+        get_world(num_ranks).run(check_permuted, case)
+        if case.capacity is None:
+            get_world(num_ranks).run(check_unpermuted, case)
+
+    check()
+
+
+GOOD = HybridCase((3, 4), local_experts=2)
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no routing": (
+        {"routing_map": None, "probs": None},
+        "the routing is missing: pass routing_map, topk_idx",
+    ),
+    "both": ({"topk_idx": torch.zeros(3, 1).long()}, "pass routing_map and probs, or topk_idx and"),
+    "a map of numbers": (
+        {"routing_map": torch.ones(3, 4)},
+        "routing_map is of torch.float32 and shape [3, 4]",
+    ),
+    "a small map": ({"routing_map": torch.ones(3, 3).bool()}, "it must be of torch.bool and shape [3, 4]"),
+    "probabilities": ({"probs": torch.ones(3, 5)}, "probs is of torch.float32 and shape [3, 5]"),
+    "no rows": ({"hidden": 3}, "hidden must be a tensor [tokens, hidden]"),
+    "experts": ({"num_of_experts": 5}, "5 experts do not divide over 2 ranks"),
+    "experts per rank": ({"num_of_experts_per_rank": 3}, "it must be of torch.bool and shape [3, 6]"),
+    "experts, twice": (
+        {"num_of_experts": 4, "num_of_experts_per_rank": 3},
+        "num_of_experts is 4, but num_of_experts_per_rank is 3 on 2 ranks: leave one of them out",
+    ),
+    "no capacity": ({"non_blocking": True}, "non_blocking needs num_permuted_tokens"),
+    "capacity": (
+        {"num_permuted_tokens": 9, "pad_multiple": 4},
+        "num_permuted_tokens is 9: it must be a multiple of pad_multiple, 4",
+    ),
+    "padding": ({"pad_multiple": -1}, "pad_multiple is -1: it must be at least 1"),
+    "FP8": ({"use_fp8": True}, "use_fp8 is set, but hidden is of torch.bfloat16"),
+    "a handle and a map": ({"handle": "good"}, "a dispatch with a handle takes no routing_map"),
+    "a copied handle": ({"handle": (1, 2), "routing_map": None}, "handle is of type tuple: pass what"),
+    "too many rows": (
+        {"hidden": torch.ones(25, HIDDEN).bfloat16()},
+        "routing_map is of torch.bool and shape",
+    ),
+}
+
+
+def dispatch_wrongly_on_rank_0(context: RankContext, name: str) -> str:
+    buffer, mine = hybrid_buffer(context, 2), inputs_of(GOOD)[context.rank]
+    good = there({"hidden": mine.hidden, "routing_map": mine.routing_map, "probs": mine.probs})
+    *_, handle = buffer.dispatch_with_permute(**good)
+    arguments: dict[str, Any] = dict(good)
+    if context.rank == 0:
+        arguments |= WRONG[name][0]
+        if arguments.get("handle") == "good":
+            arguments["handle"] = handle
+    try:
+        buffer.dispatch_with_permute(**arguments)
+        message = "nothing was raised"
+    except AnyEPError as error:
+        message = str(error)
+    check_permuted(context, GOOD)
+    return message
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_dispatch(name: str) -> None:
+    first, second = get_world(2).run(dispatch_wrongly_on_rank_0, name)
+    assert WRONG[name][1] in first
+    assert "rank 0" in second
+
+
+def combine_wrongly_on_rank_0(context: RankContext, name: str) -> str:
+    buffer, mine = hybrid_buffer(context, 2), inputs_of(GOOD)[context.rank]
+    good = {"hidden": there(mine.hidden), "routing_map": there(mine.routing_map), "probs": there(mine.probs)}
+    rows, probs, _, _, handle = buffer.dispatch_with_permute(**good)
+    *_, other = buffer.dispatch(**good)
+    if context.rank == 0:
+        wrong: dict[str, Any] = {
+            "another handle": {"handle": other},
+            "no handle": {"handle": None},
+            "probabilities": {"probs": torch.ones(1)},
+            "rows": {"hidden": rows[1:]},
+        }
+        arguments = {"hidden": rows, "probs": probs, "handle": handle} | wrong[name]
+    else:
+        arguments = {"hidden": rows, "probs": probs, "handle": handle}
+    try:
+        buffer.combine_with_unpermute(**arguments)
+        message = "nothing was raised"
+    except AnyEPError as error:
+        message = str(error)
+    check_permuted(context, GOOD)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("another handle", "the handle was not made by dispatch_with_permute"),
+        ("no handle", "handle is of type NoneType: pass what dispatch_with_permute"),
+        ("probabilities", "probs is of torch.float32 and shape [1]"),
+        ("rows", "rows, but the handle's dispatch gave"),
+    ],
+)
+def test_wrong_combine(name: str, words: str) -> None:
+    first, second = get_world(2).run(combine_wrongly_on_rank_0, name)
+    assert words in first
+    assert "rank 0" in second
+
+
+def use_a_buffer(context: RankContext) -> None:
+    """Attributes, sizes, and a map with more experts than the buffer was made for."""
+    with HybridEPBuffer(context.group, HIDDEN, 8, 4, device="cpu", num_topk=2) as buffer:
+        assert (buffer.rank, buffer.group_size) == (context.rank, 2)
+        assert (buffer.local_rank, buffer.node_rank, buffer.num_of_nodes) == (context.rank, 0, 1)
+        assert buffer.num_of_hybrid_ep_ranks_per_nvlink_domain == 2
+        sizes = buffer.configurer.buffer_config
+        assert (sizes.hidden_dim, sizes.max_num_of_tokens_per_rank) == (HIDDEN, 8)
+        assert sizes.num_of_experts_per_rank == 4
+        assert sizes is buffer.config
+        assert buffer.runtime is not None
+        buffer.empty_jit_cache()
+        x, wide = torch.ones(9, HIDDEN).bfloat16(), torch.ones(9, 8, dtype=torch.bool)
+        with pytest.raises(
+            AnyEPError, match=r"a token with 8 experts, but the buffer was made for 2.*num_topk=8"
+        ):
+            buffer.dispatch_with_permute(hidden=x, routing_map=wide)
+        narrow = wide.clone()
+        narrow[:, 2:] = False
+        how: dict[str, Any] = {"num_permuted_tokens": 64, "non_blocking": True}
+        with pytest.raises(AnyEPError, match="hidden has 9 tokens, but a non-blocking call may have 8: call"):
+            buffer.dispatch_with_permute(hidden=x, routing_map=narrow, **how)
+        assert buffer.update_template_config(num_of_tokens_per_rank=9, pad_multiple=16) is sizes
+        rows, _, _, counts, handle = buffer.dispatch_with_permute(hidden=x, routing_map=narrow)
+        # 9 tokens of each of 2 ranks for experts 0 and 1, padded to a multiple of 16.
+        expected = [32, 32, 0, 0] if context.rank == 0 else [0] * 4
+        assert counts is not None
+        assert (counts.tolist(), len(rows)) == (expected, sum(expected))
+        # Without the host no token is refused: choices that are too many are dropped, and the flag tells.
+        *_, flagged = buffer.dispatch_with_permute(hidden=x, routing_map=wide, **how)
+        assert flagged[-1].tolist() == [1]
+        kept = pickle.loads(pickle.dumps(handle))
+        assert type(kept) is type(handle)
+        combined, _ = buffer.combine_with_unpermute(hidden=rows, handle=kept)
+        assert torch.equal(combined, 2 * x)
+    assert buffer.runtime is None
+
+
+def test_a_buffer() -> None:
+    get_world(2).run(use_a_buffer)
+
+
+def test_what_programs_ask_for() -> None:
+    parameters = inspect.signature(HybridEPBuffer.dispatch_with_permute).parameters
+    assert "fuse_permute_dispatch" in parameters
+    assert all(
+        each.kind is inspect.Parameter.KEYWORD_ONLY for name, each in parameters.items() if name != "self"
+    )
