@@ -1,4 +1,4 @@
-"""Keeping the load of experts even: losses of router logits, and a bias per expert.
+"""Keeping the load of experts even: losses of router logits, a bias per expert, and where experts are placed.
 
     y, logits = layer(x, output_router_logits=True)
     topk_idx, _ = layer.gate.choose(logits)
@@ -17,11 +17,14 @@ experts.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anyep.errors import InvalidCall
+from anyep.errors import InvalidCall, whole_number
+from anyep.planning.counts import Array
+from anyep.planning.placement import Placement, place
 
 
 def expert_counts(topk_idx: Tensor, num_experts: int) -> Tensor:
@@ -132,3 +135,43 @@ def update_bias(
         dist.all_reduce(counts, group=group)
     # In integers, so all ranks compute the same sign: E * (mean - count) has the sign of mean - count.
     bias += rate * (counts.sum() - len(counts) * counts).sign()
+
+
+def place_experts(
+    load: Array | Tensor, num_replicas: int, num_nodes: int, num_ranks: int, num_groups: int = 1
+) -> Placement:
+    """Where experts and their replicas go, so that all ranks have nearly the same load.
+
+    It is greedy: the experts with the highest load per replica get the further replicas, and the heaviest
+    replicas go to the ranks with the least load that have room, replicas of one expert to different ranks
+    where possible. With several groups that divide over the nodes, whole groups go to nodes first, and their
+    replicas stay on that node: so a gate that limits the nodes of a token keeps doing so. The same load
+    always gives the same placement.
+
+    Args:
+        load: One number per expert, such as the sum of `expert_counts` over some steps and all ranks; an
+            array, or a tensor on any device.
+        num_replicas: Places for experts on all ranks together: at least as many as experts, and a multiple
+            of `num_ranks`.
+        num_nodes: The nodes of the ranks.
+        num_ranks: The ranks; rank r has the places r * num_replicas / num_ranks and following.
+        num_groups: The groups of experts that the gate chooses from, if it limits them.
+
+    Returns:
+        Three NumPy arrays: `experts`, the expert of each place; `places`, the places of each expert in
+        ascending order, then -1; `num_places`, how many places each expert has.
+
+    Expert 0 has most of the load, and gets the fourth place:
+
+    >>> place_experts(np.array([60, 20, 30]), num_replicas=4, num_nodes=1, num_ranks=2).experts
+    array([0, 2, 0, 1])
+    """
+    array = load.detach().cpu().numpy() if isinstance(load, Tensor) else np.asarray(load)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise InvalidCall(
+            f"load has {array.ndim} dimensions of {array.dtype}: pass one number for each expert of a layer"
+        )
+    for name, count in (("num_replicas", num_replicas), ("num_nodes", num_nodes), ("num_ranks", num_ranks)):
+        whole_number(name, count, minimum=1)
+    whole_number("num_groups", num_groups, minimum=1)
+    return place(array.astype(np.float64), num_replicas, num_nodes, num_ranks, num_groups)

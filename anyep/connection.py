@@ -14,7 +14,7 @@ from anyep.join.agreement import RankValue, check_agreement
 from anyep.join.rendezvous import Rendezvous
 from anyep.layout import ControlRegion
 from anyep.machine import address_space_limit_bytes, free_memory_bytes, host_identity
-from anyep.settings import ARGUMENT, DEVICE, NETWORK, RANKS_PER_NODE, TIMEOUT_S, Chosen
+from anyep.settings import ARGUMENT, DEVICE, NETWORK, TIMEOUT_S, Chosen
 from anyep.topology import Topology, topology_of_hosts
 from anyep.transport.base import Engine
 from anyep.transport.nixl import NixlEngine
@@ -25,6 +25,7 @@ PAGE_BYTES: Final = 4096
 NIXL: Final = "nixl"
 LOOPBACK: Final = "loopback"
 NETWORKS: Final = (NIXL, LOOPBACK)
+ELASTIC: Final = "ElasticBuffer"
 T = TypeVar("T")
 
 
@@ -41,6 +42,8 @@ class Options:
     num_window_bytes: int | None
     network: str | None = None
     timeout_s: float = TIMEOUT_S.default
+    api: str = "Buffer"
+    """The class that was made; messages name it."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The source of each option that a setting can give, by name; it may differ between ranks."""
 
@@ -139,8 +142,7 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
 
 
 def _check_nodes_of_gpus(topology: Topology, hosts: list[str], options: Options) -> None:
-    """Refuse nodes that ranks on GPUs cannot form so far: only low-latency mode works between nodes, and
-    only through memory."""
+    """Refuse nodes that ranks on GPUs cannot form so far: they are connected by memory only."""
     nodes = f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks: on GPUs"
     if len(set(hosts)) > 1:
         raise NotSupported(
@@ -152,11 +154,6 @@ def _check_nodes_of_gpus(topology: Topology, hosts: list[str], options: Options)
             f"{nodes} nodes are connected by memory only, so far: leave out network ({NETWORK.name}), or pass"
             f" device='cpu' ({DEVICE.name}=cpu)"
         )
-    if not options.low_latency_mode:
-        raise NotSupported(
-            f"{nodes} only low-latency mode works between nodes so far: leave out ranks_per_node"
-            f" ({RANKS_PER_NODE.name}), or pass device='cpu' ({DEVICE.name}=cpu)"
-        )
 
 
 def _kernels_for(options: Options) -> list[cpu.Group]:
@@ -164,6 +161,8 @@ def _kernels_for(options: Options) -> list[cpu.Group]:
     if options.device != "cpu":
         return [cpu.Group.CONTROL, cpu.Group.GPU]
     needed = [cpu.Group.CONTROL, cpu.Group.NORMAL]
+    if options.api == ELASTIC:
+        needed.append(cpu.Group.EXPANDED)
     return [*needed, cpu.Group.LOW_LATENCY] if options.low_latency_mode else needed
 
 
@@ -216,9 +215,11 @@ def _connect_transport(
 
 
 def rdma_parts(options: Options, topology: Topology) -> int:
-    """How many times a heap contains the RDMA bytes: for low-latency calls, for their lists over a transport,
-    and for rings between nodes. Unused parts take no memory."""
-    return 3 if options.low_latency_mode and topology.num_nodes > 1 else 1
+    """How many times a heap contains the RDMA bytes: for low-latency calls, for their lists over a transport
+    (on the CPU, where unused parts take no memory), and for rings between nodes."""
+    if not options.low_latency_mode or topology.num_nodes == 1:
+        return 1
+    return 3 if options.device == "cpu" else 2
 
 
 def _open_all(

@@ -8,11 +8,13 @@ raises the call's error; on a GPU, it makes the current CUDA stream wait, and th
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from anyep.errors import InvalidCall
 from anyep.requirements import check_requirements
 
 check_requirements()
@@ -105,11 +107,41 @@ class EventOverlap:
     def __init__(self, event: EventHandle | None = None, extra_tensors: Any = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self._hook: Callable[[], Any] | None = None
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """Return when the event has occurred; at once if there is none."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Return when the event has occurred; at once if there is none.
+
+        Args:
+            release_handle: Forget the event and the tensors afterwards.
+        """
         if self.event is not None:
             self.event.current_stream_wait()
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = self.extra_tensors = None
+
+    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
+        """Let the next `current_stream_wait` call a function, once, after it has waited.
+
+        Args:
+            hook: The function; there can be one at a time.
+        """
+        if self._hook is not None:
+            raise InvalidCall("this event has a hook already: wait for it before another one is registered")
+        self._hook = hook
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """The same event, for `with event(release_handle=True):`.
+
+        Args:
+            release_handle: Forget the event and the tensors at the end of the block.
+        """
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -117,4 +149,5 @@ class EventOverlap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.current_stream_wait()
+        releases, self._releases = self._releases, False
+        self.current_stream_wait(releases)

@@ -22,6 +22,7 @@ from anyep.connection import (
     Connection,
     made_on_all_ranks,
     on_all_ranks,
+    rdma_parts,
 )
 from anyep.control.plane import ControlPlane
 from anyep.control.reports import Reports
@@ -79,7 +80,9 @@ class GpuConnection:
         share = least_free // SHARE_OF_FREE_MEMORY // max(ranks_by_gpu.values())
         self._most_window_bytes = share if options.num_window_bytes is None else options.num_window_bytes
         self.heap = self._new_block(
-            connection.region.num_bytes + options.num_nvl_bytes + options.num_rdma_bytes,
+            connection.region.num_bytes
+            + options.num_nvl_bytes
+            + options.num_rdma_bytes * rdma_parts(options, connection.topology),
             connection.region.num_bytes,
         )
         self.windows = GpuWindows(gpu)
@@ -126,7 +129,7 @@ class GpuConnection:
     def grow(self, call: Call, num_bytes: int) -> int | None:
         """Add windows for `num_bytes` bytes, together with all ranks. Returns where they begin.
 
-        Every rank comes to the same decision: None where that would be more than allowed. The hosts meet in a
+        Every rank comes to the same decision: None where that would be more than allowed. The hosts wait in a
         barrier first, since the group's own calls may wait much too long for a rank that has failed.
         """
         total = self.windows.num_bytes

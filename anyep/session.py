@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from anyep.backends import cpu
 from anyep.backends.base import Heap, Windows
 from anyep.backends.cpu.between_nodes import BetweenNodes, CallRings, Proxy
+from anyep.backends.cpu.elastic import CpuElasticOps
+from anyep.backends.cpu.expander import Expander
 from anyep.backends.cpu.lifetime import CpuLifetime
 from anyep.backends.cpu.memory import WarmMemory
 from anyep.backends.cpu.ops_low_latency import CpuLowLatencyOps
 from anyep.backends.cpu.ops_normal import CpuNormalOps, Way
 from anyep.backends.cpu.rows import RowMover
 from anyep.backends.cpu.within_node import WithinNode
+from anyep.backends.expanded import ElasticOps
 from anyep.connection import Connection, Options, connect, made_on_all_ranks, rdma_parts
 from anyep.control.plane import ControlPlane
 from anyep.core.calls import Call
@@ -59,9 +62,12 @@ class Lifetime(Protocol):
 class Session:
     """Owns everything of one rank's Buffer."""
 
-    normal: NormalMode
+    normal: NormalMode[Any, Any]
+    """Its types are those of the device, which is known at run time only."""
     heap: Heap
     """This rank's heap on its device."""
+    elastic: ElasticOps
+    """For the elastic API."""
     communication_stream: Any = None
     """The CUDA stream of calls on a GPU."""
     device_control: DeviceControl | None = None
@@ -86,6 +92,7 @@ class Session:
             # With a core for every rank, polling at once pays off; else the awaited rank needs the core.
             NUM_SPINS if rendezvous.num_ranks <= num_cores() else 0,
             connection.transport,
+            connection.options.api,
         )
         try:
             if self.options.device == "cuda":
@@ -106,11 +113,6 @@ class Session:
     @property
     def windows(self) -> Windows:
         return self.normal.windows
-
-    @property
-    def has_normal_calls(self) -> bool:
-        """Whether normal mode can be called: not yet between nodes on GPUs."""
-        return self.options.device == "cpu" or self.topology.num_nodes == 1
 
     def _rings(self) -> Rings:
         options, topology = self.options, self.topology
@@ -135,6 +137,7 @@ class Session:
         self.normal = NormalMode(
             control, CpuNormalOps(mover, self._way(mover, connection.transport), stream, memory), rings
         )
+        self.elastic = CpuElasticOps(stream, Expander(team), memory)
         if options.low_latency_mode:
             start = self.region.num_bytes + options.num_nvl_bytes
             masks = Masks(control, self.region, hosts=connection.hosts)
@@ -163,7 +166,7 @@ class Session:
             self.low_latency = LowLatencyMode(control, low_latency_ops, masks, start, options.num_rdma_bytes)
         self.lifetime = CpuLifetime(control, stream, team)
 
-    def _way(self, mover: RowMover, transport: Transport | None) -> Way:
+    def _way(self, mover: RowMover, transport: Transport | None) -> Way[Any]:
         """How rows travel: within a node, or between nodes."""
         if self.topology.num_nodes == 1:
             return WithinNode(mover)
@@ -190,6 +193,7 @@ class Session:
             raise
 
     def _make_gpu_modes(self, gpu_connection: GpuConnection) -> None:
+        from anyep.backends.cuda.elastic import GpuElasticOps
         from anyep.backends.cuda.lifetime import GpuLifetime
         from anyep.backends.cuda.ops_normal import GpuNormalOps
 
@@ -218,6 +222,8 @@ class Session:
             rings,
         )
         self.normal = NormalMode(self.control, ops, rings)
+        control = gpu_connection.device_control
+        self.elastic = GpuElasticOps(control.gpu, control.batches, gpu_connection.share_of_sms)
         self.communication_stream = ops.stream
         self.lifetime = GpuLifetime(
             gpu_connection.device_control,
@@ -232,6 +238,11 @@ class Session:
         assert self.low_latency is not None
         self.normal.ops.before(run_async)
         self.low_latency.listen()
+
+    def is_quiet(self) -> bool:
+        """Whether low-latency calls may be repeated: nothing has gone wrong in either mode, nothing follows
+        the phases of calls, and no graph is captured."""
+        return self.low_latency is not None and self.low_latency.ops.is_quiet() and self.normal.ops.is_quiet()
 
     def refuse(self, call: Call, error: BaseException, tell: Callable[[Call, AnyEPError], None]) -> None:
         """The arguments of a call are wrong: notify the peers before this rank raises the error."""

@@ -221,6 +221,15 @@ REPLACE_DEEP_EP: Final[Setting[bool]] = Setting(
     False,
     "0, no",
 )
+DEEP_EP_API: Final[Setting[str]] = Setting(
+    "ANYEP_DEEP_EP_API",
+    "",
+    "the version of deep_ep whose names the drop-in has",
+    "v1 or v2",
+    _one_of("v1", "v2"),
+    "v2",
+    "v2",
+)
 CACHE_DIR: Final[Setting[str | None]] = Setting(
     "ANYEP_CACHE_DIR",
     "",
@@ -238,6 +247,7 @@ SETTINGS: Final[tuple[Setting[Any], ...]] = (
     TIMEOUT_S,
     CACHE_DIR,
     REPLACE_DEEP_EP,
+    DEEP_EP_API,
 )
 
 

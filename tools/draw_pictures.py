@@ -6,6 +6,8 @@ Their colours follow the reader's light or dark setting. `dispatch.svg` moves; w
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -160,6 +162,57 @@ def windows_and_rings() -> str:
     )
 
 
+LOOP: Final = (
+    *(("send A", 52), ("send B", 52), ("receive A", 64), ("experts A", 88), ("send A'", 54)),
+    *(("receive B", 64), ("experts B", 88), ("send B'", 54), ("receive A'", 68)),
+)
+"""What a program does, one after the other, and how long it takes. A' are the outputs of A's experts."""
+
+
+def overlap() -> str:
+    """Two micro-batches in turns: the rows of one travel while the experts work on the other."""
+    left, end, x = 110.0, 740.0, 110.0
+    steps, sent, received = [], {}, {}
+    for words, width in LOOP:
+        what, name = words.split()
+        steps.append(_step(x, 46, width, words, f"step{name[0].lower()}"))
+        if what == "send":
+            sent[name] = x + width
+        elif what == "receive":
+            received[name] = x
+        x += width + 2
+    ways = [
+        _step(start, 100 + 40 * (name[0] == "B"), received.get(name, end) - start, f"rows {name}", look)
+        for name, start in sent.items()
+        for look in [f"way{name[0].lower()}"]
+    ]
+    return picture(
+        750,
+        214,
+        "The timeline of an overlapped step: rows of one micro-batch travel while experts work on the other",
+        "<style>.stepa{fill:#b6d7ff;stroke:#0969da}.stepb{fill:#e2d3fb;stroke:#8250df}"
+        ".waya,.wayb{fill:none;stroke:#0969da;stroke-dasharray:4 3}.wayb{stroke:#8250df}"
+        "@media(prefers-color-scheme:dark){.stepa{fill:#0c3d7a;stroke:#4493f8}"
+        ".stepb{fill:#44297a;stroke:#ab7df8}.waya{stroke:#4493f8}.wayb{stroke:#ab7df8}}</style>",
+        text(left, 24, "time", anchor="start", small=True),
+        arrow(left + 32, 20, end, 20),
+        text(96, 68, "the program", anchor="end"),
+        text(96, 142, "on the way", anchor="end"),
+        *steps,
+        *ways,
+        text(
+            425,
+            202,
+            "While the experts work on A, the rows of B travel; the hook that receives B finds them.",
+        ),
+    )
+
+
+def _step(x: float, y: float, width: float, words: str, look: str) -> str:
+    rect = f'<rect class="{look}" x="{x:g}" y="{y:g}" width="{width:g}" height="34" rx="4"/>'
+    return rect + text(x + width / 2, y + 21, words, small=True)
+
+
 ROUTES: Final = ((0, 1), (0, 2), (1, 3), (1, 0), (2, 2), (2, 0), (3, 1), (3, 2))
 """The tokens of the moving picture: from which rank to which."""
 
@@ -196,12 +249,85 @@ def moving_dispatch() -> str:
     )
 
 
+def sweep() -> str:
+    """Lines for the table of docs/performance/sweeps.md: times by number of tokens, both axes logarithmic."""
+    page = (FOLDER.parent / "performance" / "sweeps.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) (us|ms) \|.*?\| ([\d.]+) (us|ms) \|", page, re.MULTILINE)
+    scale = {"us": 1.0, "ms": 1000.0}
+    points = [(int(n), float(a) * scale[unit], float(b) * scale[other]) for n, a, unit, b, other in rows]
+
+    def x_of(tokens: int) -> float:
+        return 90 + 500 * math.log(tokens) / math.log(points[-1][0])
+
+    def y_of(us: float) -> float:
+        return 206 - 120 * (math.log10(us) - math.log10(500))
+
+    ticks = [
+        f'<path class="grid" d="M90 {y_of(us):g}H600"/>'
+        + text(82, y_of(us) + 4, words, small=True, anchor="end")
+        for us, words in ((500, "0.5 ms"), (1000, "1 ms"), (2000, "2 ms"), (5000, "5 ms"), (10000, "10 ms"))
+    ]
+    lines = []
+    for look, column, name in (("way", 1, "cached dispatch"), ("back", 2, "combine")):
+        path = "L".join(f"{x_of(point[0]):g} {y_of(point[column]):g}" for point in points)
+        lines.append(f'<path class="{look}" d="M{path}"/>')
+        lines += [
+            f'<circle class="{"head" if look == "way" else "headback"}" cx="{x_of(point[0]):g}"'
+            f' cy="{y_of(point[column]):g}" r="4"/>'
+            for point in points
+        ]
+        lines.append(text(x_of(points[-1][0]) + 10, y_of(points[-1][column]) + 4, name, anchor="start"))
+    return picture(
+        720,
+        264,
+        "Time of a cached dispatch and of a combine by number of tokens, 8 ranks on 2 cores",
+        "<style>.grid{stroke:#8c959f;stroke-opacity:.4}</style>",
+        *ticks,
+        *lines,
+        *(text(x_of(point[0]), 228, str(point[0]), small=True) for point in points),
+        text(345, 252, "tokens per rank", small=True),
+    )
+
+
+def beside_deep_ep() -> str:
+    """Bars for the table of docs/performance/gpu.md: rates of DeepEP and AnyEP."""
+    table = (FOLDER.parent / "performance" / "gpu.md").read_text().split("| DeepEP | AnyEP |")[1]
+    rows = re.findall(r"^\| (\d+) x (\d+) \| ([\w ]+) \| (\d+) \| (\d+) \|", table, re.MULTILINE)
+    left, scale, parts = 250.0, 0.5, []
+    for index, (ranks, sms, call, theirs, ours) in enumerate(rows):
+        y = 52 + 44 * index + 14 * (index // 3)
+        if index % 3 == 0:
+            parts.append(text(10, y + 21, f"{ranks} ranks, {sms} SMs", anchor="start"))
+        parts.append(text(left - 8, y + 21, call, anchor="end"))
+        for offset, look, value in ((0, "theirs", theirs), (17, "full", ours)):
+            width = scale * int(value)
+            parts.append(
+                f'<rect class="{look}" x="{left:g}" y="{y + offset:g}" width="{width:g}" height="15" rx="2"/>'
+            )
+            parts.append(text(left + width + 6, y + offset + 12, value, small=True, anchor="start"))
+    return picture(
+        660,
+        490,
+        "Rates of DeepEP and AnyEP between ranks that share one H200, GB/s per rank",
+        "<style>.theirs{fill:#8c959f}@media(prefers-color-scheme:dark){.theirs{fill:#6e7681}}</style>",
+        f'<rect class="theirs" x="{left:g}" y="16" width="15" height="15" rx="2"/>',
+        text(left + 22, 28, "DeepEP", anchor="start"),
+        f'<rect class="full" x="{left + 90:g}" y="16" width="15" height="15" rx="2"/>',
+        text(left + 112, 28, "AnyEP", anchor="start"),
+        text(left + 180, 28, "GB/s per rank", anchor="start", small=True),
+        *parts,
+    )
+
+
 PICTURES: Final[dict[str, Callable[[], str]]] = {
     "one-node.svg": one_node,
     "between-nodes.svg": between_nodes,
     "low-latency.svg": low_latency,
     "ring.svg": ring,
     "windows-and-rings.svg": windows_and_rings,
+    "overlap.svg": overlap,
+    "sweep.svg": sweep,
+    "beside-deep-ep.svg": beside_deep_ep,
     "dispatch.svg": moving_dispatch,
 }
 

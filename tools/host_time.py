@@ -1,10 +1,15 @@
 """How long the host takes to launch each call on a GPU, measured without one: Python's share.
 
-    python tools/host_time.py [--tokens 128] [--profile cached] [--json]
+    python tools/host_time.py [--tokens 128] [--cold] [--profile cached] [--json]
+    python tools/host_time.py --against FOLDER [--rounds 5]
 
 One rank calls a Buffer on the tests' simulated GPU. Kernels are compiled for an H100, but the driver is one
 that returns at once, so nothing runs and no peer is waited for. On a real GPU, what the driver and CUDA's
 allocator take comes on top of it: there, `anyep bench --device cuda` has a column for the host.
+
+With `--cold` other data goes through the processor's caches before each call, as in a program that does
+something else between calls. `--against` takes the folder of another copy of the repository; processes that
+measure the two copies take turns, and the medians are shown side by side.
 """
 
 from __future__ import annotations
@@ -12,10 +17,12 @@ from __future__ import annotations
 import argparse
 import cProfile
 import ctypes
+import functools
 import json
 import os
 import pstats
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,16 +30,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, os.environ.get("ANYEP_MEASURED_SOURCE", str(Path(__file__).resolve().parent.parent)))
 
 import numba
+import numpy as np
 import torch
 import torch.distributed as dist
 from numba import types
 
+HERE = Path(__file__).resolve().parent.parent
+SOURCE = "ANYEP_MEASURED_SOURCE"
+"""Names the folder of the copy that a process measures."""
 NUM_EXPERTS, TOPK, HIDDEN = 256, 8, 7168
 NUM_ROWS = 100
 CALLS, REPEATS = 200, 15
+OTHER_DATA_BYTES = 1 << 23
+"""More than the caches of one core hold."""
 
 
 def driver_that_returns() -> Any:
@@ -93,23 +106,46 @@ def keep_freed_memory() -> None:
 def use_driver_that_returns() -> None:
     """Buffers of this process with device "cuda" launch kernels that never run."""
     from anyep.api import options
-    from anyep.backends.cuda import constants, device_control, driver, gpu
+    from anyep.backends import cpu
+    from anyep.backends.cuda import constants, device_control, driver, gpu, stream
     from tests.support import simulated_gpu
 
     class Gpu(simulated_gpu.SimulatedGpu):
         architecture = "that only returns"
         """What is used here is loaded for no Buffer of another kind."""
 
+        def __init__(self) -> None:
+            super().__init__()
+            self.stream = stream.Stream()  # type: ignore[assignment]
+            self.side_stream = self.stream.stream
+            self._events: list[Any] = []
+            names = "cuEventRecord", "cuStreamWaitEvent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"
+            words = [*map(driver.address_of, names), driver.context_of(0), 0]
+            self._driver_words = np.array(words, np.int64)
+            self._driver_address = int(self._driver_words.ctypes.data)
+            self._record_and_wait = cpu.record_and_wait
+
+        now, last_use = gpu.Gpu.now, gpu.Gpu.last_use
+        end_of_use = gpu.Gpu.end_of_use  # type: ignore[assignment]
+        wait_for_use, forget_use = gpu.Gpu.wait_for_use, gpu.Gpu.forget_use
+
         def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype)
 
-        def empty_like(self, template: torch.Tensor) -> torch.Tensor:
-            return torch.empty_like(template)
+        empty_like = staticmethod(torch.empty_like)  # type: ignore[assignment]
 
     library = driver_that_returns()
     driver._library = lambda: library  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.current_device = lambda: 0
+    torch.cuda.Stream = lambda: SimpleNamespace(cuda_stream=1)  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = lambda *_: SimpleNamespace(cuda_stream=0)  # type: ignore[assignment]
+    torch.cuda.Event = lambda: SimpleNamespace(  # type: ignore[assignment,misc]
+        cuda_event=2, record=lambda stream: None, synchronize=lambda: None, query=lambda: True
+    )
+    # No function of Python's: what they replace is compiled, too.
+    torch._C._cuda_getCurrentRawStream = functools.partial(int)
+    torch._C._cuda_isCurrentStreamCapturing = functools.partial(bool)
     gpu.Gpu = Gpu  # type: ignore[assignment,misc]
     options.checked_device = lambda device: simulated_gpu.SimulatedDevice()  # type: ignore[assignment,return-value]
 
@@ -173,15 +209,41 @@ def calls(tokens: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def microseconds(call: Callable[[], Any]) -> float:
+def microseconds(call: Callable[[], Any], is_cold: bool) -> float:
     """The median over several runs, in time of the processor: other processes do not count."""
     found = []
+    if is_cold:
+        other = np.zeros(OTHER_DATA_BYTES // 8)
+        for _ in range(REPEATS * CALLS // 4):
+            other += 1
+            began = time.perf_counter()
+            call()
+            found.append((time.perf_counter() - began) * 1e6)
+        return statistics.median(found)
     for _ in range(REPEATS):
         began = time.thread_time()
         for _ in range(CALLS):
             call()
         found.append((time.thread_time() - began) / CALLS * 1e6)
     return statistics.median(found)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Measure this copy and another one in turns; each run is a process of its own."""
+    sources = {"there": str(Path(options.against).resolve()), "here": str(HERE)}
+    found: dict[str, dict[str, list[float]]] = {}
+    command = [sys.executable, __file__, "--json", "--tokens", str(options.tokens)]
+    command += ["--cold"] * options.cold
+    for turn in range(options.rounds):
+        for where in sorted(sources, reverse=turn % 2 == 0):
+            environment = {**os.environ, SOURCE: sources[where]}
+            run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+            for name, value in json.loads(run.stdout).items():
+                found.setdefault(name, {"there": [], "here": []})[where].append(value)
+    print(f"{'us, medians':32} {'there':>9} {'here':>9}")
+    for name, by_source in found.items():
+        there, here = (statistics.median(by_source[where]) for where in ("there", "here"))
+        print(f"{name:32} {there:9.1f} {here:9.1f}")
 
 
 def show_profile(call: Callable[[], Any]) -> None:
@@ -197,8 +259,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--profile", metavar="NAME", help="profile the calls of this name")
+    parser.add_argument("--cold", action="store_true", help="other data goes through the caches before calls")
+    parser.add_argument("--against", metavar="FOLDER", help="compare with another copy of the repository")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each copy is measured")
     parser.add_argument("--json", action="store_true", help="print a record instead of a table")
     options = parser.parse_args()
+    if options.against is not None:
+        compare(options)
+        return 0
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     dist.init_process_group("gloo", rank=0, world_size=1, store=torch._C._distributed_c10d.HashStore())
     torch.set_num_threads(1)
@@ -211,7 +279,7 @@ def main() -> int:
                 show_profile(call)
             continue
         call()
-        found[name] = round(microseconds(call), 1)
+        found[name] = round(microseconds(call, options.cold), 1)
         if not options.json:
             print(f"{name:32} {found[name]:7.1f} us", flush=True)
     if options.json:

@@ -32,15 +32,15 @@ def check_num_bytes(name: str, value: int) -> int:
     return value
 
 
-def check_devices(device: torch.device, **things: Any) -> None:
-    """Refuse tensors, and pairs with tensors, that are not on the Buffer's device."""
+def check_devices(device: torch.device, api: str = "Buffer", **things: Any) -> None:
+    """Refuse tensors, and pairs with tensors, that are not on the Buffer's device; `api` names its class."""
     for name, thing in things.items():
         for part in thing if isinstance(thing, tuple | list) else (thing,):
             if isinstance(part, torch.Tensor) and part.device != device:
-                raise InvalidCall(_wrong_device(name, part.device, device))
+                raise InvalidCall(_wrong_device(name, part.device, device, api))
 
 
-def _wrong_device(name: str, found: torch.device, wanted: torch.device) -> str:
+def _wrong_device(name: str, found: torch.device, wanted: torch.device, api: str = "Buffer") -> str:
     """The message about a tensor that is on one device, but is needed on another.
 
     >>> _wrong_device("x", torch.device("cuda:1"), torch.device("cuda:0"))
@@ -56,8 +56,8 @@ def _wrong_device(name: str, found: torch.device, wanted: torch.device) -> str:
     works = "the CPU" if wanted.type == "cpu" else str(wanted)
     advice = f"pass {name}.to('{wanted}')"
     if found.type != wanted.type:
-        advice += f", or make the Buffer with device='{found.type}' instead of device='{wanted.type}'"
-    return f"{name} is on {found}, but this Buffer works on {works}: {advice}"
+        advice += f", or make the {api} with device='{found.type}' instead of device='{wanted.type}'"
+    return f"{name} is on {found}, but this {api} works on {works}: {advice}"
 
 
 def check_tensor(

@@ -31,16 +31,17 @@ from anyep.api.low_latency_arguments import LowLatencyArguments
 from anyep.api.normal_arguments import AT_ONCE, Handle, Layout, NormalArguments, Streams
 from anyep.api.unfilled import Unfilled
 from anyep.backends.base import Rows
+from anyep.backends.low_latency import LowLatencyResults
 from anyep.connection import Options
 from anyep.control.status import RankStatus
 from anyep.core.calls import Kind
-from anyep.errors import BufferBroken, InvalidCall, NotSupported, PeerLost, whole_number
+from anyep.errors import BufferBroken, InvalidCall, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.join.rendezvous import rendezvous_of
-from anyep.modes.low_latency import LowLatencyMode
+from anyep.modes.low_latency import LowLatencyMode, Sent
 from anyep.modes.normal import Dispatched
 from anyep.session import Session
-from anyep.sizes import Config
+from anyep.sizes import Config, LowLatencySizes
 
 _generation = object()
 """Replaced by a new object in a forked child; reading the process id would cost a system call per call."""
@@ -86,6 +87,9 @@ class Buffer:
     """
 
     num_sms: ClassVar[int] = sizes.NUM_DEFAULT_SMS
+    _api: ClassVar[str] = "Buffer"
+    """The class that users made, as messages name it."""
+    _timeout_s: float | None = None
 
     def __init__(
         self,
@@ -109,6 +113,8 @@ class Buffer:
         self.runtime: Session | None = None
         """What this Buffer owns; None after `destroy`."""
         self._unfilled = Unfilled()
+        self._repeats_low_latency = False
+        """Whether low-latency calls like earlier ones are made with less work."""
         self._pid = os.getpid()
         self._generation = _generation
         self._is_made = False
@@ -131,6 +137,8 @@ class Buffer:
             ranks_per_node,
             num_window_bytes,
             network,
+            self._api,
+            self._timeout_s,
         )
 
         def chosen_options() -> Options:
@@ -138,14 +146,20 @@ class Buffer:
             return chosen
 
         self.runtime = session = Session(group, rendezvous, chosen_options)
-        self._normal: NormalArguments | None = None
-        if session.has_normal_calls:
-            self._normal = NormalArguments(session.normal, self._device, self.group_size, self._unfilled)
+        self._normal: NormalArguments | None = NormalArguments(
+            session.normal, self._device, self.group_size, self._unfilled
+        )
         self._low_latency: LowLatencyArguments | None = None
         if session.low_latency is not None:
             self._low_latency = LowLatencyArguments(
-                session.low_latency, self._device, self.group_size, self._unfilled, session.before_low_latency
+                session.low_latency,
+                self._device,
+                self.group_size,
+                self._unfilled,
+                session.before_low_latency,
+                session.is_quiet,
             )
+            self._repeats_low_latency = self._device.type == "cuda"
         self.topology = session.topology
         """Which ranks are on which node."""
         self._is_made = True
@@ -257,10 +271,10 @@ class Buffer:
     def __repr__(self) -> str:
         """The rank, place, sizes and state of the Buffer on one line; does not wait."""
         try:
-            return f"<Buffer of {self._place()}; {self._extent()}; {self._state()}>"
+            return f"<{self._api} of {self._place()}; {self._extent()}; {self._state()}>"
         except Exception:
             # A Buffer whose constructor failed may have no rank, or sizes that are not numbers.
-            return f"<Buffer that was not made, at {id(self):#x}>"
+            return f"<{self._api} that was not made, at {id(self):#x}>"
 
     def _place(self) -> str:
         nodes = self.topology.num_nodes
@@ -308,7 +322,9 @@ class Buffer:
             ranks]), and an event.
         """
         session, checks = self._check_usable()
-        previous = check_events(previous_event, async_finish, allocate_on_comm_stream)
+        previous = None
+        if previous_event is not None or allocate_on_comm_stream:
+            previous = check_events(previous_event, async_finish, allocate_on_comm_stream)
         topk_idx, num_experts = checks.layout(topk_idx, num_experts)
         session.control.check_works()
         layout = session.normal.ops.layout(topk_idx, num_experts, previous, async_finish)
@@ -386,7 +402,7 @@ class Buffer:
         layout = Layout(
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
         )
-        dispatched: Dispatched | None = None
+        dispatched: Dispatched[Any] | None = None
         if streams == AT_ONCE and type(num_worst_tokens) is int and num_worst_tokens == 0:
             dispatched = checks.counted_again(
                 x, topk_idx, topk_weights, layout, expert_alignment, config, self.get_dispatch_config
@@ -585,6 +601,13 @@ class Buffer:
             the hook, or None.
         """
         session, mode, checks = self._check_low_latency()
+        fp8 = use_fp8, round_scale, use_ue8m0
+        if self._repeats_low_latency and not async_finish:
+            stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+            numbers = num_max_dispatch_tokens_per_rank, num_experts
+            again = checks.dispatch_again(x, topk_idx, *numbers, *stats, fp8, return_recv_hook)
+            if again is not None:
+                return _dispatched_in_slots(*again)
         call = mode.begin(Kind.LOW_LATENCY_DISPATCH)
         try:
             tokens = checks.dispatch(
@@ -594,7 +617,7 @@ class Buffer:
                 num_experts,
                 cumulative_local_expert_recv_stats,
                 dispatch_wait_recv_cost_stats,
-                (use_fp8, round_scale, use_ue8m0),
+                fp8,
                 async_finish,
                 return_recv_hook,
             )
@@ -604,15 +627,7 @@ class Buffer:
         received, sent = mode.dispatch(call, tokens, async_finish, return_recv_hook)
         if sent.event is not None:
             self._unfilled.add(received.layout_range, sent.event)
-        handle = (
-            received.src_info,
-            received.layout_range,
-            tokens.sizes.num_max_tokens,
-            tokens.sizes.hidden,
-            tokens.sizes.num_experts,
-        )
-        rows = received.x if received.scales is None else (received.x, received.scales)
-        return rows, received.counts, handle, EventOverlap(sent.event), sent.hook
+        return _dispatched_in_slots(received, sent, tokens.sizes)
 
     def low_latency_combine(
         self,
@@ -645,6 +660,13 @@ class Buffer:
             The sums [tokens, hidden], an event, and the hook, or None.
         """
         session, mode, checks = self._check_low_latency()
+        formats = use_logfmt, zero_copy
+        if self._repeats_low_latency and not async_finish:
+            parts = x, topk_idx, topk_weights, handle
+            stats = combine_wait_recv_cost_stats
+            again = checks.combine_again(*parts, formats, out, stats, return_recv_hook)
+            if again is not None:
+                return again[0], EventOverlap(), again[1].hook
         call = mode.begin(Kind.LOW_LATENCY_COMBINE)
         try:
             outputs = checks.combine(
@@ -653,7 +675,7 @@ class Buffer:
                 topk_idx,
                 topk_weights,
                 handle,
-                (use_logfmt, zero_copy),
+                formats,
                 out,
                 combine_wait_recv_cost_stats,
                 async_finish,
@@ -798,7 +820,9 @@ class Buffer:
             return
         if self.explicitly_destroy:
             warnings.warn(
-                "a Buffer made with explicitly_destroy=True was dropped without destroy()", stacklevel=1
+                f"{options.with_article(self._api)} made with explicitly_destroy=True was dropped without"
+                " destroy()",
+                stacklevel=1,
             )
         if session.is_idle:
             del session
@@ -811,16 +835,11 @@ class Buffer:
     # Helpers
 
     def _check_usable(self) -> tuple[Session, NormalArguments]:
-        if self.runtime is None:
-            raise BufferBroken("this Buffer was destroyed: make a new one")
+        if self.runtime is None or self._normal is None:
+            raise BufferBroken(f"this {self._api} was destroyed: make a new one")
         if self._generation is not _generation:
             raise BufferBroken(
-                f"this Buffer belongs to process {self._pid}: a forked child must make its own"
-            )
-        if self._normal is None:
-            raise NotSupported(
-                "on GPUs only low-latency mode works between nodes so far: leave out ranks_per_node, or pass"
-                " device='cpu'"
+                f"this {self._api} belongs to process {self._pid}: a forked child must make its own"
             )
         return self.runtime, self._normal
 
@@ -834,3 +853,12 @@ class Buffer:
             except InvalidCall as error:
                 session.refuse(session.control.begin(kind), error, session.normal.ops.refuse)
                 raise
+
+
+def _dispatched_in_slots(
+    received: LowLatencyResults, sent: Sent, sizes: LowLatencySizes
+) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+    """What a low-latency dispatch returns."""
+    x, scales, counts, src_info, layout_range = received
+    handle = src_info, layout_range, sizes.num_max_tokens, sizes.hidden, sizes.num_experts
+    return x if scales is None else (x, scales), counts, handle, EventOverlap(sent.event), sent.hook

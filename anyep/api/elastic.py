@@ -4,7 +4,7 @@
         recv_x, recv_idx, recv_weights, handle, event = buffer.dispatch(x, topk_idx, weights, num_experts=64)
         combined_x, _, event = buffer.combine(outputs, handle)
 
-Here: the compact layout on the CPU, on one node. Calls are finished when they return.
+It works on the CPU, on one node. Here arguments are checked; `elastic_calls` has the calls.
 """
 
 from __future__ import annotations
@@ -15,26 +15,41 @@ from typing import Any, TypeVar
 
 import torch
 
+from anyep import link_rates, sizes
 from anyep.api import elastic_arguments as checks
 from anyep.api import gradients
 from anyep.api.arguments import check_config, check_devices, check_payload, check_tensor
 from anyep.api.buffer import Buffer
-from anyep.api.elastic_handle import EPHandle, order_of_ranks, rows_at_owners, source_metadata
+from anyep.api.elastic_absent import AbsentCalls
+from anyep.api.elastic_arguments import Streams
+from anyep.api.elastic_calls import ElasticCalls, First, Layout, Received, wait_for
+from anyep.api.elastic_handle import EPHandle
+from anyep.api.elastic_hints import SizeHints
 from anyep.backends.base import CombineInput, Payload, Rows
+from anyep.connection import ELASTIC
+from anyep.control.status import RankStatus
 from anyep.core import elastic_sizes
 from anyep.core.calls import Call, Kind
-from anyep.core.terms import Terms
-from anyep.errors import InvalidCall, NotSupported
+from anyep.errors import InvalidCall, NotSupported, whole_number
 from anyep.events import EventHandle, EventOverlap
-from anyep.modes.normal import Dispatch, Dispatched
 from anyep.session import Session
 from anyep.sizes import Config
 
 T = TypeVar("T")
-Received = tuple[Rows, torch.Tensor, torch.Tensor | None, EPHandle, EventOverlap]
+Dispatched = tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]
 
 
-class ElasticBuffer:
+class _Connected(Buffer):
+    """What an `ElasticBuffer` is made of; messages name the class that the user made."""
+
+    _api = ELASTIC
+
+    def __init__(self, timeout_s: float, *arguments: Any, **by_name: Any) -> None:
+        self._timeout_s = timeout_s
+        super().__init__(*arguments, **by_name)
+
+
+class ElasticBuffer(SizeHints, AbsentCalls):
     """Communication between the ranks of a process group: dispatch tokens to experts, and combine them.
 
     The constructor is collective, and every rank must make the same calls in the same order.
@@ -50,13 +65,14 @@ class ElasticBuffer:
         deterministic: Accepted: the order of rows is always the same.
         allow_hybrid_mode: Accepted: on one node both modes are the same.
         allow_multiple_reduction: Accepted: rows of the compact layout are rounded once on one node.
-        prefer_overlap_with_compute: Accepted and ignored, like the next five.
+        prefer_overlap_with_compute: Whether `get_theoretical_num_sms` may be less than 64.
         sl_idx: Accepted and ignored.
-        num_allocated_qps: Accepted and ignored.
-        num_cpu_timeout_secs: Accepted and ignored: ANYEP_TIMEOUT_S is the deadline of waits.
+        num_allocated_qps: The most that `get_theoretical_num_qps` returns; 0: as many as DeepEP V2 allocates.
+        num_cpu_timeout_secs: Seconds after which a wait without progress gives up, unless ANYEP_TIMEOUT_S is
+            set. The same on all ranks.
         num_gpu_timeout_secs: Accepted and ignored.
         explicitly_destroy: Warn if the buffer is dropped without a call of `destroy`.
-        device: "cpu".
+        device: As for `Buffer`.
         ranks_per_node: Must be left out, or the number of ranks.
         num_window_bytes: As for `Buffer`.
     """
@@ -88,13 +104,13 @@ class ElasticBuffer:
             raise NotSupported("num_cpu_bytes is for remote tables, which AnyEP does not have: pass 0")
         num_ranks = group.size()
         if num_bytes is None:
-            domains = elastic_sizes.Domains.of(1, num_ranks, allow_hybrid_mode)
-            num_bytes = elastic_sizes.buffer_bytes(
-                *(domains, num_max_tokens_per_rank, hidden, num_topk),
-                *(use_fp8_dispatch, allow_multiple_reduction),
+            num_bytes = self.get_buffer_size_hint(
+                *(group, num_max_tokens_per_rank, hidden, num_topk),
+                *(use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction),
             )
         self.num_bytes = checks.checked_num_bytes(num_bytes)
-        self._buffer = Buffer(
+        self._buffer = _Connected(
+            float(whole_number("num_cpu_timeout_secs", num_cpu_timeout_secs, minimum=1)),
             group,
             checks.ring_bytes(self.num_bytes, hidden, num_ranks),
             explicitly_destroy=explicitly_destroy,
@@ -103,10 +119,14 @@ class ElasticBuffer:
             num_window_bytes=num_window_bytes,
         )
         topology = self._buffer.topology
-        if topology.num_nodes > 1 or self._device.type != "cpu":
-            place = "several nodes" if topology.num_nodes > 1 else "GPUs"
+        session = self._session()
+        if topology.num_nodes > 1:
             self._buffer.destroy()
-            raise NotSupported(f"ElasticBuffer does not work on {place} yet: use anyep.Buffer")
+            raise NotSupported(
+                "ElasticBuffer does not work on several nodes yet: use anyep.Buffer; programs written for"
+                " deep_ep choose it where ANYEP_DEEP_EP_API=v1 hides ElasticBuffer from them"
+            )
+        self._calls = ElasticCalls(session.normal, session.elastic, self._buffer.rank, num_ranks)
         self.group = group
         self.rank_idx, self.num_ranks = self._buffer.rank, num_ranks
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
@@ -116,9 +136,13 @@ class ElasticBuffer:
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.num_allocated_qps = num_allocated_qps
         self.explicitly_destroy = explicitly_destroy
-        self.num_scaleout_ranks, self.num_scaleup_ranks = 1, num_ranks
-        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
-        self.num_rdma_ranks, self.num_nvlink_ranks = 1, num_ranks
+        self._domains = domains = elastic_sizes.Domains.of(
+            topology.num_nodes, topology.ranks_per_node, allow_hybrid_mode
+        )
+        self.num_rdma_ranks, self.num_nvlink_ranks = domains.num_rdma_ranks, domains.num_nvlink_ranks
+        self.num_scaleout_ranks = domains.num_scaleout_ranks
+        self.num_scaleup_ranks = domains.num_scaleup_ranks
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, domains.num_scaleup_ranks)
 
     @property
     def runtime(self) -> Session | None:
@@ -133,6 +157,83 @@ class ElasticBuffer:
     def capture() -> EventHandle:
         """Record an event on the current stream."""
         return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """The communication stream. On the CPU a thread communicates, and the returned stream is unused."""
+        return self._buffer.get_comm_stream()
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """The SMs that fill the slowest link, if the choices of experts are balanced.
+
+        Args:
+            num_experts: The experts of all ranks together.
+            num_topk: The choices of a token.
+            num_scaleout_topk: Must be 0.
+            rdma_gbs: GB/s of a rank's network; 0: as `ibstat` reports, else 50.
+            nvlink_gbs: GB/s of a rank's NVLink; 0: as `nvidia-smi` reports, else 430.3.
+            sm_read_gbs: GB/s that an SM reads.
+            sm_write_gbs: GB/s that an SM writes.
+        """
+        if num_scaleout_topk:
+            raise NotSupported(f"num_scaleout_topk is {num_scaleout_topk}: it must be 0")
+        is_gpu = self._device.type == "cuda"
+        rates = elastic_sizes.Rates(
+            rdma_gbs or (link_rates.rdma_gbs() if is_gpu else 0.0),
+            nvlink_gbs or (link_rates.nvlink_gbs() if is_gpu else 0.0),
+            *(sm_read_gbs, sm_write_gbs),
+        )
+        num_sms = sizes.NUM_DEFAULT_SMS
+        if is_gpu:
+            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        return elastic_sizes.theoretical_num_sms(
+            *(self._domains, num_experts, num_topk, num_sms, rates, self.prefer_overlap_with_compute)
+        )
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """The queue pairs that DeepEP V2 uses with so many SMs; AnyEP uses none.
+
+        Args:
+            num_sms: The number of SMs.
+        """
+        num_sms = whole_number("num_sms", num_sms, minimum=0)
+        return elastic_sizes.theoretical_num_qps(self._domains, num_sms, self.num_allocated_qps)
+
+    def status(self) -> list[RankStatus]:
+        """What every rank is doing, without waiting for any of them."""
+        return self._buffer.status()
+
+    def __repr__(self) -> str:
+        """The rank, place, sizes and state on one line; does not wait."""
+        return repr(self._buffer)
+
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Wait until all ranks have made this call, after their earlier calls. On a GPU its stream waits.
+
+        Args:
+            use_comm_stream: Accepted and ignored.
+            with_cpu_sync: On a GPU the host waits as well, before and after; on the CPU it always does.
+            sequential: Accepted and ignored.
+        """
+        session = self._session()
+        is_gpu = self._device.type == "cuda"
+        if with_cpu_sync and is_gpu:
+            torch.cuda.synchronize(self._device)
+        call = session.control.begin(Kind.BARRIER)
+        session.normal.ops.before(False)
+        self._calls.barrier(call, self._config(0, None), self._device)
+        if with_cpu_sync and is_gpu:
+            torch.cuda.synchronize(self._device)
 
     # Dispatch
 
@@ -157,14 +258,15 @@ class ElasticBuffer:
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
-    ) -> Received:
+    ) -> Dispatched:
         """Send each token once to every rank that holds one of its experts.
 
         Received rows are ordered by source rank, then source token.
 
         Args:
             x: Rows [tokens, hidden], or a pair of 1-byte data and its scales.
-            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". The experts of a token are distinct.
+            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". A token's experts are distinct;
+                GPUs do not check it.
             topk_weights: float32 [tokens, top-k]; on all ranks or on none.
             cumulative_local_expert_recv_stats: int32 [local experts]; the received counts are added.
             num_experts: The experts of all ranks together; with a handle it may be left out.
@@ -173,77 +275,96 @@ class ElasticBuffer:
             num_sms: A hint, kept in the handle.
             num_qps: Accepted and ignored.
             previous_event: The event after which the call begins.
-            previous_event_before_epilogue: Waited for as well.
-            async_with_compute_stream: Return an event to wait for; the call has finished all the same.
+            previous_event_before_epilogue: Waited for before received rows are laid out.
+            async_with_compute_stream: Return as soon as possible, with an event to wait for.
             allocate_on_comm_stream: Accepted and ignored.
             handle: That of an earlier dispatch, whose routing is used again; `topk_idx` must be left out.
             do_handle_copy: Whether the handle has a copy of `topk_idx`, or the tensor itself, which must not
                 change while a dispatch along the handle has `topk_weights`.
             do_cpu_sync: False gives the most rows that are possible; rows past the received ones have the
                 ids -1, and are otherwise not specified.
-            do_expand: Must be False.
-            do_zero_padding: Must be False.
-            use_tma_aligned_col_major_sf: Must be False.
+            do_expand: One row for each of a token's experts here, grouped by expert; each group begins at a
+                multiple of `expert_alignment`. With a handle, as in its dispatch.
+            do_zero_padding: Zero the rows between the groups, with their weights and scales; else they are
+                not specified. Needs `do_expand`.
+            use_tma_aligned_col_major_sf: Scales column by column, each at a multiple of 4 scales.
 
         Returns:
-            Received rows (a pair if x is one); local expert ids (-1: of another rank); the weights of each
-            row's choices, of which those of other ranks' experts mean nothing, or None; the handle; an event.
+            Received rows (a pair if x is one); local expert ids (-1: of another rank), None for expanded
+            rows; the weights of each row's choices, of which those of other ranks' experts mean nothing, the
+            one weight of each expanded row, or None; the handle; an event.
         """
         session = self._session()
         call = session.control.begin(Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH)
+        layout = Layout(do_expand, do_zero_padding, use_tma_aligned_col_major_sf)
 
         def check() -> Callable[[], Received]:
-            checks.wait_for((previous_event, previous_event_before_epilogue))
-            if do_expand or do_zero_padding or use_tma_aligned_col_major_sf:
-                raise NotSupported(
-                    "do_expand, do_zero_padding and use_tma_aligned_col_major_sf are not there yet:"
-                    " leave them out"
+            streams = checks.checked_streams(
+                previous_event, previous_event_before_epilogue, async_with_compute_stream
+            )
+            if do_zero_padding and not do_expand:
+                raise InvalidCall(
+                    "do_zero_padding is for expanded rows: pass do_expand=True, or leave it out"
                 )
-            check_devices(self._device, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+            stats = cumulative_local_expert_recv_stats
+            check_devices(
+                self._device,
+                ELASTIC,
+                x=x,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                cumulative_local_expert_recv_stats=stats,
+            )
             gradients.warn_if_lost(x, topk_weights)
             sms = checks.checked_num_sms(num_sms)
-            stats = cumulative_local_expert_recv_stats
             if handle is not None:
                 if topk_idx is not None or stats is not None or do_cpu_sync:
                     raise InvalidCall(
                         "a dispatch with a handle takes no topk_idx, cumulative_local_expert_recv_stats or"
                         " do_cpu_sync=True: leave them out"
                     )
+                known = checks.checked_handle(handle, self.num_ranks)
                 checks.check_same(
-                    checks.checked_handle(handle, self.num_ranks),
+                    known,
                     num_experts=num_experts,
                     num_max_tokens_per_rank=num_max_tokens_per_rank,
                     expert_alignment=expert_alignment,
                 )
-                return self._cached(session, call, x, topk_weights, handle)
+                checks.check_layout(known, do_expand)
+                return self._cached(session, call, x, topk_weights, known, layout, streams)
+            # On the CPU the host reads the ids.
+            wait_for((streams.previous,))
             most = num_max_tokens_per_rank
             tokens = checks.checked_tokens(
                 *(x, topk_idx, topk_weights, num_experts),
                 self.num_max_tokens_per_rank if most is None else most,
                 *(expert_alignment, self.num_ranks),
+                reads_ids=self._device.type == "cpu",
             )
             assert topk_idx is not None
             kept = topk_idx.clone() if do_handle_copy else topk_idx
             stats = checks.checked_stats(stats, tokens.num_experts // self.num_ranks)
-            return self._first(session, call, x, tokens, kept, stats, do_cpu_sync is not False, sms)
+            waits = do_cpu_sync is not False
+            first = self._first(session, x, tokens, kept, stats, waits, sms, streams.run_async)
+            return lambda: self._calls.first(call, first, layout, streams)
 
         received = self._checked(session, call, check)()
-        return (*received[:4], EventOverlap(EventHandle() if async_with_compute_stream else None))
+        return (*received[:4], EventOverlap(received.event))
 
     def _first(
         self,
         session: Session,
-        call: Call,
         x: Any,
         tokens: checks.Tokens,
         kept_idx: torch.Tensor,
         stats: torch.Tensor | None,
         waits: bool,
         num_sms: int,
-    ) -> Callable[[], Received]:
-        """The checked dispatch without a handle."""
+        run_async: bool,
+    ) -> First:
+        """What a dispatch without a handle sends, and where."""
         ops = session.normal.ops
-        ops.before(False)
+        ops.before(run_async)
         weights = tokens.topk_weights
         sent = weights if weights is not None else torch.zeros_like(tokens.topk_idx, dtype=torch.float32)
         payload = check_payload(x, tokens.topk_idx, sent, ops.source_bytes)
@@ -254,63 +375,21 @@ class ElasticBuffer:
             *(payload, layout.in_rank, layout.tokens_per_rank, layout.tokens_per_node),
             *(layout.tokens_per_expert, config.num_channels),
         )
-        most = 0 if waits else tokens.num_max_tokens_per_rank * self.num_ranks
-        terms = Terms(tokens.num_max_tokens_per_rank, weights is not None)
-        request = Dispatch(payload, counts, config, most, 1, terms.word)
-
-        def work() -> Received:
-            done = session.normal.dispatch(call, request, None, False)
-            handle = self._new_handle(done, tokens, kept_idx, waits, config.num_sms)
-            if stats is not None:
-                stats.add_(handle.num_unaligned_recv_tokens_per_expert)
-            assert done.topk_idx is not None
-            return _received(done, done.topk_idx, weights is not None, handle)
-
-        return work
-
-    def _new_handle(
-        self,
-        done: Dispatched,
-        tokens: checks.Tokens,
-        kept_idx: torch.Tensor,
-        waits: bool,
-        num_sms: int,
-    ) -> EPHandle:
-        routing = done.routing.tensors()
-        rank_prefix, _, _, recv_src_idx, _, send_head = routing
-        ids = done.topk_idx
-        assert ids is not None
-        num_local = tokens.num_experts // self.num_ranks
-        by_rank = rank_prefix[:, self.rank_idx].contiguous()
-        counts = torch.bincount(ids.flatten() + 1, minlength=num_local + 1)[1:].to(torch.int32)
-        aligned = -(-counts // tokens.alignment) * tokens.alignment
-        most = elastic_sizes.expanded_rows(ids.shape[0], ids.shape[1], num_local, tokens.alignment)
-        return EPHandle(
-            do_expand=False,
-            num_experts=tokens.num_experts,
-            expert_alignment=tokens.alignment,
-            num_max_tokens_per_rank=tokens.num_max_tokens_per_rank,
-            num_sms=num_sms,
-            topk_idx=kept_idx,
-            num_recv_tokens=ids.shape[0],
-            num_expanded_tokens=int(aligned.sum()) if waits else most,
-            num_recv_tokens_per_expert_list=aligned.tolist() if waits else [],
-            psum_num_recv_tokens_per_scaleup_rank=by_rank,
-            psum_num_recv_tokens_per_expert=aligned.cumsum(0, dtype=torch.int32),
-            num_unaligned_recv_tokens_per_expert=counts,
-            recv_src_metadata=source_metadata(recv_src_idx, ids, by_rank, tokens.num_max_tokens_per_rank),
-            dst_buffer_slot_idx=rows_at_owners(tokens.topk_idx, send_head, tokens.num_experts),
-            routing=routing,
-            recv_topk_idx=ids.clone(),
-            order=order_of_ranks(tokens.topk_idx, tokens.num_experts, self.num_ranks),
-        )
+        return First(payload, counts, config, tokens, kept_idx, stats, waits)
 
     def _cached(
-        self, session: Session, call: Call, x: Any, topk_weights: Any, handle: EPHandle
+        self,
+        session: Session,
+        call: Call,
+        x: Any,
+        topk_weights: Any,
+        handle: EPHandle,
+        layout: Layout,
+        streams: Streams,
     ) -> Callable[[], Received]:
         """The checked dispatch with a handle."""
         ops = session.normal.ops
-        ops.before(False)
+        ops.before(streams.run_async)
         ids = weights = None
         if topk_weights is not None:
             ids = handle.topk_idx.clamp(min=-1)
@@ -320,16 +399,10 @@ class ElasticBuffer:
             raise InvalidCall(
                 f"x has {payload.num_tokens} rows, but the handle was made for {handle.topk_idx.shape[0]}"
             )
-        routing = ops.routing_of(handle.routing, None)
+        routing = self._calls.routing_of(handle)
         config = self._config(0, routing.num_channels)
         session.normal.check_rings(config, payload.token)
-        num_experts = handle.num_experts if ids is not None else 0
-
-        def work() -> Received:
-            done = session.normal.cached_dispatch(call, payload, routing, config, None, False, num_experts)
-            return _received(done, handle.recv_topk_idx.clone(), weights is not None, handle)
-
-        return work
+        return lambda: self._calls.cached(call, payload, routing, config, handle, layout, streams)
 
     # Combine
 
@@ -348,18 +421,20 @@ class ElasticBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Add up each token's rows at its source: in float32, biases first, rounded once.
 
-        The rows of a token are added in order of the last of its choices that is on each rank.
+        The rows of a token are added in order of the last of its choices that is on each rank; expanded rows
+        are added on their rank first, in order of the choices, and rounded.
 
         Args:
             x: The experts' rows, one for each row that the dispatch gave.
             handle: That of the dispatch; all ranks must pass the handles of one dispatch.
-            topk_weights: float32 [rows, top-k]; they are carried back, not multiplied.
+            topk_weights: float32 [rows, top-k], of expanded rows [rows]; they are carried back, not
+                multiplied.
             bias: One or two tensors [tokens, hidden] of the dtype of x that the sums start from.
             num_sms: Accepted and ignored: the handle's number holds.
             num_qps: Accepted and ignored.
             previous_event: The event after which the call begins.
             previous_event_before_epilogue: Waited for as well.
-            async_with_compute_stream: Return an event to wait for; the call has finished all the same.
+            async_with_compute_stream: Return at once, with an event to wait for.
             allocate_on_comm_stream: Accepted and ignored.
 
         Returns:
@@ -369,26 +444,31 @@ class ElasticBuffer:
         session = self._session()
         call = session.control.begin(Kind.COMBINE)
 
-        def check() -> CombineInput:
-            checks.wait_for((previous_event, previous_event_before_epilogue))
+        def check() -> tuple[CombineInput[Any], EventOverlap | None]:
+            streams = checks.checked_streams(
+                previous_event, previous_event_before_epilogue, async_with_compute_stream
+            )
             checks.checked_num_sms(num_sms)
-            ops = session.normal.ops
-            ops.before(False)
-            check_devices(self._device, x=x, topk_weights=topk_weights, bias=bias)
+            session.normal.ops.before(streams.run_async)
+            check_devices(self._device, ELASTIC, x=x, topk_weights=topk_weights, bias=bias)
             gradients.warn_if_lost(x, topk_weights, bias)
             known = checks.checked_handle(handle, self.num_ranks)
             rows, weights, biases = checks.checked_outputs(x, topk_weights, bias, known)
-            if weights is not None:
-                weights = torch.where(known.recv_topk_idx >= 0, weights, 0.0)
-            routing = ops.routing_of(known.routing, None)
+            if known.do_expand and not self.allow_multiple_reduction:
+                raise NotSupported(
+                    "allow_multiple_reduction=False does not work with expanded rows yet: make the"
+                    " ElasticBuffer without it, or pass compact rows"
+                )
+            routing = self._calls.routing_of(known)
             config = self._config(0, routing.num_channels)
-            combined = CombineInput(rows, routing, weights, biases, config, known.order)
+            compact, weights, ready = self._calls.prepared(rows, weights, known, streams)
+            combined = CombineInput(compact, routing, weights, biases, config, known.order)
             session.normal.check_rings(config, combined.token)
-            return combined
+            return combined, ready
 
-        done = session.normal.combine(call, self._checked(session, call, check), None, False)
-        event = EventHandle() if async_with_compute_stream else None
-        return done.x, done.topk_weights, EventOverlap(event)
+        combined, ready = self._checked(session, call, check)
+        done = session.normal.combine(call, combined, ready, async_with_compute_stream)
+        return done.x, done.topk_weights, EventOverlap(done.event)
 
     # The end
 
@@ -418,12 +498,8 @@ class ElasticBuffer:
             raise
 
     def _config(self, num_sms: int, num_channels: int | None) -> Config:
-        default = Buffer.get_dispatch_config(self.num_ranks)
+        ops = self._session().normal.ops
+        default = ops.default_config(Buffer.get_dispatch_config(self.num_ranks))
         if num_sms and num_channels is None:
             return check_config(Config(num_sms), default, None)
         return check_config(None, default, num_channels)
-
-
-def _received(done: Dispatched, ids: torch.Tensor, has_weights: bool, handle: EPHandle) -> Received:
-    rows: Rows = done.x if done.scales is None else (done.x, done.scales)
-    return rows, ids, done.topk_weights if has_weights else None, handle, EventOverlap()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +9,20 @@ import torch
 from anyep import sizes
 from anyep.api.arguments import FLOAT_DTYPES, check_biases, check_tensor, check_topk_idx, check_x
 from anyep.api.elastic_handle import EPHandle
+from anyep.core import elastic_sizes
 from anyep.core.elastic_sizes import BUFFER_ALIGNMENT
+from anyep.core.terms import MAX_ALIGNMENT
 from anyep.errors import InvalidCall, no_expert, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.sizes import check_num_experts
+
+
+class Streams(NamedTuple):
+    """What a call waits for, and whether the caller waits for it."""
+
+    previous: EventHandle | EventOverlap | None = None
+    before_epilogue: EventHandle | EventOverlap | None = None
+    run_async: bool = False
 
 
 class Tokens(NamedTuple):
@@ -35,17 +44,17 @@ def checked_num_bytes(num_bytes: Any) -> int:
     return value
 
 
-def wait_for(events: Sequence[Any]) -> None:
-    """Wait for the events that a call follows: `EventHandle`s, or what calls return."""
-    for event in events:
-        if event is None:
-            continue
-        if not isinstance(event, EventHandle | EventOverlap):
+def checked_streams(previous: Any, before_epilogue: Any, run_async: Any) -> Streams:
+    """The events that a call follows: `EventHandle`s, or what calls return."""
+    for name, event in (
+        ("previous_event", previous),
+        ("previous_event_before_epilogue", before_epilogue),
+    ):
+        if event is not None and not isinstance(event, EventHandle | EventOverlap):
             raise InvalidCall(
-                f"previous_event is of type {type(event).__name__}:"
-                f" pass what ElasticBuffer.capture() returned"
+                f"{name} is of type {type(event).__name__}: pass what ElasticBuffer.capture() returned"
             )
-        event.current_stream_wait()
+    return Streams(previous, before_epilogue, bool(run_async))
 
 
 def checked_num_sms(num_sms: Any) -> int:
@@ -62,8 +71,9 @@ def checked_tokens(
     num_max_tokens_per_rank: Any,
     expert_alignment: Any,
     num_ranks: int,
+    reads_ids: bool,
 ) -> Tokens:
-    """The routing of a dispatch without a handle. On the CPU ids are checked here."""
+    """The routing of a dispatch without a handle. If the host does not read the ids, kernels check them."""
     if topk_idx is None:
         raise InvalidCall("topk_idx is missing: pass the experts of each token, or the handle of a dispatch")
     if num_experts is None:
@@ -87,7 +97,16 @@ def checked_tokens(
         topk_weights = check_tensor("topk_weights", topk_weights, (torch.float32,), tuple(ids.shape))
         topk_weights = topk_weights.contiguous()
     alignment = 1 if expert_alignment is None else whole_number("expert_alignment", expert_alignment, 1)
-    return Tokens(_checked_ids(ids, experts), topk_weights, experts, most, alignment)
+    if alignment > MAX_ALIGNMENT:
+        raise InvalidCall(f"expert_alignment is {alignment}: it must be at most {MAX_ALIGNMENT}")
+    local_experts = experts // num_ranks
+    if elastic_sizes.expanded_rows(most * num_ranks, ids.shape[1], local_experts, alignment) >= 2**31:
+        raise InvalidCall(
+            f"expert_alignment is {alignment}: the rows of {local_experts} local experts cannot be numbered"
+            f" in 31 bits; pass a smaller one"
+        )
+    ids = _checked_ids(ids, experts) if reads_ids else ids.clamp(min=-1)
+    return Tokens(ids, topk_weights, experts, most, alignment)
 
 
 def _checked_ids(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -118,6 +137,7 @@ def checked_handle(handle: Any, num_ranks: int) -> EPHandle:
         )
     if handle.num_experts % num_ranks:
         raise InvalidCall("the handle is of a group with another number of ranks")
+    handle.wait()
     return handle
 
 
@@ -128,6 +148,15 @@ def check_same(handle: EPHandle, **given: Any) -> None:
             raise InvalidCall(
                 f"{name} is {value!r}, but the handle was made with {getattr(handle, name)!r}: leave it out"
             )
+
+
+def check_layout(handle: EPHandle, do_expand: Any) -> None:
+    """Rows go where they went in the dispatch that made the handle."""
+    if bool(do_expand) != handle.do_expand:
+        raise InvalidCall(
+            f"do_expand is {bool(do_expand)}, but the handle was made with do_expand={handle.do_expand}:"
+            f" pass the same"
+        )
 
 
 def checked_stats(stats: Any, num_local_experts: int) -> torch.Tensor | None:
@@ -142,12 +171,13 @@ def checked_outputs(
 ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
     """The rows, the weights and the biases of a combine."""
     rows = check_x("x", x, FLOAT_DTYPES)
-    num_rows = handle.recv_src_metadata.shape[0]
+    num_rows = handle.num_expanded_tokens if handle.do_expand else handle.recv_src_metadata.shape[0]
     if rows.shape[0] != num_rows:
         raise InvalidCall(f"x has {rows.shape[0]} rows, but the handle's dispatch gave {num_rows}")
     num_tokens, num_topk = handle.topk_idx.shape
     if topk_weights is not None:
-        topk_weights = check_tensor("topk_weights", topk_weights, (torch.float32,), (num_rows, num_topk))
+        shape = (num_rows,) if handle.do_expand else (num_rows, num_topk)
+        topk_weights = check_tensor("topk_weights", topk_weights, (torch.float32,), shape).contiguous()
     return rows, topk_weights, check_biases(bias, (num_tokens, rows.shape[1]), rows.dtype)
 
 

@@ -26,9 +26,9 @@ def warn_if_lost(*given: Any) -> None:
         return
     _has_warned = True
     warnings.warn(
-        "a tensor that requires gradients was passed to anyep.Buffer, whose results have none: use"
-        " anyep.autograd (dispatch, combine) or anyep.nn for training; where no gradient is wanted, pass"
-        " x.detach() or call it under torch.no_grad(). This is said once per process",
+        "a tensor that requires gradients was passed to anyep.Buffer or anyep.ElasticBuffer, whose results"
+        " have none: use anyep.autograd (dispatch, combine) or anyep.nn for training; where no gradient is"
+        " wanted, pass x.detach() or call it under torch.no_grad(). This warning is shown once per process",
         UserWarning,
         stacklevel=_level_of_caller(),
     )

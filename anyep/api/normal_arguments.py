@@ -74,7 +74,9 @@ class CachedDispatch(NamedTuple):
 class NormalArguments:
     """Checks the arguments of one Buffer's calls."""
 
-    def __init__(self, mode: NormalMode, device: torch.device, num_ranks: int, unfilled: Unfilled) -> None:
+    def __init__(
+        self, mode: NormalMode[Any, Any], device: torch.device, num_ranks: int, unfilled: Unfilled
+    ) -> None:
         self._mode = mode
         self._device = device
         self._num_ranks = num_ranks
@@ -115,7 +117,7 @@ class NormalArguments:
         config: Config | None,
         default: Tuned,
         streams: Streams,
-    ) -> tuple[Dispatch, EventOverlap | None]:
+    ) -> tuple[Dispatch[Any], EventOverlap | None]:
         """The arguments of a dispatch without a handle, and the event that it follows."""
         ops = self._mode.ops
         ops.before(streams.async_finish)
@@ -187,7 +189,7 @@ class NormalArguments:
         config: Config | None,
         default: Tuned,
         streams: Streams,
-    ) -> tuple[CombineInput, EventOverlap | None]:
+    ) -> tuple[CombineInput[Any], EventOverlap | None]:
         """The arguments of a combine, and the event that it follows."""
         self._mode.ops.before(streams.async_finish)
         previous = streams.checked()
@@ -222,12 +224,12 @@ class NormalArguments:
     def dispatch_again(self, x: Any, handle: Any, config: Config | None, default: Tuned) -> Any:
         """The rows of a dispatch with a handle, made at once if it is like an earlier one; or None."""
         chosen = self._last_config(config, default)
-        return self._mode.dispatch_again(x, handle, chosen) if chosen is not None else None
+        return self._mode.ops.dispatch_again(x, handle, chosen) if chosen is not None else None
 
     def combine_again(self, x: Any, handle: Any, config: Config | None, default: Tuned) -> Any:
         """The same for a combine: its sums."""
         chosen = self._last_config(config, default)
-        return self._mode.combine_again(x, handle, chosen) if chosen is not None else None
+        return self._mode.ops.combine_again(x, handle, chosen) if chosen is not None else None
 
     def counted_again(
         self,
@@ -238,7 +240,7 @@ class NormalArguments:
         expert_alignment: Any,
         config: Config | None,
         default: Tuned,
-    ) -> Dispatched | None:
+    ) -> Dispatched[Any] | None:
         """The results of a dispatch without a handle, made at once if it is like an earlier one; or None."""
         chosen = self._last_config(config, default)
         if chosen is None or type(expert_alignment) is not int or expert_alignment < 1:

@@ -24,19 +24,22 @@ class Given(NamedTuple):
     ranks_per_node: int | None
     num_window_bytes: int | None
     network: str | None
+    api: str = "Buffer"
+    timeout_s: float | None = None
+    """The deadline of waits, unless the environment has one."""
 
 
 def chosen_options(given: Given) -> tuple[torch.device, Options]:
     """The device and the options of a Buffer; raises if something is wrong."""
     if ending.has_begun():
-        raise InvalidCall("a Buffer cannot be made while the process ends")
+        raise InvalidCall(f"{with_article(given.api)} cannot be made while the process ends")
     settings.warn_of_unknown_variables()
     chosen: dict[str, settings.Chosen[Any]] = {
         "device": settings.DEVICE.choose(None if given.device is None else str(given.device)),
         "ranks_per_node": settings.RANKS_PER_NODE.choose(given.ranks_per_node),
         "num_window_bytes": settings.NUM_WINDOW_BYTES.choose(given.num_window_bytes),
         "network": settings.NETWORK.choose(given.network),
-        "timeout_s": settings.TIMEOUT_S.choose(),
+        "timeout_s": _timeout_s(given.timeout_s),
     }
     try:
         device = checked_device(given.device if given.device is not None else chosen["device"].value)
@@ -57,8 +60,25 @@ def chosen_options(given: Given) -> tuple[torch.device, Options]:
         None if window_bytes is None else check_num_bytes("num_window_bytes", window_bytes),
         chosen["network"].value,
         chosen["timeout_s"].value,
+        given.api,
         {name: setting.source for name, setting in chosen.items()},
     )
+
+
+def with_article(api: str) -> str:
+    """A class with its article.
+
+    >>> with_article("Buffer"), with_article("ElasticBuffer")
+    ('a Buffer', 'an ElasticBuffer')
+    """
+    return f"an {api}" if api[0] in "AEIOU" else f"a {api}"
+
+
+def _timeout_s(given: float | None) -> settings.Chosen[float]:
+    chosen = settings.TIMEOUT_S.choose()
+    if given is None or chosen.source != settings.DEFAULT:
+        return chosen
+    return settings.Chosen(float(given), settings.ARGUMENT, "num_cpu_timeout_secs")
 
 
 def checked_device(device: str | torch.device | None) -> torch.device:

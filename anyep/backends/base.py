@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -119,6 +119,14 @@ class TokenCounts(Protocol):
     def num_experts(self) -> int: ...
 
 
+R = TypeVar("R", bound=Routing)
+"""A backend's own type of routing."""
+R_co = TypeVar("R_co", bound=Routing, covariant=True)
+C = TypeVar("C", bound=TokenCounts)
+"""A backend's own type of counts."""
+C_in = TypeVar("C_in", bound=TokenCounts, contravariant=True)
+
+
 class Results(NamedTuple):
     """The tensors that a dispatch fills; `source` is what is known about the origin of each row."""
 
@@ -140,18 +148,18 @@ class Totals(NamedTuple):
     """Whether all hosts wait for their totals and some rank has no window: they can add windows together."""
 
 
-class CombineInput(NamedTuple):
+class CombineInput(NamedTuple, Generic[R_co]):
     """The input of a combine: the experts' rows, optionally weights, their routing, and the initial values
     of the sums."""
 
     x: torch.Tensor
-    routing: Any
+    routing: R_co
     topk_weights: torch.Tensor | None
     biases: tuple[torch.Tensor, ...]
     config: Config
     order: torch.Tensor | None = None
-    """int32 [tokens, ranks]: the ranks in the order in which their rows are added; by default ascending. Only
-    CPUs within a node add in another order."""
+    """int32 [tokens, ranks]: the ranks in the order in which their rows are added; by default ascending. Rows
+    from other nodes are added in no other order."""
 
     @property
     def token(self) -> TokenLayout:
@@ -170,21 +178,21 @@ class CountedTokens(NamedTuple):
     num_tokens_per_expert: Any
 
 
-class CountedDispatch(NamedTuple):
+class CountedDispatch(NamedTuple, Generic[R_co]):
     """What such a dispatch found out and fills."""
 
     results: Results
     tokens_per_expert: list[int]
-    routing: Any
+    routing: R_co
 
 
-class StartedDispatch(NamedTuple):
+class StartedDispatch(NamedTuple, Generic[R, C]):
     """Such a dispatch after its notify messages were sent; its totals are still to be read."""
 
-    call: NormalCall
+    call: NormalCall[R, C]
     payload: Payload
-    counts: Any
-    routing: Any
+    counts: C
+    routing: R
     header: Array
 
 
@@ -220,8 +228,12 @@ class Control(Protocol):
     def counters_at(self, ranks: Sequence[int], block: ControlBlock, writer: int) -> Array: ...
     @property
     def works_unobserved(self) -> bool: ...
+    def next_number(self) -> int: ...
+    @property
+    def publish(self) -> Callable[[int, int, int], None]: ...
     def enter(self, call: Call, phase: Phase) -> None: ...
     def end(self, call: Call) -> None: ...
+    def ended_by(self, call: Call, error: BaseException) -> None: ...
     def guarded(self, call: Call, work: Callable[[], T]) -> T: ...
     def refuse(self, call: Call, error: AnyEPError) -> None: ...
     def exchange(
@@ -284,7 +296,7 @@ class Heap(Protocol):
 # Operations
 
 
-class NormalCall(Protocol):
+class NormalCall(Protocol[R, C_in]):
     """The operations of one normal-mode call, in the order of the call."""
 
     def prepare_to_wait(self) -> None:
@@ -293,27 +305,27 @@ class NormalCall(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result."""
 
-    def new_routing(self, payload: Payload, counts: Any, config: Config) -> Any:
+    def new_routing(self, payload: Payload, counts: C_in, config: Config) -> R:
         """A routing that `notify` fills, without room for received rows yet."""
 
-    def with_rows(self, routing: Any, num_rows: int, is_counted: bool) -> Any:
+    def with_rows(self, routing: R, num_rows: int, is_counted: bool) -> R:
         """The routing with room for the data kept per row; `num_rows` was counted or given by the user."""
 
-    def new_results(self, payload: Payload, routing: Any, window: int) -> Results:
+    def new_results(self, payload: Payload, routing: R, window: int) -> Results:
         """The tensors that a dispatch fills, x in the window at `window`, or (-1) elsewhere."""
 
     def begin(self) -> None:
         """Order the following operations after the previous event, or after the caller's earlier work."""
 
     def notify(
-        self, header: Array, payload: Payload, counts: Any, config: Config, routing: Any, host_waits: bool
+        self, header: Array, payload: Payload, counts: C_in, config: Config, routing: R, host_waits: bool
     ) -> None:
         """Exchange notify messages with counts, fill the routing, and choose a window for each receiver.
 
         If the host waits for the totals, a backend may send rows before the host knows them.
         """
 
-    def notify_by_handle(self, header: Array, payload: Payload | None, routing: Any) -> None:
+    def notify_by_handle(self, header: Array, payload: Payload | None, routing: R) -> None:
         """Exchange short messages: all ranks must have handles of one dispatch. With a payload, choose
         windows for its rows; without, find the location of each rank's rows for a combine."""
 
@@ -326,7 +338,7 @@ class NormalCall(Protocol):
     def send_rows(
         self,
         payload: Payload,
-        routing: Any,
+        routing: R,
         results: Results,
         config: Config,
         experts_per_rank: int,
@@ -334,24 +346,24 @@ class NormalCall(Protocol):
     ) -> None:
         """Send the rows: into the receiver's window, or through its rings. `is_new`: not along a handle."""
 
-    def stage(self, combined: CombineInput, header: Array) -> None:
+    def stage(self, combined: CombineInput[R], header: Array) -> None:
         """Make the rows and weights readable by peers: in place if they are in a window, else as a copy."""
 
-    def reduce(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+    def reduce(self, combined: CombineInput[R], out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
         """Sum each token's rows at its source: in float32, in rank order, rounded once."""
 
     def barrier(self, phase: Phase) -> None:
         """Wait until every rank's rows have arrived (RECEIVE), or until every reader has read
         (ACKNOWLEDGE)."""
 
-    def unpack(self, payload: Payload, routing: Any, results: Results, is_new: bool, pads: bool) -> None:
+    def unpack(self, payload: Payload, routing: R, results: Results, is_new: bool, pads: bool) -> None:
         """Copy the data beside the rows out of the window; with `pads`, mark the rows that are not in use."""
 
     def end(self, *used: torch.Tensor | None) -> EventHandle | None:
         """All of the call is enqueued. `used` are tensors that must live until the call is over."""
 
 
-class NormalOps(Protocol):
+class NormalOps(Protocol[R, C]):
     """Normal mode on one device."""
 
     @property
@@ -376,29 +388,33 @@ class NormalOps(Protocol):
     def check_config(self, config: Config) -> None:
         """Warn if the device cannot do what a config requests."""
 
-    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], Rows] | None:
-        """What makes a dispatch with a handle and no other argument, and returns its rows, if one like it was
-        made before, so that it can be made with less work. None if not: then nothing has happened."""
+    def is_quiet(self) -> bool:
+        """Whether calls may be repeated: calls work, no earlier one has failed, and nothing follows their
+        phases or captures them in a graph."""
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], torch.Tensor] | None:
-        """The same for a combine; it returns the sums."""
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
+        """The rows of a dispatch with a handle and no other argument, made at once, with less work, if one
+        like it was made before. None if not: then nothing has happened."""
+
+    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+        """The same for a combine: its sums."""
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch | StartedDispatch] | None:
+    ) -> Callable[[Call], CountedDispatch[R] | StartedDispatch[R, C]] | None:
         """The same for a dispatch that counts its rows."""
 
     def aligned_payload(self, payload: Payload) -> Payload:
         """The payload with rows aligned as the device requires."""
 
-    def aligned_input(self, combined: CombineInput) -> CombineInput:
+    def aligned_input(self, combined: CombineInput[R]) -> CombineInput[R]:
         """The same for a combine."""
 
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, previous: EventOverlap | None, run_async: bool
     ) -> DispatchLayout: ...
 
-    def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> Any:
+    def routing_of(self, handle: Any, last: tuple[Any, R] | None) -> R:
         """The routing of a user's handle; `last` is the last handle that a dispatch returned, and its
         routing."""
 
@@ -415,11 +431,11 @@ class NormalOps(Protocol):
         per_node: Any,
         per_expert: torch.Tensor,
         num_channels: int,
-    ) -> Any:
+    ) -> C:
         """Where the tokens go; counts that contradict each other are refused, here or by a kernel."""
 
     def refuse(self, call: Call, error: AnyEPError) -> None:
         """Tell the peers that this rank refused its call."""
 
-    def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> NormalCall:
+    def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> NormalCall[R, C]:
         """The operations of a call."""

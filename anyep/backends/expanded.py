@@ -8,7 +8,8 @@ expander.reduce(RowTensors(*expanded), num_received, places, RowTensors(x, weigh
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -55,3 +56,46 @@ def empty_scales(
         return torch.empty((num_rows, num_scales), dtype=dtype, device=device)
     stride = -(-num_rows // SCALE_ROWS) * SCALE_ROWS
     return torch.empty((num_scales, stride), dtype=dtype, device=device).T[:num_rows]
+
+
+class ElasticOps(Protocol):
+    """What a device does for the elastic API beside the calls of normal mode.
+
+    `follow` runs work in the order of these calls; the operations below it are for such work. The number of
+    received rows is the last number of `received`, which a device reads when the work runs.
+    """
+
+    def follow(self, work: Callable[[], None], previous: Sequence[Any], run_async: bool) -> Any:
+        """Do work after earlier calls and after these events (None: nothing to wait for).
+
+        Returns its event if it is asynchronous, else None."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result."""
+
+    def place(
+        self,
+        ids: torch.Tensor,
+        received: torch.Tensor,
+        alignment: int,
+        places: ExpertPlaces,
+        expands: bool,
+    ) -> None:
+        """Fill the places from the local ids of the received rows. If they are not expanded there are no
+        positions, and `ends` are the inclusive prefix sums of the aligned counts."""
+
+    def expand(
+        self,
+        compact: RowTensors,
+        received: torch.Tensor,
+        places: ExpertPlaces,
+        expanded: RowTensors,
+        padded_to: int,
+    ) -> None:
+        """Write the copies of the received rows; if `padded_to` is the alignment of the groups, their
+        padding becomes 0."""
+
+    def reduce(
+        self, expanded: RowTensors, received: torch.Tensor, places: ExpertPlaces, compact: RowTensors
+    ) -> None:
+        """Add up the copies of the received rows, and gather their weights."""

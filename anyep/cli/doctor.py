@@ -91,7 +91,7 @@ class TunedFinding(Finding):
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of findings.")] = False,
 ) -> None:
-    """Tell what this machine can do, and what to do about what it can't."""
+    """Show what AnyEP can use on this machine, and how to get what is missing."""
     findings = examine_machine()
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -276,12 +276,13 @@ def check_gpus() -> Iterator[Finding]:
         )
         return
     for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
         yield Finding(
             "gpu in torch",
             "ok",
-            f"cuda:{index}, CUDA {torch.version.cuda}, compute capability {facts.major}.{facts.minor},"
-            f" {facts.multi_processor_count} SMs",
+            f"cuda:{index}, CUDA {torch.version.cuda},"
+            f" compute capability {properties.major}.{properties.minor},"
+            f" {properties.multi_processor_count} SMs",
         )
     if torch.cuda.device_count() > 1:
         yield from _check_links()
@@ -360,7 +361,8 @@ def check_connections() -> Iterator[Finding]:
 
     problem = problem_with_connections(os.environ)
     if problem is None:
-        yield Finding("connections", "ok", f"{CONNECTIONS} is {os.environ[CONNECTIONS]}")
+        given = os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+        yield Finding("connections", "ok", f"{CONNECTIONS} is {given}")
         return
     yield Finding(
         "connections",

@@ -8,7 +8,7 @@ low-latency slots where there are any. Offsets and sizes come from `layout.py`, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -49,7 +49,13 @@ COLOURS: Final = {
 }
 PEER_COLOURS: Final = ("#2e86ab", "#5fa8c8", "#3d6f8e", "#86c0d9", "#1f5f7f", "#72b2d0", "#4a8fb0", "#a5d2e5")
 NODE_COLOURS: Final = ("#4d9078", "#7fb69c", "#36705b", "#a3cdb8")
-CONTROL_COLOURS: Final = ("#e4572e", "#f08a5d", "#f9c784", "#8f3b2a", "#f6ae84", "#d9a05b", "#b5651d")
+CONTROL_COLOURS: Final = (
+    *("#e4572e", "#2e86ab", "#f2a541", "#4d9078", "#8367c7"),
+    *("#c86fc9", "#8f3b2a", "#1f5f7f", "#9bc1a3", "#f9c784"),
+)
+SMALL: Final = "#aab4be"
+"""The colour of all parts of the control region that are too small to be told apart."""
+SMALL_SHARE: Final = 0.01
 LIGHT_FIELDS: Final = ("padding", "source_meta")
 
 
@@ -389,13 +395,30 @@ def _draw_control_region(canvas: _Canvas, control: ControlRegion, share: float) 
     kinds: dict[str, int] = {}
     for region in control.regions():
         kinds[region.kind] = kinds.get(region.kind, 0) + region.num_bytes
-    colours = {kind: CONTROL_COLOURS[index % len(CONTROL_COLOURS)] for index, kind in enumerate(kinds)}
-    canvas.strip([Piece(size, colours[kind]) for kind, size in kinds.items()])
-    canvas.legend([(colours[kind], f"{kind}  {format_bytes(size)}") for kind, size in kinds.items()])
+    colours = control_colours(kinds)
+    entries = [(colours.get(kind, SMALL), f"{kind}  {format_bytes(size)}") for kind, size in kinds.items()]
+    canvas.strip([Piece(size, colours.get(kind, SMALL)) for kind, size in kinds.items()])
+    canvas.legend([entry for entry in entries if entry[0] != SMALL])
+    canvas.legend([(SMALL, "small parts, in their order:")], columns=1)
+    canvas.y -= 4
+    small = [text.replace("  ", " ") for colour, text in entries if colour == SMALL]
+    canvas.line("    " + ",  ".join(small))
     canvas.line(
         "status: what this rank is doing, for the others to read.  mailbox: two messages from every rank."
         "  ring tail / head: how far each ring is filled and emptied."
     )
+
+
+def control_colours(kinds: Mapping[str, int]) -> dict[str, str]:
+    """A colour of its own for each kind of word that takes a visible share of the control region.
+
+    >>> control_colours({"status": 8000, "doorbell": 8, "mailbox": 90000})
+    {'status': '#e4572e', 'mailbox': '#2e86ab'}
+    """
+    total = sum(kinds.values())
+    visible = [kind for kind, size in kinds.items() if size >= SMALL_SHARE * total]
+    largest = sorted(visible, key=lambda kind: -kinds[kind])[: len(CONTROL_COLOURS)]
+    return dict(zip((kind for kind in kinds if kind in largest), CONTROL_COLOURS, strict=False))
 
 
 def _draw_low_latency(canvas: _Canvas, plan: MemoryPlan) -> None:

@@ -7,18 +7,27 @@ from typing import Annotated
 import typer
 
 Device = Annotated[
-    str, typer.Option(help="Where ranks compute and communicate: cpu or cuda; they may share a GPU.")
+    str,
+    typer.Option(
+        metavar="cpu|cuda", help="Where ranks compute and communicate; several ranks may share a GPU."
+    ),
 ]
 Nodes = Annotated[
     int | None,
     typer.Option(
-        help="Virtual nodes to put the ranks on; in normal mode a token crosses once from one to another."
+        help="Virtual nodes to divide the ranks into; default: 1, or what --ranks and --ranks-per-node give."
     ),
 ]
 RanksPerNode = Annotated[int | None, typer.Option(help="Ranks of each virtual node.")]
 Topk = Annotated[int, typer.Option(help="Experts per token.")]
 TopkNodes = Annotated[
     int | None,
-    typer.Option(help="Nodes that a token's experts may be on; half of them where not given."),
+    typer.Option(help="How many nodes the experts of a token may be on; default: half of the nodes."),
 ]
-Network = Annotated[str | None, typer.Option(help="What joins the nodes: auto, loopback or nixl.")]
+Network = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|loopback|nixl",
+        help="What joins the nodes: memory (loopback) or a network (nixl); default: memory on one host.",
+    ),
+]

@@ -1,77 +1,105 @@
-"""`anyep plan`: how much memory a cluster's ranks need, where it goes, and a picture of it; and, with
-`--validate`, published times beside predicted ones."""
+"""`anyep plan`: how much memory a cluster's ranks need, where it goes, and a picture of it.
+
+With `--machine` it predicts how long dispatch and combine take there; with `--validate` it prints published
+times beside predicted ones."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from anyep.cli import options
-from anyep.cli.checks import check_file, writing
-from anyep.cli.memory_plan import ELEMENT_BYTES, MemoryPlan, Workload
+from anyep.cli import options, plan_options
+from anyep.cli.checks import check_experts, check_file, writing
+from anyep.cli.memory_plan import MemoryPlan, Workload
+from anyep.cli.plan_times import asked_of, show_times
+from anyep.cli.plan_trace import Balance, TraceAsked, check_balance, show_trace
 from anyep.cli.units import format_bytes, parse_bytes
-from anyep.errors import InvalidCall
+from anyep.errors import InvalidCall, whole_number
+from anyep.planning.machines import find_machine
+from anyep.planning.traces import Trace, draw_trace, read_trace
 from anyep.sizes import NUM_DEFAULT_SMS, NUM_MAX_NVL_PEERS, Config
 
+MOST_SKEW = 4.0
 MAP_ENDINGS = (".svg", ".png")
 STANDARD_OUTPUT = "-"
 """What may follow --json, which has no other place to print to."""
+ROWS = ("hidden", "dtype", "experts", "num_sms", "ranks_per_node", "as_json")
+OF_TIMES = ("machine", "library", "topk_nodes", "compute_us", "plot_file")
+OF_BALANCE = ("replicas", "groups", "expert_bytes")
+OF_TRACES = ("seed", "with_balance", *OF_BALANCE)
+"""Options by what they are about; each kind of plan refuses those that it would pass over."""
 
 
 def plan(
     context: typer.Context,
-    figures: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="FILE.csv",
-            help="With --validate: the files of published figures; those of the package where none is given.",
-        ),
-    ] = None,
-    ranks: Annotated[str, typer.Option(help="Number of ranks; several as 8,16,32.")] = "8",
-    hidden: Annotated[int, typer.Option(help="Hidden size: values per token.")] = 7168,
-    dtype: Annotated[str, typer.Option(help=f"What travels: {', '.join(ELEMENT_BYTES)}.")] = "bf16",
-    tokens: Annotated[int, typer.Option(help="Tokens per rank in one dispatch.")] = 4096,
+    figures: plan_options.Files = None,
+    ranks: plan_options.Ranks = "8",
+    hidden: plan_options.Hidden = 7168,
+    dtype: plan_options.Dtype = "bf16",
+    tokens: plan_options.Tokens = 4096,
     topk: options.Topk = 8,
-    experts: Annotated[int, typer.Option(help="Experts of all ranks together.")] = 256,
-    num_sms: Annotated[
-        int, typer.Option(help="SMs for communication; two make a channel.")
-    ] = NUM_DEFAULT_SMS,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks that share memory.")] = NUM_MAX_NVL_PEERS,
-    low_latency_tokens: Annotated[
-        int | None, typer.Option(help="Also plan low-latency mode, for at most this many tokens per rank.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory of a rank, like 80GiB or 512MiB: say whether the plan fits.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: an object, or a list of them.")
-    ] = False,
-    map_file: Annotated[
-        Path | None, typer.Option("--map", help="Draw one rank's memory to this .svg or .png file.")
-    ] = None,
-    with_validation: Annotated[
-        bool,
-        typer.Option("--validate", help="Compare predicted times with published ones instead."),
-    ] = False,
+    experts: plan_options.Experts = 256,
+    num_sms: plan_options.NumSms = NUM_DEFAULT_SMS,
+    ranks_per_node: plan_options.RanksPerNode = NUM_MAX_NVL_PEERS,
+    low_latency_tokens: plan_options.LowLatencyTokens = None,
+    memory: plan_options.Memory = None,
+    as_json: plan_options.AsJson = False,
+    map_file: plan_options.MapFile = None,
+    machine: plan_options.MachineName = None,
+    library: plan_options.Library = None,
+    topk_nodes: plan_options.TopkNodes = None,
+    compute_us: plan_options.ComputeUs = 0.0,
+    plot_file: plan_options.PlotFile = None,
+    trace: plan_options.TraceFiles = None,
+    skew: plan_options.Skew = None,
+    seed: plan_options.Seed = 0,
+    with_balance: plan_options.WithBalance = False,
+    replicas: plan_options.Replicas = None,
+    groups: plan_options.Groups = 1,
+    expert_bytes: plan_options.ExpertBytes = None,
+    with_validation: plan_options.Validate = False,
 ) -> None:
-    """Show how much memory each rank needs and where it goes."""
+    """Show how much memory each rank needs and where it goes; with --machine, how long calls take; with
+    --trace, what a routing sends."""
     files = [file for file in figures or [] if not (as_json and str(file) == STANDARD_OUTPUT)]
     if with_validation:
-        _check_alone(context)
+        _check_alone(context, ("figures", "as_json", "with_validation"), "--validate")
         from anyep.cli.validation_report import validate
 
         validate(files, as_json)
         return
-    if files:
+    if files and trace is None:
         raise InvalidCall(
-            f"{str(files[0])!r} is a file of figures only with --validate: add it, or leave it out"
+            f"{str(files[0])!r} is a file of figures only with --validate, and of a trace only with --trace:"
+            f" add one, or leave the file out"
         )
     workload = Workload(hidden, dtype, tokens, topk, experts, num_sms, ranks_per_node, low_latency_tokens)
-    plans = [MemoryPlan(workload, count) for count in _parse_ranks(ranks)]
+    if trace is not None or skew is not None:
+        balance = Balance(replicas, groups, expert_bytes, compute_us) if with_balance else None
+        _check_trace_options(context, balance)
+        found = read_trace([*(trace or []), *files]) if trace else _drawn(workload, ranks, skew or 0.0, seed)
+        on = find_machine(machine) if machine is not None else None
+        show_trace(TraceAsked(found, workload, on, library, balance), as_json, plot_file)
+        return
+    _check_needs(context, OF_TRACES, "is about a routing: give one with --trace or --skew")
+    if machine is not None:
+        _check_alone(
+            context, (*ROWS, *OF_TIMES, "ranks", "tokens", "topk", "low_latency_tokens"), "--machine"
+        )
+        asked = asked_of(workload, _parse_ranks(ranks), machine, library, topk_nodes, compute_us)
+        show_times(asked, as_json, plot_file)
+        return
+    _check_needs(context, OF_TIMES, "is about predicted times: say on which machine with --machine")
+    _show_memory(workload, _parse_ranks(ranks), memory, as_json, map_file)
+
+
+def _show_memory(
+    workload: Workload, ranks: list[int], memory: str | None, as_json: bool, map_file: Path | None
+) -> None:
+    plans = [MemoryPlan(workload, count) for count in ranks]
     records = [plan.record() for plan in plans]
     memory_bytes = parse_bytes("--memory", memory) if memory is not None else None
     if memory_bytes is not None:
@@ -87,13 +115,56 @@ def plan(
         _print_rows(plans, memory_bytes)
 
 
-def _check_alone(context: typer.Context) -> None:
-    """Refuse options that --validate would pass over."""
+def _drawn(workload: Workload, ranks: str, skew: float, seed: int) -> Trace:
+    """A routing by a power law."""
+    counts = _parse_ranks(ranks)
+    if len(counts) > 1:
+        raise InvalidCall("a routing is drawn for one number of ranks: give --ranks a single one with --skew")
+    if not 0 <= skew <= MOST_SKEW:
+        raise InvalidCall(f"--skew is {skew:g}: it must be from 0, all experts alike, to {MOST_SKEW}")
+    whole_number("--ranks", counts[0], minimum=1)
+    whole_number("--tokens", workload.num_tokens, minimum=1)
+    whole_number("--seed", seed, minimum=0)
+    check_experts(workload.num_experts, counts[0], workload.num_topk)
+    return draw_trace((counts[0], workload.num_tokens, workload.num_topk), workload.num_experts, skew, seed)
+
+
+def _given(context: typer.Context) -> dict[str, str]:
+    """The options on the command line, by the name of their parameter."""
+    found = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        is_given = source is not None and source.name == "COMMANDLINE"
-        if is_given and parameter.name not in ("figures", "as_json", "with_validation"):
-            raise InvalidCall(f"{parameter.opts[0]} has no effect with --validate: leave one of them out")
+        if source is not None and source.name == "COMMANDLINE":
+            found[parameter.name or ""] = parameter.opts[0]
+    return found
+
+
+def _check_alone(context: typer.Context, allowed: tuple[str, ...], option: str) -> None:
+    """Refuse options that another one would pass over."""
+    for name, wrong in _given(context).items():
+        if name not in allowed:
+            raise InvalidCall(f"{wrong} has no effect with {option}: leave one of them out")
+
+
+def _check_needs(context: typer.Context, names: tuple[str, ...], why: str) -> None:
+    for name, option in _given(context).items():
+        if name in names:
+            raise InvalidCall(f"{option} {why}")
+
+
+def _check_trace_options(context: typer.Context, balance: Balance | None) -> None:
+    """A trace has its own ranks, tokens and top-k; a drawn one has those of the options."""
+    given = _given(context)
+    own = "figures trace" if "trace" in given else "skew seed ranks tokens topk"
+    common = ("machine", "library", "plot_file", "with_balance", "compute_us")
+    allowed = (*ROWS, *own.split(), *common, *OF_BALANCE)
+    _check_alone(context, allowed, given["trace" if "trace" in given else "skew"])
+    if "library" in given and "machine" not in given:
+        raise InvalidCall("--library is about predicted times: say on which machine with --machine")
+    if balance is None:
+        _check_needs(context, (*OF_BALANCE, "compute_us"), "is about placing experts: add --balance")
+    else:
+        check_balance(balance)
 
 
 def _parse_ranks(text: str) -> list[int]:

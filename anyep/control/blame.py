@@ -30,12 +30,14 @@ class Blame:
         statuses: Sequence[StatusBlock],
         processes: Processes,
         transport: Transport | None,
+        api: str,
     ) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._statuses = statuses
         self._processes = processes
         self._transport = transport
+        self._api = api
 
     def gone(self) -> set[int]:
         """The peers that will send nothing more."""
@@ -66,10 +68,10 @@ class Blame:
         if status.state is State.FAILED:
             return PeerLost(f"rank {peer} (pid {status.pid}) failed {waiting}: {status.failure}")
         if status.state is State.DESTROYED:
-            return PeerLost(f"rank {peer} (pid {status.pid}) destroyed its Buffer {waiting}")
+            return PeerLost(f"rank {peer} (pid {status.pid}) destroyed its {self._api} {waiting}")
         if status.state is State.LEFT:
             return PeerLost(
-                f"rank {peer} (pid {status.pid}) left its `with Buffer(...)` block by {status.failure},"
+                f"rank {peer} (pid {status.pid}) left its `with {self._api}(...)` block by {status.failure},"
                 f" {waiting}"
             )
         if status.state is State.ENDED:
@@ -101,7 +103,7 @@ class Blame:
             f"rank {self._rank} waited {self._timeout_s:g} s for the {stall.what} of rank {peer}{others}"
             f" in {call}, phase {phase}{channel}:"
             f" counter {stall.seen} seen, {stall.expected} expected."
-            f" What rank {peer} said last: {self._statuses[peer].read(True)}."
+            f" Last status of rank {peer}: {self._statuses[peer].read(True)}."
             f" If it only needs longer, set ANYEP_TIMEOUT_S"
         )
 
@@ -111,7 +113,7 @@ class Blame:
             f"{listed(silent)} {'are' if len(silent) > 1 else 'is'} out of reach: rank {self._rank}"
             f" waited {self._timeout_s:g} s for the {part.what} of {listed(part.peers)} in {call},"
             f" phase {phase}, and heard nothing from rank {silent[0]} for {heard:.1f} s."
-            f" What it said last: {self._statuses[silent[0]].read(True)}."
+            f" Its last status: {self._statuses[silent[0]].read(True)}."
             f" Is the network between the hosts up, and does rank {silent[0]} make the same calls?"
         )
 

@@ -22,10 +22,10 @@ from anyep.backends import cpu
 from anyep.backends.cpu.heap import Block
 from anyep.control.blame import Blame
 from anyep.control.liveness import Processes
-from anyep.control.notify import DISPATCH_WORDS, SIGNATURE_WORDS, word_for_people
+from anyep.control.notify import word_for_people, words_of
 from anyep.control.status import RankStatus, State, StatusBlock
 from anyep.core import diagnosis
-from anyep.core.calls import Array, Call, Kind, Phase, Stall, Topic
+from anyep.core.calls import Array, Call, Phase, Stall, Topic
 from anyep.core.headers import NUM_WORDS, SIGNATURE, Field, signature
 from anyep.core.traffic import Traffic
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
@@ -73,7 +73,10 @@ class ControlPlane(ending.Part):
         traffic: Traffic,
         num_spins: int,
         transport: Transport | None = None,
+        api: str = "Buffer",
     ) -> None:
+        """`api` is the class that the user made, as messages name it."""
+        self._api = api
         self.transport = transport
         """To the ranks on other hosts, if there are any."""
         self.num_spins = num_spins
@@ -101,6 +104,9 @@ class ControlPlane(ending.Part):
             StatusBlock(heap, rank, pid) for rank, (heap, pid) in enumerate(zip(heaps, pids, strict=True))
         ]
         self._own = self._statuses[self.rank]
+        self.publish: Callable[[int, int, int], None] = self._own.enter
+        """Publish the number, kind and phase of the call that this rank is in; `enter` tells an observer,
+        too."""
         for rank in (self.rank, *remote):
             # The status of a rank on another host is kept in its outbox here, and is still empty.
             self._statuses[rank].start()
@@ -118,7 +124,7 @@ class ControlPlane(ending.Part):
         self._missing = np.ones(self.num_ranks, np.bool_)
         self._no_counts = (np.zeros(self.num_ranks, np.int32), np.zeros((self.num_ranks, 1), np.int32))
         self._processes = Processes(self.pids_of_peers)
-        self.blame = Blame(self.rank, timeout_s, self._statuses, self._processes, transport)
+        self.blame = Blame(self.rank, timeout_s, self._statuses, self._processes, transport, api)
         ending.register(self)
 
     # Counters
@@ -144,7 +150,7 @@ class ControlPlane(ending.Part):
     def check_works(self) -> None:
         """Refuse to go on after a failure."""
         if self._broken is not None:
-            raise diagnosis.broken(self._broken) from self._broken
+            raise diagnosis.broken(self._broken, self._api) from self._broken
 
     @property
     def works_unobserved(self) -> bool:
@@ -156,15 +162,19 @@ class ControlPlane(ending.Part):
         """The error that broke the Buffer, or None."""
         return self._broken
 
-    def stop(self, why: str = "the Buffer was destroyed") -> None:
+    def stop(self, why: str = "") -> None:
         """End the waits of running calls; these calls fail."""
-        self._stopped_by = self._stopped_by or why
+        self._stopped_by = self._stopped_by or why or f"the {self._api} was destroyed"
 
     def begin(self, kind: int) -> Call:
         """Take the next call number."""
         self.check_works()
+        return Call(self.next_number(), kind)
+
+    def next_number(self) -> int:
+        """The number of a call, while calls work."""
         self._last_call += 1
-        return Call(self._last_call, kind)
+        return self._last_call
 
     def enter(self, call: Call, phase: Phase) -> None:
         """Publish what this rank is doing now."""
@@ -180,13 +190,17 @@ class ControlPlane(ending.Part):
         self.check_works()
         try:
             return work()
-        except (Disagreement, InvalidCall, Masked):
+        except BaseException as error:
+            self.ended_by(call, error)
+            raise
+
+    def ended_by(self, call: Call, error: BaseException) -> None:
+        """An error has ended a part of a call that touches peers; it is raised afterwards."""
+        if isinstance(error, Disagreement | InvalidCall | Masked):
             # Later calls still work: all ranks raise these before any data moves, or this rank can rejoin.
             self.end(call)
-            raise
-        except BaseException as error:
+        else:
             self.fail(call, error)
-            raise
 
     def fail(self, call: Call, error: BaseException) -> None:
         """Report that this rank failed, so that no peer waits for it."""
@@ -200,7 +214,7 @@ class ControlPlane(ending.Part):
         """Report that an exception ends the `with` block of this rank; peers that wait for it raise."""
         reason = ending.describe(error)
         self._go(State.LEFT, reason)
-        self.stop(f"the `with Buffer(...)` block was left by {reason}")
+        self.stop(f"the `with {self._api}(...)` block was left by {reason}")
 
     def _go(self, how: State, reason: str = "") -> None:
         self._own.go(how, reason)
@@ -235,8 +249,7 @@ class ControlPlane(ending.Part):
         self._wait_for_counters(call, mailboxes, call.number, Topic.NOTIFY + box, "notify message")
         self._last_seen = call.number
         if not cpu.read_headers(mailboxes, header, *AGREEING_WORDS, self.headers):
-            words = DISPATCH_WORDS if call.kind == Kind.DISPATCH else SIGNATURE_WORDS
-            raise self.disagreement(call, self.headers, box, words, word_for_people)
+            raise self.disagreement(call, self.headers, box, words_of(call.kind), word_for_people)
         return self.headers
 
     def read_counts(self, call: Call, matrix: Array, by_channel: Array, by_expert: Array) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.control.liveness import Watch
-from anyep.control.notify import SIGNATURE_WORDS, word_for_people
+from anyep.control.notify import word_for_people, words_of
 from anyep.control.plane import ControlPlane
 from anyep.core import diagnosis, outcomes
 from anyep.core.calls import Array, Call, Phase, Stall, Topic
@@ -30,6 +30,7 @@ WAITS: Final = {
     constants.ARRIVED_AT: ("rows", Phase.RECEIVE),
     constants.PULLED_AT: ("acknowledgement", Phase.ACKNOWLEDGE),
     constants.TAIL_AT: ("rows, or room in its ring,", Phase.RINGS),
+    constants.NETWORK_TAIL_AT: ("rows, or room in its ring,", Phase.RINGS),
 }
 FAILURES: Final = (outcomes.LATE, outcomes.STOPPED, outcomes.OUT)
 """After these the ranks are not in step any more."""
@@ -44,6 +45,8 @@ class Reports:
         self.control = control
         self.rank, self.num_ranks = control.rank, control.num_ranks
         self._report = device_control.report
+        self._words = self._report.data
+        """The same, for a look that takes less time."""
         self._reports: list[tuple[Array, weakref.WeakMethod[ErrorOf]]] = []
         self.add(self._report, self._error_of)
         control.on_failure = device_control.take_no_more_part
@@ -65,7 +68,8 @@ class Reports:
     def barrier_of_hosts(self, call: Call, number: int) -> None:
         """Return when all hosts have reached a number, which grows from barrier to barrier; raise if one of
         them has failed, even if it failed after it had arrived."""
-        control, block = self.control, self.device_control.region.blocks.arrival
+        # In a host's region nothing else uses these words: low-latency calls on GPUs have theirs in the heap.
+        control, block = self.control, self.device_control.region.blocks.packed
         what = "word that it adds windows"
         control.enter(call, Phase.NOTIFY)
         control.signal(control.peer_counters(block), Topic.ROWS, number)
@@ -91,7 +95,7 @@ class Reports:
     @property
     def has_news(self) -> bool:
         """Whether a kernel has reported something that was not read yet."""
-        return bool(self._report[constants.NUM_REPORTS] != self._report[constants.NUM_READ])
+        return bool(self._words[constants.NUM_REPORTS] != self._words[constants.NUM_READ])
 
     def reported(self) -> AnyEPError | None:
         """The error that a kernel has reported since the last check; a failure is raised instead."""
@@ -137,19 +141,24 @@ class Reports:
         if code == outcomes.TOO_MANY:
             limit = int(self._headers()[rank, Field.RESULT_ROWS])
             return diagnosis.too_many_rows(rank, limit, None)
+        if code == outcomes.NO_WINDOW:
+            return diagnosis.no_window(call, rank)
         if code == outcomes.BAD_HANDLE:
             return InvalidCall(
                 f"the handle of {call} does not fit together: it names rows that rank {rank} does not have"
             )
         flags = int(self._report[constants.REPORTED_WAIT])
         what, phase = WAITS[flags]
-        seen = [self.device_control.flag_of(peer, flags, call.number) for peer in range(self.num_ranks)]
         # A ring's counter counts the rows of all calls: the wait was for at least one more.
-        if flags == constants.TAIL_AT:
-            stall = Stall([rank], what, seen[rank], seen[rank] + 1)
+        if phase is Phase.RINGS:
+            seen = self.device_control.flag_of(rank, flags, call.number)
+            stall = Stall([rank], what, seen, seen + 1)
         else:
-            missing = still_missing(seen, call.number, rank)
-            stall = Stall(missing, what, seen[missing[0]], call.number)
+            peers = self.device_control.writers_of(flags)
+            flags_of = [self.device_control.flag_of(peer, flags, call.number) for peer in peers]
+            missing = still_missing(flags_of, call.number, rank - peers[0])
+            ranks = [peers[index] for index in missing]
+            stall = Stall(ranks, what, flags_of[missing[0]], call.number)
         return self.end_of_wait(call, code, stall, phase.name.lower())
 
     def end_of_wait(self, call: Call, code: int, stall: Stall, phase: str) -> AnyEPError:
@@ -192,7 +201,7 @@ class Reports:
             if (refused == code).any():
                 return diagnosis.refused_by_kernel(int(np.flatnonzero(refused == code)[0]), call, reason)
         text = max(0, int(refused.max()) - 1)
-        return self.control.disagreement(call, headers, text, SIGNATURE_WORDS, word_for_people)
+        return self.control.disagreement(call, headers, text, words_of(call.kind), word_for_people)
 
     # The end
 
@@ -213,7 +222,9 @@ def contradiction(wrong: int, num_ranks: int) -> str:
     'num_tokens_per_expert and topk_idx disagree about expert 7: pass both from one get_dispatch_layout'
     """
     how, where = constants.how_and_where(wrong)
-    if how == constants.WRONG_RANK_COUNT:
+    if how == constants.WRONG_NODE_COUNT:
+        problem = f"num_tokens_per_rdma_rank and is_token_in_rank disagree about node {where}"
+    elif how == constants.WRONG_RANK_COUNT:
         problem = f"num_tokens_per_rank and is_token_in_rank disagree about rank {where}"
     elif how == constants.WRONG_EXPERT_COUNT:
         problem = f"num_tokens_per_expert and topk_idx disagree about expert {where}"

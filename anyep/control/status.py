@@ -105,7 +105,7 @@ class StatusBlock:
         self._words[StatusWord.WAITS_FOR] = -1
         self._words[StatusWord.SINCE_NS] = time.monotonic_ns()
 
-    def enter(self, call: int, kind: int, phase: Phase) -> None:
+    def enter(self, call: int, kind: int, phase: int) -> None:
         _DOING.pack_into(self._view, _DOING_AT, call, kind, phase, time.monotonic_ns(), -1)
 
     def wait_for(self, peer: int) -> None:

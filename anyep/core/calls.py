@@ -25,6 +25,7 @@ class Kind(IntEnum):
     LOW_LATENCY_COMBINE = 5
     CLEAN = 6
     UNMASK = 7
+    BARRIER = 8
 
 
 FUNCTIONS: Final = (
@@ -36,6 +37,7 @@ FUNCTIONS: Final = (
     "low-latency combine",
     "clean_low_latency_buffer",
     "unmasking",
+    "barrier",
 )
 """The names of kinds in messages."""
 

@@ -80,9 +80,9 @@ def refused_by_kernel(rank: int, call: Call, reason: str, own_rank: int | None =
     return Disagreement(f"rank {rank} refused its {call}{consequence}: {reason}")
 
 
-def broken(error: AnyEPError) -> BufferBroken:
+def broken(error: AnyEPError, api: str) -> BufferBroken:
     """The error for a call after a failure."""
-    return BufferBroken(f"this Buffer is broken since an earlier call: {error}")
+    return BufferBroken(f"this {api} is broken since an earlier call: {error}")
 
 
 def gave_up_before(rank: int, call: Call) -> BufferBroken:
@@ -98,6 +98,15 @@ def too_many_rows(rank: int, limit: int, arriving: int | None) -> InvalidCall:
     return InvalidCall(
         f"num_worst_tokens is {limit} on rank {rank}, but {what}:"
         f" nothing was sent; pass at least the largest number of rows that can arrive"
+    )
+
+
+def no_window(call: Call, rank: int | None) -> InvalidCall:
+    """The error for rows that can go to windows only; None for a rank that is not known."""
+    return InvalidCall(
+        f"{'a rank' if rank is None else f'rank {rank}'} has no window for its rows in {call}: between nodes"
+        f" rows on GPUs go to windows only, and nothing was sent; pass a larger num_window_bytes, or free"
+        f" results of earlier dispatches"
     )
 
 

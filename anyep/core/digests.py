@@ -1,7 +1,7 @@
 """Digests: checksums by which ranks verify that their handles come from the same dispatch.
 
-Two ranks know the same facts about the rows that one of them sent to the other: their numbers and tokens, and
-where channels begin. The digest is the sum of the hashes of these facts, modulo 2**64. The order of addition
+Two ranks know the same about the rows that one of them sent to the other: their numbers and tokens, and where
+channels begin. The digest is the sum of the hashes of all that, modulo 2**64. The order of addition
 therefore does not matter, and kernels on every device get the same bits.
 
     >>> sent = sum(mixed(row_word(row, token)) for row, token in ((3, 0), (4, 2)))

@@ -30,6 +30,8 @@ OUT: Final = 8
 """This rank has given up in an earlier call, and takes no part in this one."""
 BAD_IDS: Final = 9
 """A top-k id is neither an expert nor -1."""
+NO_WINDOW: Final = 10
+"""A rank has no window for its rows, and they cannot go another way."""
 
 NUM_CODES: Final = 16
 """A power of two; the rank is in the bits above the code."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+ALIGNMENT_BITS: Final = 24
+NUM_FLAGS: Final = 3
+MAX_ALIGNMENT: Final = (1 << ALIGNMENT_BITS) - 1
 
 
 class Terms(NamedTuple):
@@ -10,29 +14,46 @@ class Terms(NamedTuple):
 
     num_max_tokens_per_rank: int
     has_weights: bool
+    alignment: int = 1
+    waits: bool = True
+    """With CPU sync."""
+    expands: bool = False
 
     @property
     def word(self) -> int:
         """
-        >>> Terms(64, has_weights=True).word
-        129
+        >>> Terms(64, has_weights=True).word == (64 << 27) + (1 << 3) + 3
+        True
         """
-        return 2 * self.num_max_tokens_per_rank + int(self.has_weights)
+        flags = self.has_weights + 2 * self.waits + 4 * self.expands
+        return ((self.num_max_tokens_per_rank << ALIGNMENT_BITS) + self.alignment << NUM_FLAGS) + flags
 
     @staticmethod
     def of_word(word: int) -> Terms:
         """
-        >>> Terms.of_word(129)
-        Terms(num_max_tokens_per_rank=64, has_weights=True)
+        >>> Terms.of_word(Terms(2**31, True, 128, False, True).word)
+        Terms(num_max_tokens_per_rank=2147483648, has_weights=True, alignment=128, waits=False, expands=True)
         """
-        return Terms(word >> 1, bool(word & 1))
+        numbers = word >> NUM_FLAGS
+        return Terms(
+            numbers >> ALIGNMENT_BITS,
+            bool(word & 1),
+            numbers & MAX_ALIGNMENT,
+            bool(word & 2),
+            bool(word & 4),
+        )
 
     def __str__(self) -> str:
         """
-        >>> print(Terms(64, has_weights=False), Terms(0, has_weights=False), sep="; ")
-        num_max_tokens_per_rank=64 without topk_weights; those of Buffer
+        >>> print(Terms(64, has_weights=False))
+        num_max_tokens_per_rank=64, expert_alignment=1, do_cpu_sync=True, do_expand=False, no topk_weights
+        >>> print(Terms.of_word(0))
+        those of Buffer
         """
         if not self.num_max_tokens_per_rank:
             return "those of Buffer"
-        weights = "with" if self.has_weights else "without"
-        return f"num_max_tokens_per_rank={self.num_max_tokens_per_rank} {weights} topk_weights"
+        return (
+            f"num_max_tokens_per_rank={self.num_max_tokens_per_rank}, expert_alignment={self.alignment},"
+            f" do_cpu_sync={self.waits}, do_expand={self.expands},"
+            f" {'with' if self.has_weights else 'no'} topk_weights"
+        )

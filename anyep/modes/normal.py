@@ -13,22 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import torch
 
 from anyep.backends.base import (
+    C,
     CombineInput,
     CountedDispatch,
     CountedTokens,
     NormalCall,
     NormalOps,
     Payload,
+    R,
+    R_co,
     Results,
-    Routing,
-    Rows,
     StartedDispatch,
-    TokenCounts,
     Windows,
 )
 from anyep.control.plane import ControlPlane
@@ -42,11 +42,11 @@ T = TypeVar("T")
 NO_EXPERTS: Final = 0
 
 
-class Dispatch(NamedTuple):
+class Dispatch(NamedTuple, Generic[C]):
     """The checked arguments of a dispatch without a handle."""
 
     payload: Payload
-    counts: TokenCounts
+    counts: C
     config: Config
     num_worst_tokens: int
     expert_alignment: int
@@ -54,7 +54,7 @@ class Dispatch(NamedTuple):
     """`core.terms.Terms` as a word; 0 where an API has none. All ranks must have the same."""
 
 
-class Dispatched(NamedTuple):
+class Dispatched(NamedTuple, Generic[R_co]):
     """What a dispatch returns."""
 
     x: torch.Tensor
@@ -62,7 +62,7 @@ class Dispatched(NamedTuple):
     topk_idx: torch.Tensor | None
     topk_weights: torch.Tensor | None
     tokens_per_expert: list[int]
-    routing: Routing
+    routing: R_co
     event: EventHandle | None
 
 
@@ -74,10 +74,10 @@ class Combined(NamedTuple):
     event: EventHandle | None
 
 
-class NormalMode:
+class NormalMode(Generic[R, C]):
     """Normal mode of one rank."""
 
-    def __init__(self, control: ControlPlane, ops: NormalOps, rings: Rings) -> None:
+    def __init__(self, control: ControlPlane, ops: NormalOps[R, C], rings: Rings) -> None:
         self.ops = ops
         self.rings = rings
         self._control = control
@@ -93,20 +93,20 @@ class NormalMode:
         self.rings.check(config, token)
 
     def dispatch(
-        self, call: Call, request: Dispatch, previous: EventOverlap | None, run_async: bool
-    ) -> Dispatched:
+        self, call: Call, request: Dispatch[C], previous: EventOverlap | None, run_async: bool
+    ) -> Dispatched[R]:
         """A dispatch that determines its routing."""
         work = self._dispatch_worst_case if request.num_worst_tokens else self._dispatch_counted
         ops = self.ops.start(call, previous, run_async)
 
-        def whole_call() -> Dispatched:
+        def whole_call() -> Dispatched[R]:
             payload = self.ops.aligned_payload(request.payload)
             is_aligned = payload is request.payload
             return work(ops, request if is_aligned else request._replace(payload=payload))
 
         return self._guarded(call, whole_call, checks_ids=request.payload.topk_idx is not None)
 
-    def _dispatch_counted(self, ops: NormalCall, request: Dispatch) -> Dispatched:
+    def _dispatch_counted(self, ops: NormalCall[R, C], request: Dispatch[C]) -> Dispatched[R]:
         """Learn the number of rows from the notify messages, then allocate exactly as many."""
         payload, counts, config, *_ = request
         ops.prepare_to_wait()
@@ -118,8 +118,8 @@ class NormalMode:
         return self._take_counted(ops, request, routing, header)
 
     def _take_counted(
-        self, ops: NormalCall, request: Dispatch, routing: Routing, header: Array
-    ) -> Dispatched:
+        self, ops: NormalCall[R, C], request: Dispatch[C], routing: R, header: Array
+    ) -> Dispatched[R]:
         """The rest of such a dispatch, once its notify messages are sent."""
         payload = request.payload
         totals = ops.totals(header, payload)
@@ -130,7 +130,7 @@ class NormalMode:
         by_expert = _aligned_counts(totals.tokens_per_expert, request.expert_alignment)
         return _dispatched(results, by_expert, routing, event)
 
-    def _dispatch_worst_case(self, ops: NormalCall, request: Dispatch) -> Dispatched:
+    def _dispatch_worst_case(self, ops: NormalCall[R, C], request: Dispatch[C]) -> Dispatched[R]:
         """The number of rows is given, so the host does not wait."""
         payload, counts, config, num_rows, *_ = request
         header = self._dispatch_header(payload, config, counts.num_experts, request.terms)
@@ -143,7 +143,7 @@ class NormalMode:
         return _dispatched(results, [], routing, event)
 
     def _move(
-        self, ops: NormalCall, request: Dispatch, routing: Routing, results: Results, pads: bool
+        self, ops: NormalCall[R, C], request: Dispatch[C], routing: R, results: Results, pads: bool
     ) -> EventHandle | None:
         payload = request.payload
         experts_per_rank = request.counts.num_experts // self._num_ranks
@@ -156,19 +156,19 @@ class NormalMode:
         self,
         call: Call,
         payload: Payload,
-        routing: Routing,
+        routing: R,
         config: Config,
         previous: EventOverlap | None,
         run_async: bool,
         num_experts: int = NO_EXPERTS,
-    ) -> Dispatched:
+    ) -> Dispatched[R]:
         """A dispatch along the routing of a handle: short messages, no counts.
 
         `num_experts` are those of a payload with top-k.
         """
         ops = self.ops.start(call, previous, run_async)
 
-        def whole_call() -> Dispatched:
+        def whole_call() -> Dispatched[R]:
             rows = self.ops.aligned_payload(payload)
             header = self._dispatch_header(rows, config, num_experts)
             window = offer_exactly(header, self.windows, rows, routing.num_recv_rows)
@@ -184,7 +184,7 @@ class NormalMode:
         return self._guarded(call, whole_call)
 
     def combine(
-        self, call: Call, combined: CombineInput, previous: EventOverlap | None, run_async: bool
+        self, call: Call, combined: CombineInput[R], previous: EventOverlap | None, run_async: bool
     ) -> Combined:
         """The reverse direction: sum every token's rows at its source."""
         ops = self.ops.start(call, previous, run_async)
@@ -209,18 +209,10 @@ class NormalMode:
 
     # Calls like earlier ones, with less work; None where that is not possible
 
-    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
-        """The rows of a dispatch with a handle."""
-        return self._made_again(Kind.CACHED_DISPATCH, lambda: self.ops.dispatch_again(x, handle, config))
-
-    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
-        """The sums of a combine."""
-        return self._made_again(Kind.COMBINE, lambda: self.ops.combine_again(x, handle, config))
-
-    def counted_again(self, tokens: CountedTokens, config: Config, alignment: int) -> Dispatched | None:
+    def counted_again(self, tokens: CountedTokens, config: Config, alignment: int) -> Dispatched[R] | None:
         """The results of a dispatch that counts its rows."""
 
-        def find() -> Callable[[Call], Dispatched] | None:
+        def find() -> Callable[[Call], Dispatched[R]] | None:
             again = self.ops.counted_again(tokens, config)
             return partial(self._finish_counted, again, config, alignment) if again is not None else None
 
@@ -228,11 +220,11 @@ class NormalMode:
 
     def _finish_counted(
         self,
-        again: Callable[[Call], CountedDispatch | StartedDispatch],
+        again: Callable[[Call], CountedDispatch[R] | StartedDispatch[R, C]],
         config: Config,
         alignment: int,
         call: Call,
-    ) -> Dispatched:
+    ) -> Dispatched[R]:
         done = again(call)
         if isinstance(done, StartedDispatch):
             request = Dispatch(done.payload, done.counts, config, 0, alignment)
@@ -270,7 +262,7 @@ class NormalMode:
             routing=terms,
         )
 
-    def _combine_header(self, combined: CombineInput) -> Array:
+    def _combine_header(self, combined: CombineInput[R]) -> Array:
         token, config = combined.token, combined.config
         header = signature(
             row_bytes=token.hidden_bytes,
@@ -309,8 +301,8 @@ def _tensors_of(payload: Payload) -> tuple[torch.Tensor | None, ...]:
 
 
 def _dispatched(
-    results: Results, tokens_per_expert: list[int], routing: Routing, event: EventHandle | None
-) -> Dispatched:
+    results: Results, tokens_per_expert: list[int], routing: R, event: EventHandle | None
+) -> Dispatched[R]:
     return Dispatched(
         results.x,
         results.scales,

@@ -49,6 +49,29 @@ class Call(NamedTuple):
         return self.num_tokens * rows * self.row_bytes
 
 
+class Load(NamedTuple):
+    """The rows of the most loaded rank and link; expectations, or counted from a routing."""
+
+    near_rows: float
+    """Rows that a rank sends or receives within its node, those for itself included."""
+    far_rows: float
+    """Rows that cross to other nodes at a rank."""
+
+
+def expected_load(call: Call, once_per_node: bool = False) -> Load:
+    """The load where no routing is given. In low-latency mode rows cross for each choice, unless
+    `once_per_node`: then a token crosses once for each node, and goes on to its experts from there."""
+    reach, ranks, tokens = call.reach, call.num_ranks, call.num_tokens
+    if call.mode == NORMAL:
+        return Load(largest(tokens * reach.ranks, ranks), largest(tokens * reach.other_nodes, ranks))
+    choices = tokens * call.num_topk
+    far_rows = choices * (call.num_nodes - 1) / call.num_nodes
+    near_rows = choices - far_rows
+    if once_per_node:
+        far_rows, near_rows = tokens * reach.other_nodes, choices
+    return Load(largest(near_rows, ranks), largest(far_rows, ranks))
+
+
 class Times(NamedTuple):
     """The parts of a call in microseconds; those that a call does not have are 0."""
 
@@ -80,15 +103,19 @@ def slowest_of(times: list[float], softness: float = SOFTNESS) -> float:
     return float(longest * sum((time / longest) ** softness for time in times) ** (1 / softness))
 
 
-def time_of(call: Call, constants: Mapping[str, float]) -> Times:
-    """The time of the slowest rank; `constants` are those of the machine, library and mode."""
-    return _normal(call, constants) if call.mode == NORMAL else _low_latency(call, constants)
+def time_of(call: Call, constants: Mapping[str, float], load: Load | None = None) -> Times:
+    """The time of the slowest rank; `constants` are those of the machine, library and mode. `load` is that of
+    a routing; without one, experts are drawn uniformly."""
+    if load is None:
+        load = expected_load(call, bool(constants.get("once_per_node")))
+    model = _normal if call.mode == NORMAL else _low_latency
+    return model(call, constants, load)
 
 
-def _normal(call: Call, constants: Mapping[str, float]) -> Times:
-    reach, what = call.reach, call.what
+def _normal(call: Call, constants: Mapping[str, float], load: Load) -> Times:
+    what = call.what
     several = call.num_nodes > 1
-    near_bytes = largest(call.num_tokens * reach.ranks, call.num_ranks) * call.row_bytes
+    near_bytes = load.near_rows * call.row_bytes
     sm_gbs = constant(constants, f"{what}_relay_gbs_per_sm" if several else f"{what}_gbs_per_sm")
     sms_us = _us(near_bytes, sm_gbs * call.num_sms)
     nvlink_us = _us(near_bytes, constant(constants, f"{what}_nvlink_gbs"))
@@ -97,8 +124,7 @@ def _normal(call: Call, constants: Mapping[str, float]) -> Times:
     network_us = 0.0
     if several:
         start_us += constants.get("notify_us", 0.0)
-        far_rows = largest(call.num_tokens * reach.other_nodes, call.num_ranks)
-        network_us = _us(far_rows * call.row_bytes, constant(constants, "network_gbs"))
+        network_us = _us(load.far_rows * call.row_bytes, constant(constants, "network_gbs"))
     near_us = slowest_of([sms_us, nvlink_us])
     body_us = slowest_of([near_us, network_us], constants.get("softness", SOFTNESS))
     # The pipeline fills while the first rows are on their way; a call with few rows ends before that.
@@ -106,25 +132,17 @@ def _normal(call: Call, constants: Mapping[str, float]) -> Times:
     return Times(start_us, sms_us, nvlink_us, network_us, start_us + filling_us + body_us)
 
 
-def _low_latency(call: Call, constants: Mapping[str, float]) -> Times:
-    what, reach = call.what, call.reach
-    choices = call.num_tokens * call.num_topk
-    far_rows = choices * (call.num_nodes - 1) / call.num_nodes
-    near_rows = choices - far_rows
-    if constants.get("once_per_node", 0.0):
-        # A token crosses once for each node, and goes on to its experts from there.
-        far_rows, near_rows = call.num_tokens * reach.other_nodes, choices
-    near_bytes = largest(near_rows, call.num_ranks) * call.row_bytes
-    nvlink_us = _us(near_bytes, constant(constants, f"{what}_nvlink_gbs"))
+def _low_latency(call: Call, constants: Mapping[str, float], load: Load) -> Times:
+    what = call.what
+    nvlink_us = _us(load.near_rows * call.row_bytes, constant(constants, f"{what}_nvlink_gbs"))
     start_us = constant(constants, f"{what}_start_us")
     network_us = 0.0
     if call.num_nodes > 1:
         start_us += constant(constants, f"{what}_hop_us")
-        slowest_rows = largest(far_rows, call.num_ranks)
         network_us = slowest_of(
             [
-                _us(slowest_rows * call.row_bytes, constant(constants, "network_gbs")),
-                slowest_rows * constants.get("message_us", 0.0),
+                _us(load.far_rows * call.row_bytes, constant(constants, "network_gbs")),
+                load.far_rows * constants.get("message_us", 0.0),
             ]
         )
     body_us = slowest_of([nvlink_us, network_us], constants.get("softness", SOFTNESS))

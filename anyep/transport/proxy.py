@@ -60,7 +60,7 @@ class RingProxy:
                 self._transport.put(relay, pieces, signals)
 
     def _new_rows(self, node: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
-        """The rows that were not yet put to a node, and the tails that announce them."""
+        """The rows that were not yet put to a node, and the tails that signal them."""
         rings, area = self._rings, self._rings.net_area
         pieces: list[tuple[int, int, int]] = []
         signals: list[tuple[int, int]] = []

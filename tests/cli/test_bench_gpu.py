@@ -281,6 +281,7 @@ def test_the_picture(tmp_path: Path, mode: str, ending: str) -> None:
         assert ("SMs per rank" in drawn) is (mode == "normal")
         for words in ("tokens per rank -->", "median time of a call, us, in graphs", "rate, GB/s per rank"):
             assert words in drawn
+        assert drawn.count("<!-- 1: a plain copy -->") == drawn.count("as a multiple of a plain copy") > 0
 
 
 def test_records_are_those_of_gpus() -> None:

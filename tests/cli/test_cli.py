@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from anyep import Config
+from anyep.cli.memory_map import SMALL, control_colours
 from anyep.cli.units import parse_bytes
+from anyep.layout import ControlRegion
 from tests.support.commands import anyep
 from tests.support.programs import ROOT
 
@@ -125,6 +128,18 @@ def test_plan_draws_a_map(tmp_path: Path, ending: str, extra: tuple[str, ...]) -
     assert finished.returncode == 0, finished.stderr
     assert path.read_bytes().startswith({".svg": b"<?xml", ".png": b"\x89PNG"}[ending])
     assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, 1), (8, 8), (16, 8), (512, 8)])
+def test_no_two_parts_of_the_control_region_share_a_colour(num_ranks: int, ranks_per_node: int) -> None:
+    sizes: Counter[str] = Counter()
+    for region in ControlRegion(num_ranks, ranks_per_node).regions():
+        sizes[region.kind] += region.num_bytes
+    colours = control_colours(sizes)
+    assert len(set(colours.values())) == len(colours)
+    assert SMALL not in colours.values()
+    uncoloured = [size for kind, size in sizes.items() if kind not in colours]
+    assert sum(uncoloured) < 0.05 * sum(sizes.values()), "what is left out is hardly to be seen"
 
 
 @pytest.mark.parametrize(

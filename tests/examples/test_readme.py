@@ -8,7 +8,9 @@ import tomllib
 from pathlib import Path
 from textwrap import indent
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.programs import ROOT
 from tests.support.scripts import code_of, launch_script, run_script
@@ -37,6 +39,7 @@ WITH_A_BUFFER = (
     "concepts/handles",
     "concepts/determinism",
     "concepts/windows",
+    "howto/gradients",
 )
 
 
@@ -70,15 +73,74 @@ def test_the_first_run_and_what_other_pages_do_with_a_buffer(tmp_path: Path, num
     assert len(found) == num_ranks
 
 
+NAMES = """
+import torch, torch.distributed as dist
+from anyep import Buffer
+hidden = 64
+"""
+"""What the programs of docs/running.md and docs/api.md take for granted."""
+
+
+def test_programs_that_show_how_a_buffer_is_made(tmp_path: Path) -> None:
+    running = code_of("docs/running.md")
+    api = code_of("docs/api.md").replace("buffer =", "second =").replace("group,", "dist.group.WORLD,")
+    assert "...\n" in running
+    script = tmp_path / "made.py"
+    script.write_text(NAMES + running.replace("...\n", f"{api}print(buffer, second)\nsecond.destroy()\n"))
+    finished = run_script(script, num_ranks=2, env={"ANYEP_DEVICE": "cpu"})
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("; working>") == 4
+
+
+def test_the_programs_of_planning_for_a_routing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    topk_idx = np.arange(64).reshape(2, 8, 4) % 32
+    given = {
+        "topk_idx_of_all_ranks": topk_idx,
+        "topk_idx_0": torch.from_numpy(topk_idx[0]),
+        "topk_idx_1": torch.from_numpy(topk_idx[1]),
+        "load": torch.arange(256, dtype=torch.int64, device="cpu"),
+    }
+    page = (ROOT / "docs/planning-traces.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec("import numpy, torch, anyep.balance\n" + block, given)
+    assert np.array_equal(np.load("step0.npy"), topk_idx)
+    assert len(torch.load("step0.pt", weights_only=True)) == 2
+    assert len(given["placement"].experts) == 288  # type: ignore[attr-defined]
+
+
+NOT_RUN = {"docs/gpus.md": "needs a GPU", "docs/howto/megatron.md": "needs Megatron-LM"}
+
+
+def test_every_program_of_the_docs_is_run() -> None:
+    """A page with a program is named by a test, or in `NOT_RUN`."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    tests += '"docs/tutorial.md"' if '"docs" / "tutorial.md"' in tests else ""
+    for page in (ROOT / "docs").rglob("*.md"):
+        if "```python\n" in page.read_text():
+            name = str(page.relative_to(ROOT))
+            is_named = f'{name}"' in tests or name.removeprefix("docs/").removesuffix(".md") in WITH_A_BUFFER
+            assert is_named, f"no test runs the program of {name}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [("anyep", "run", "-n"), ("torch.distributed.run", "--nproc-per-node")])
 def test_programs_run_by_launchers(script: Path, launcher: tuple[str, ...]) -> None:
     check_program(launch_script(script, launcher=launcher), 2)
 
 
-def test_the_layer_comes_first_and_buffers_are_destroyed() -> None:
-    assert ["anyep.nn" in program for program in PROGRAMS] == [True, False]
-    assert all(".destroy()" in program or "with Buffer(" in program for program in PROGRAMS)
+def test_the_example_is_short_and_complete() -> None:
+    (program,) = PROGRAMS
+    assert len([line for line in program.splitlines() if line]) <= 10
+    assert "anyep.nn" in program
+    assert ".destroy()" in program
+
+
+def test_the_readme_begins_with_two_sentences_a_picture_and_two_commands() -> None:
+    words, picture, commands = (ROOT / "README.md").read_text().split("\n\n")[1:4]
+    assert words.count(". ") + words.count(".\n") == 1
+    assert re.match(r"!\[[^\]]+\]\(https://\S+\.svg\)$", picture)
+    assert len(commands.splitlines()) == 4
 
 
 @pytest.mark.parametrize("page", ["README.md", "compat/deep_ep/README.md"])
@@ -93,8 +155,16 @@ def test_links_work_on_a_package_page(page: str) -> None:
     for link in links:
         assert link.startswith("https://"), f"{link} is not absolute: begin it with {ADDRESS}/blob/main/"
         if link.startswith(f"{ADDRESS}/"):
-            path = re.sub(r"^(blob|tree)/main/", "", link.removeprefix(f"{ADDRESS}/")).split("#")[0]
+            address = re.sub(r"^(blob|tree|raw)/main/", "", link.removeprefix(f"{ADDRESS}/"))
+            path, _, anchor = address.partition("#")
             assert (ROOT / path).exists(), link
+            assert not anchor or anchor in anchors(ROOT / path), link
+
+
+def anchors(page: Path) -> list[str]:
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
 
 
 @pytest.mark.parametrize("project", ["pyproject.toml", "compat/deep_ep/pyproject.toml"])

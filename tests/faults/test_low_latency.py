@@ -235,7 +235,7 @@ def test_a_slow_rank(fault: Fault) -> None:
     assert messages
     pattern = (
         r"rank \d waited .* s for the completion record of rank 1.* in low-latency dispatch \(call 3\),"
-        r" phase receive: counter 1 seen, 3 expected\. What rank 1 said last: rank 1 \(pid \d+\) is in"
+        r" phase receive: counter 1 seen, 3 expected\. Last status of rank 1: rank 1 \(pid \d+\) is in"
         r" low-latency dispatch \(call 3\), phase send, for .* s.*ANYEP_TIMEOUT_S"
     )
     for message in messages:

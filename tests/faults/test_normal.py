@@ -295,7 +295,7 @@ def test_a_slow_rank(fault: Fault, what: str) -> None:
     for outcome in late:
         found = re.match(
             rf"rank \d waited {outcome.timeout_s:g} s for the ({what}) of rank (\d).* in {call} \w+.*:"
-            rf" counter (\d+) seen, (\d+) expected\. What rank \2 said last: rank \2 \(pid \d+\)"
+            rf" counter (\d+) seen, (\d+) expected\. Last status of rank \2: rank \2 \(pid \d+\)"
             rf" (?:is in {call} (\w+), for .* s.*|{failed})If it only needs longer, set ANYEP_TIMEOUT_S",
             outcome.message,
         )

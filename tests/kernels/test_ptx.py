@@ -8,6 +8,8 @@ cache.
 
 from __future__ import annotations
 
+import ast
+import math
 import os
 import re
 import subprocess
@@ -58,8 +60,10 @@ from tests.support.checks import cast_kernels, commands
 from tests.support.checks.casts import FP8_MODES
 from tests.support.ptx import machine_code_of, ptx_of, spilled_bytes
 
-RELEASE = r"(atom|red)\S*release\S*max|st\.release\.sys\.global"
+RELEASE = r"st\.release\.sys\.global"
 """How a kernel tells other ranks, or the host, that what it stored is there."""
+ACQUIRE = "ld.acquire.sys.global"
+FLAGS = r'elementwise_inline_asm "\{[^"]*@p [^"]*".* -> tensor<([\dx]+)xi\d+, (#\w+)>'
 BARRIER = r"bar\.sync|bar\.warp\.sync|barrier\.sync"
 LOADS_OF_128_BITS = r"\bld\.global\S*\.v4\.b32|\bld\.global\S*\.b128"
 STORES_OF_128_BITS = r"\bst\.global\S*\.v4\.b32|\bst\.global\S*\.b128"
@@ -77,6 +81,10 @@ class Source:
 
     def ptx(self) -> str:
         return ptx_of(self.kernel, self.types, self.constants, self.options)
+
+    def with_layouts(self) -> str:
+        """Triton's own language for GPUs, which says which threads have which elements."""
+        return ptx_of(self.kernel, self.types, self.constants, self.options, "ttgir")
 
 
 def places_of(pattern: str, text: str) -> list[int]:
@@ -104,14 +112,13 @@ def releases_the_record_last(text: str) -> None:
 
 
 def waits(text: str) -> None:
-    acquired = re.findall(r"atom\S*(?:\.acquire\.sys|\.sys\.acquire)\S*add", text)
-    assert len(acquired) >= 3, "before the loop, in it, and once more at its end"
+    assert text.count(ACQUIRE) >= 3, "before the loop, in it, and once more at its end"
     # When the wait begins, and whenever it looks again.
     assert text.count("globaltimer") == 2
 
 
 def waits_for_record(text: str) -> None:
-    assert len(places_of(r"\.acquire\.sys|\.sys\.acquire", text)) >= 2, "once before the loop, once in it"
+    assert text.count(ACQUIRE) >= 2, "once before the loop, once in it"
     assert "globaltimer" in text
 
 
@@ -237,7 +244,13 @@ def exchange(num_releases: int, is_combine: bool = False, is_refused: bool = Fal
     """Of notify messages: their flags, this rank's abort flag, the two words of who gives up, a report; and
     totals."""
     how = {"IS_COMBINE": is_combine, "IS_REFUSED": is_refused, "CHANNEL_BLOCK": 0, "EXPERT_BLOCK": 0}
+    how["RANKS_PER_NODE"] = BLOCKS["NUM_RANKS"]
     return normal(notify.exchange_notify, 1, num_releases, True, **BLOCKS, **(how | blocks))
+
+
+def barrier(ranks_per_node: int) -> Source:
+    how = {"FLAGS_AT": constants.ARRIVED_AT, "UNLESS_RINGS": True, "RANKS_PER_NODE": ranks_per_node}
+    return normal(notify.barrier, 1, 7, True, **BLOCKS, **how)
 
 
 def send(num_ranks: int, tile_tokens: int, tile_words: int, num_warps: int, all_or_none: bool) -> Source:
@@ -262,10 +275,11 @@ def types_of_sums(dtype: int, num_biases: int) -> dict[str, str]:
     """Biases that are not there are tables."""
     values = "*fp32" if dtype == cpu.FP32 else "*u16"
     biases = [*[values] * num_biases, "*i64", "*i64"]
-    return {"out.x": values, "biases.first": biases[0], "biases.second": biases[1]}
+    types = {"out.x": values, "out.order": "*i32"}
+    return types | {"biases.first": biases[0], "biases.second": biases[1]}
 
 
-def pull(num_ranks: int, tile_tokens: int, dtype: int, num_biases: int) -> Source:
+def pull(num_ranks: int, tile_tokens: int, dtype: int, num_biases: int, is_ordered: bool = False) -> Source:
     source = normal(
         sums.pull_and_sum,
         32,
@@ -279,6 +293,7 @@ def pull(num_ranks: int, tile_tokens: int, dtype: int, num_biases: int) -> Sourc
         NUM_RANKS=num_ranks,
         RANK_BLOCK=num_ranks,
         IN_HARDWARE=True,
+        ORDERED=is_ordered,
     )
     # Read from all, with biases, and written once.
     moves = partial(moves_words_of_128_bits, num_ranks + num_biases, 1)
@@ -363,12 +378,14 @@ def ring_dispatch(num_ranks: int, num_warps: int, stages: int, scale_block: int 
     return Source(rings.dispatch_through_rings, types, blocks | tile, {"num_warps": num_warps}, aspects)
 
 
-def ring_combine(num_ranks: int, num_warps: int, stages: int, dtype: int, num_biases: int = 0) -> Source:
+def ring_combine(
+    num_ranks: int, num_warps: int, stages: int, dtype: int, num_biases: int = 0, is_ordered: bool = False
+) -> Source:
     types = TYPES | types_of_sums(dtype, num_biases)
     blocks = {"NUM_RANKS": num_ranks, "RANK_BLOCK": num_ranks, "TOPK_BLOCK": 8}
     # 16 bytes per thread at least.
     tile = {"TILE_TOKENS": 16, "TILE_WORDS": 8 * num_warps, "TILE_VALUES": 16 * num_warps, "STAGES": stages}
-    kind = {"DTYPE": dtype, "NUM_BIASES": num_biases, "IN_HARDWARE": True}
+    kind = {"DTYPE": dtype, "NUM_BIASES": num_biases, "IN_HARDWARE": True, "ORDERED": is_ordered}
     options = {"num_warps": num_warps, "enable_fp_fusion": False}
     aspects = (*ring_aspects(stages, 2), adds_up)
     return Source(rings.combine_through_rings, types, blocks | tile | kind, options, aspects)
@@ -407,7 +424,7 @@ BETWEEN_NODES = {
 def adds_nothing(text: str) -> None:
     """Words of the host are loaded: to add 0 to them could undo what the host stores at the same time."""
     assert not re.search(r"(atom|red)\S*\.add", text)
-    assert re.search(r"ld\.global\S*acquire", text)
+    assert re.search(r"ld\.global\S*acquire|ld\.acquire\.sys\.global", text)
 
 
 WORDS = dict.fromkeys(("constants", "commands", "was_put", "words", "wanted", "found"), "*i64")
@@ -527,8 +544,11 @@ KERNELS: dict[str, Source] = {
     "exchange of a combine": exchange(5, is_combine=True),
     "exchange of a refusal": exchange(5, is_refused=True),
     # At once, or after a wait.
-    "barrier": normal(notify.barrier, 1, 7, True, **BLOCKS, FLAGS_AT=constants.ARRIVED_AT, UNLESS_RINGS=True),
-    "place_in_new_block": normal(notify.place_in_new_block, 1, types={"num_topk": "i64"}, **BLOCKS),
+    "barrier": barrier(BLOCKS["NUM_RANKS"]),
+    "barrier between nodes": barrier(BLOCKS["NUM_RANKS"] // 2),
+    "place_in_new_block": normal(
+        notify.place_in_new_block, 1, types={"num_topk": "i64"}, **BLOCKS, SOURCE_BYTES=4
+    ),
     "copy_for_peers": copy_for_peers(),
     "fill_send_head": normal(notify.fill_send_head, 4, **BLOCKS, TILE_TOKENS=128),
     "send between 2": send(2, 32, 512, 32, True),
@@ -543,12 +563,14 @@ KERNELS: dict[str, Source] = {
     "sums of bf16 between 2": pull(2, 32, cpu.BF16, 0),
     "sums of bf16 between 4": pull(4, 8, cpu.BF16, 0),
     "sums of bf16 between 8": pull(8, 16, cpu.BF16, 2),
+    "sums in another order": pull(8, 16, cpu.BF16, 0, is_ordered=True),
     "sums of fp16": pull(4, 8, cpu.FP16, 1),
     "sums of float32": pull(2, 32, cpu.FP32, 2),
     "dispatch through rings between 2": ring_dispatch(2, 32, 3),
     "dispatch through rings between 8": ring_dispatch(8, 16, 4, scale_block=64),
     "dispatch through rings in one stage": ring_dispatch(4, 32, 1),
     "combine of bf16 through rings between 8": ring_combine(8, 16, 4, cpu.BF16),
+    "combine through rings in another order": ring_combine(8, 16, 4, cpu.BF16, is_ordered=True),
     "combine of bf16 through rings in one stage": ring_combine(4, 16, 1, cpu.BF16),
     "combine of fp16 through rings": ring_combine(2, 32, 3, cpu.FP16, num_biases=1),
     "combine of float32 through rings": ring_combine(2, 16, 3, cpu.FP32, num_biases=2),
@@ -570,10 +592,31 @@ KERNELS: dict[str, Source] = {
 }
 
 
+def flags_have_one_thread_each(source: Source) -> None:
+    """No flag is changed by an atomic operation, since it may be in memory of the host; and no two threads
+    load or store the same one, since they could find different values."""
+    assert not re.search(r"\b(atom|red)\.(?!\S*shared)\S*\.sys\b", source.ptx())
+    text = source.with_layouts()
+    for shape, layout in re.findall(FLAGS, text):
+        assert not has_copies([int(length) for length in shape.split("x")], layout, text)
+
+
+def has_copies(shape: list[int], layout: str, text: str) -> bool:
+    """Whether several threads have the same element of a tensor."""
+    (kind, parts) = re.findall(rf"{layout} = #ttg\.(blocked|linear)<\{{(.*)\}}>", text)[0]
+    numbers = {name: ast.literal_eval(part) for name, part in re.findall(r"(\w+) = (\[[\d, \[\]]*\])", parts)}
+    if kind == "linear":
+        # What each bit of the number of a thread, and of a warp, adds to an element's indices.
+        return any(not any(step) for step in (*numbers["lane"], *numbers["warp"]))
+    along = zip(*(numbers[name] for name in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")), strict=True)
+    return any(length % math.prod(counts) for length, counts in zip(shape, along, strict=True))
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiled(name: str) -> None:
     text = KERNELS[name].ptx()
     assert ".local" not in text
+    flags_have_one_thread_each(KERNELS[name])
     for aspect in KERNELS[name].aspects:
         aspect(text)
 

@@ -13,7 +13,16 @@ import torch
 
 from anyep import NotSupported
 from anyep.api.buffer import Buffer
-from tests.support.low_latency_cases import RDMA_BYTES, Case, buffer_for, in_process_of, inputs_of, run_case
+from tests.support import cases as normal
+from tests.support.low_latency_cases import (
+    RDMA_BYTES,
+    Case,
+    buffer_for,
+    check_case,
+    in_process_of,
+    inputs_of,
+    run_case,
+)
 from tests.support.places import Place
 from tests.support.world import RankContext
 
@@ -54,21 +63,25 @@ def test_the_same_bits_as_on_one_node() -> None:
     assert FOUR.world().run(same_as_on_one_node, case, timeout=TIMEOUT_S) == [True] * 4
 
 
-def call_normal_mode(context: RankContext) -> str:
-    buffer: Any = buffer_for(context, ranks_per_node=1)
-    ids = torch.zeros(3, 1, dtype=torch.int64, device="cpu")
-    with pytest.raises(NotSupported) as raised:
-        buffer.get_dispatch_layout(ids, 2)
-    with pytest.raises(NotSupported):
-        buffer.dispatch(torch.zeros(3, 64, device="cpu"), None, *(None,) * 4, ids)
-    run_case(context, Case((3, 3)).at(PAIR))
-    return str(raised.value)
+def both_modes(context: RankContext) -> None:
+    """Of one Buffer, in turns: their rows lie in different parts of its memory."""
+    key = ("both modes", PAIR)
+    if key not in context.keep:
+        context.keep[key] = Buffer(
+            context.group, 1 << 20, RDMA_BYTES, low_latency_mode=True, device="cuda", ranks_per_node=1
+        )
+    buffer = context.keep[key]
+    rows = normal.Case((5, 9), num_topk=3, combine_weights=True).at(PAIR)
+    for seed in range(2):
+        normal.check_case(context, replace(rows, seed=seed), buffer)
+        few = Case((3, 3), seed=seed).at(PAIR)
+        buffer.clean_low_latency_buffer(few.max_tokens, few.hidden, few.num_experts)
+        check_case(context.rank, few, buffer)
 
 
 @in_process_of(PAIR)
-def test_normal_calls_are_refused() -> None:
-    for message in PAIR.world().run(call_normal_mode, timeout=TIMEOUT_S):
-        assert message.startswith("on GPUs only low-latency mode works between nodes so far: leave out ranks")
+def test_both_modes() -> None:
+    PAIR.world().run(both_modes, timeout=TIMEOUT_S)
 
 
 def make(context: RankContext, options: dict[str, Any]) -> str:
@@ -80,7 +93,6 @@ def make(context: RankContext, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({}, "on GPUs only low-latency mode works between nodes so far"),
         ({"low_latency_mode": True, "network": "nixl"}, "on GPUs nodes are connected by memory only, so far"),
     ],
 )

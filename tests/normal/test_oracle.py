@@ -1,8 +1,8 @@
 """Dispatch, cached dispatch and combine of normal mode against the dense reference, bit for bit, everywhere:
 on one node, between virtual nodes and hosts, on the simulated GPU and on a real one.
 
-The simulated GPU has no rings: the interpreter runs the programs of a kernel one after the other, so one that
-waits for another would wait for ever.
+The simulated GPU has no rings within a node: the interpreter runs the programs of a kernel one after the
+other, so one that waits for another would wait for ever.
 """
 
 from __future__ import annotations
@@ -57,9 +57,16 @@ def drawn(place: Place, quick: int, deep: int, *, slow: bool = False) -> Any:
         drawn(Place("simulated", 1), 2, 6),
         drawn(Place("simulated", 2), 3, 16),
         drawn(Place("simulated", 3), 2, 10),
+        drawn(Place("simulated", 2, num_nodes=2), 3, 16),
+        drawn(Place("simulated", 4, num_nodes=2), 2, 10),
+        drawn(Place("simulated", 3, num_nodes=3), 1, 6),
         drawn(Place("cuda", 2), 20, 80),
         drawn(Place("cuda", 4), 12, 60),
         drawn(Place("cuda", 8), 8, 40),
+        drawn(Place("cuda", 2, num_nodes=2), 10, 60),
+        drawn(Place("cuda", 4, num_nodes=2), 10, 60),
+        drawn(Place("cuda", 8, num_nodes=2), 8, 40),
+        drawn(Place("cuda", 8, num_nodes=4), 4, 20),
     ],
 )
 def test_any_case(place: Place, quick: int, deep: int) -> None:
@@ -130,6 +137,43 @@ def test_case(name: str, place: Place) -> None:
     place.world().run(run_case, CASES[name], timeout=TIMEOUT_S)
 
 
+NODE_CASES = {
+    "two nodes, two biases, weights": Case(
+        (17, 9), dtype="float16", num_biases=2, combine_weights=True, num_topk=3, hidden=1040
+    ),
+    "two by two": Case((13, 0, 9, 4), num_topk=3, combine_weights=True, num_biases=1),
+    "FP8 with strided scales": Case(
+        (9, 3, 14, 6), dtype="float8_e4m3fn", num_scales=5, strided_scales=True, combine_from="other memory"
+    ),
+    "the worst case": Case((8, 3, 0, 5), worst=True, combine_weights=True, routing="some missing"),
+    "asynchronous worst case": Case((8, 3), worst=True, run_async=True, routing="skewed"),
+    "without choices of experts, asynchronous": Case((7, 2, 3, 5), send_topk=False, run_async=True),
+    "tokens that go nowhere": Case((6, 5), routing="none", num_biases=2),
+    "all to one rank": Case((30, 20, 10, 7), routing="one rank", combine_from="combine buffer"),
+    "each to itself": Case((6, 6), routing="own rank", dtype="float32", hidden=272),
+}
+RARE_ON_NODES = ("without choices of experts, asynchronous", "tokens that go nowhere", "each to itself")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(
+            name,
+            place,
+            marks=[group(place), *([pytest.mark.slow] if name in RARE_ON_NODES else [])],
+            id=f"{place}-{name}",
+        )
+        for name, case in NODE_CASES.items()
+        for place in [Place("simulated", case.num_ranks, num_nodes=2)]
+    ],
+)
+def test_case_between_nodes(name: str, place: Place) -> None:
+    """Rings hold all rows of a channel: the interpreter runs its sender before its relay."""
+    pytest.importorskip("triton")
+    place.world().run(run_case, NODE_CASES[name].at(place), timeout=TIMEOUT_S)
+
+
 REAL_SIZE = Case(
     tokens=(),
     hidden=7168,
@@ -139,7 +183,12 @@ REAL_SIZE = Case(
     num_biases=2,
     combine_weights=True,
 )
-REAL_PLACES = [Place("cpu", 2), Place("cpu", 4), NODES, HOSTS, *(Place("cuda", size) for size in (2, 4, 8))]
+GPU_NODES = [Place("cuda", size, num_nodes=2) for size in (2, 4, 8)]
+REAL_PLACES = [
+    *(Place("cpu", 2), Place("cpu", 4), NODES, HOSTS),
+    *(Place("cuda", size) for size in (2, 4, 8)),
+    *GPU_NODES,
+]
 
 
 def real_sizes() -> list[Any]:
@@ -150,7 +199,7 @@ def real_sizes() -> list[Any]:
     for place in REAL_PLACES:
         for dtype in ("bfloat16", "float16", "float32", "uint8"):
             is_quick = place.device == "cuda" or (str(place), dtype) in quick
-            if place.num_nodes > 1 and dtype.startswith("float"):
+            if place.num_nodes > 1 and dtype.startswith("float") and place.device == "cpu":
                 continue
             marks = [group(place), *([] if is_quick else [pytest.mark.slow])]
             found.append(place.param(dtype, marks=marks, name=f"{place}-{dtype}"))
@@ -160,7 +209,10 @@ def real_sizes() -> list[Any]:
 @pytest.mark.parametrize(("place", "dtype"), real_sizes())
 def test_rows_of_a_real_size(place: Place, dtype: str) -> None:
     case = replace(REAL_SIZE, tokens=(100,) * place.num_ranks, dtype=dtype).at(place)
-    for num_window_bytes in (None, 0, *([1 << 16] if place.device == "cuda" else [])):
+    # Between nodes on GPUs rows go to windows only.
+    without_windows = [] if place in GPU_NODES else [0]
+    few = [1 << 16] if place.device == "cuda" and place.num_nodes == 1 else []
+    for num_window_bytes in (None, *without_windows, *few):
         place.world().run(run_case, replace(case, num_window_bytes=num_window_bytes), timeout=TIMEOUT_S)
 
 

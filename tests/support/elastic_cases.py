@@ -3,15 +3,18 @@ thing, and compares what it got with the oracle, bit for bit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from anyep.api.elastic import ElasticBuffer
 from anyep.api.elastic_handle import EPHandle
+from anyep.core.elastic_sizes import expanded_rows
+from anyep.events import EventOverlap
 from tests.support import elastic_oracle, oracle
-from tests.support.elastic_oracle import Returned, Shape
+from tests.support.elastic_oracle import Reduction, Returned, Shape
+from tests.support.places import buffer_device, tensor_device
 from tests.support.world import RankContext
 
 NUM_BYTES = 2 << 20
@@ -32,6 +35,10 @@ class ElasticCase:
     alignment: int = 1
     waits: bool = True
     num_biases: int = 0
+    expands: bool = False
+    pads: bool = False
+    has_column_major_scales: bool = False
+    run_async: bool = False
     missing: float = 0.2
     """The share of choices without an expert."""
     num_window_bytes: int | None = None
@@ -73,10 +80,12 @@ def outputs_of(case: ElasticCase, expected: list[elastic_oracle.Received]) -> Re
     rows, weights = [], []
     for there in expected:
         count, num_topk = there.topk_idx.shape
+        count = len(there.expanded.x) if case.expands else count
         values = torch.randn((count, case.hidden), generator=random, device="cpu")
         chance = torch.rand((count, case.hidden), generator=random, device="cpu")
         rows.append(torch.where(chance < 0.5, LARGE * values.sign(), values).bfloat16())
-        weights.append(torch.rand((count, num_topk), generator=random, device="cpu"))
+        shape = (count,) if case.expands else (count, num_topk)
+        weights.append(torch.rand(shape, generator=random, device="cpu"))
     return Returned(rows, weights if case.has_weights else None)
 
 
@@ -89,7 +98,7 @@ def elastic_buffer(context: RankContext, num_window_bytes: int | None = None) ->
             NUM_BYTES,
             num_max_tokens_per_rank=TM,
             hidden=256,
-            device="cpu",
+            device=buffer_device(),
             num_window_bytes=num_window_bytes,
         )
     buffer: ElasticBuffer = context.keep[key]
@@ -103,41 +112,34 @@ def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | 
     expected = [elastic_oracle.dispatch(inputs, each, case.shape) for each in range(context.num_ranks)]
     mine, given = expected[rank], inputs[rank]
     x: Any = given.x if given.scales is None else (given.x, given.scales)
-    stats = torch.ones(case.local_experts, dtype=torch.int32, device="cpu")
-    recv_x, ids, weights, handle, event = buffer.dispatch(
+    x, topk_idx, topk_weights = there((x, given.topk_idx, given.topk_weights))
+    stats = torch.ones(case.local_experts, dtype=torch.int32, device=tensor_device())
+    how: Any = {
+        "do_expand": case.expands,
+        "do_zero_padding": case.pads,
+        "use_tma_aligned_col_major_sf": case.has_column_major_scales,
+        "async_with_compute_stream": case.run_async,
+    }
+    received = buffer.dispatch(
         x,
-        given.topk_idx,
-        given.topk_weights,
+        topk_idx,
+        topk_weights,
         stats,
         num_experts=case.shape.num_experts,
         expert_alignment=case.alignment,
         do_cpu_sync=case.waits,
+        **how,
     )
-    assert event.event is None
-    assert ids is not None
-    num_rows = len(mine.x)
-    check_rows(recv_x, mine)
-    assert oracle.same_bits(ids[:num_rows], mine.topk_idx)
-    assert bool((ids[num_rows:] == -1).all())
-    here = mine.topk_idx >= 0
-    if case.has_weights:
-        assert weights is not None
-        assert mine.topk_weights is not None
-        assert oracle.same_bits(weights[:num_rows][here], mine.topk_weights[here])
-    else:
-        assert weights is None
+    handle = received[3]
+    check_received(case, mine, received)
     assert (stats - 1).tolist() == mine.counts.tolist()
-    check_handle(handle, case, inputs, expected, rank)
-
-    ids.fill_(7)  # the handle does not depend on what the caller does with the results
-    again_x, again_ids, again_weights, same, _ = buffer.dispatch(
-        x, topk_weights=given.topk_weights, handle=handle
-    )
-    assert same is handle
-    check_rows(again_x, mine)
-    assert oracle.same_bits(again_ids[:num_rows], mine.topk_idx)
-    if again_weights is not None:
-        assert oracle.same_bits(again_weights[:num_rows][here], mine.topk_weights[here])
+    check_handle(here(handle), case, inputs, expected, rank)
+    assert handle.topk_idx.data_ptr() != topk_idx.data_ptr() or not topk_idx.numel()
+    if received[1] is not None:
+        received[1].fill_(7)  # the handle does not depend on what the caller does with the results
+    again = buffer.dispatch(x, topk_weights=topk_weights, handle=handle, **how)
+    assert again[3] is handle
+    check_received(case, mine, again)
 
     returned = outputs_of(case, expected)
     rows, back = room_for(returned.rows[rank], handle), None
@@ -149,24 +151,91 @@ def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | 
         for _ in range(case.num_biases)
     )
     bias: Any = (None, biases[0] if biases else None, biases)[case.num_biases]
-    combined, combined_weights, _ = buffer.combine(rows, handle, back, bias)
-    sums, sum_weights = elastic_oracle.combine(returned, inputs, rank, case.shape, biases=biases)
+    combined, combined_weights, event = buffer.combine(
+        there(rows), handle, there(back), there(bias), async_with_compute_stream=case.run_async
+    )
+    check_event(case, event)
+    combined, combined_weights = here((combined, combined_weights))
+    reduction = Reduction(is_expanded=case.expands)
+    sums, sum_weights = elastic_oracle.combine(returned, inputs, rank, case.shape, reduction, biases)
     assert oracle.same_bits(combined, sums)
     assert (combined_weights is None) == (sum_weights is None)
     if combined_weights is not None:
         assert oracle.same_bits(combined_weights, sum_weights)
 
 
-def check_rows(received: Any, mine: elastic_oracle.Received) -> None:
+def there(things: Any) -> Any:
+    """Tensors, and tuples of them, on the device of this rank's tensors."""
+    return _moved(things, tensor_device())
+
+
+def here(things: Any) -> Any:
+    """The same on the CPU."""
+    return _moved(things, "cpu")
+
+
+def _moved(things: Any, device: str) -> Any:
+    if isinstance(things, tuple):
+        return tuple(_moved(thing, device) for thing in things)
+    if isinstance(things, EPHandle):
+        parts = {name: _moved(part, device) for name, part in vars(things).items()}
+        return replace(things, **parts)
+    return things.to(device) if isinstance(things, torch.Tensor) else things
+
+
+def check_event(case: ElasticCase, event: EventOverlap) -> None:
+    """Wait for an asynchronous call."""
+    assert (event.event is not None) == case.run_async
+    event.current_stream_wait()
+
+
+def check_received(case: ElasticCase, mine: elastic_oracle.Received, received: Any) -> None:
+    *results, event = received
+    check_event(case, event)
+    strides_there = received[0][1].stride() if mine.scales is not None else None
+    rows, ids, weights, handle = here(tuple(results))
+    scales = None
     if mine.scales is not None:
-        received, scales = received
-        assert oracle.same_bits(scales[: len(mine.x)], mine.scales)
-    assert oracle.same_bits(received[: len(mine.x)], mine.x)
+        rows, scales = rows
+        strides = (1, -(-len(rows) // 4) * 4) if case.has_column_major_scales else (scales.shape[1], 1)
+        assert strides_there == strides or not len(rows)
+    if case.expands:
+        assert ids is None
+        check_expanded(case, mine.expanded, (rows, weights, scales), handle)
+        return
+    num_rows = len(mine.x)
+    assert oracle.same_bits(rows[:num_rows], mine.x)
+    if scales is not None:
+        assert oracle.same_bits(scales[:num_rows].contiguous(), mine.scales)
+    assert oracle.same_bits(ids[:num_rows], mine.topk_idx)
+    assert bool((ids[num_rows:] == -1).all()) or received[3].num_recv_tokens == num_rows
+    is_local = mine.topk_idx >= 0
+    assert (weights is not None) == case.has_weights
+    if weights is not None:
+        assert mine.topk_weights is not None
+        assert oracle.same_bits(weights[:num_rows][is_local], mine.topk_weights[is_local])
+
+
+def check_expanded(case: ElasticCase, mine: elastic_oracle.Expanded, received: Any, handle: EPHandle) -> None:
+    """Rows, weights and scales; those of padding only if it is to be zero."""
+    num_rows = len(mine.x)
+    assert all(part is None or len(part) == handle.num_expanded_tokens for part in received)
+    checked = torch.ones_like(mine.is_padding) if case.pads else ~mine.is_padding
+    for part, wanted in zip(received, (mine.x, mine.topk_weights, mine.scales), strict=True):
+        assert (part is None) == (wanted is None)
+        if part is not None:
+            # Boolean masks do not work with all 1-byte types.
+            assert oracle.same_bits(words(part[:num_rows])[checked], words(wanted)[checked])
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8 if tensor.element_size() == 1 else tensor.dtype)
 
 
 def room_for(rows: torch.Tensor, handle: EPHandle) -> torch.Tensor:
     """The rows, followed by rows that are not in use."""
-    whole = rows.new_full((handle.num_recv_tokens, rows.shape[1]), float("nan"))
+    num_rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
+    whole = rows.new_full((num_rows, *rows.shape[1:]), float("nan"))
     whole[: len(rows)] = rows
     return whole
 
@@ -183,18 +252,21 @@ def check_handle(
     assert ids is not None
     num_topk = ids.shape[1]
     assert torch.equal(handle.topk_idx, ids)
-    assert handle.topk_idx.data_ptr() != ids.data_ptr() or not ids.numel()
     assert handle.num_recv_tokens == (num_rows if case.waits else num_ranks * TM)
     assert handle.num_recv_tokens_per_expert_list == (mine.aligned_counts if case.waits else [])
-    if case.waits:
-        assert handle.num_expanded_tokens == sum(mine.aligned_counts)
+    most = expanded_rows(num_ranks * TM, num_topk, case.local_experts, case.alignment)
+    assert handle.num_expanded_tokens == (sum(mine.aligned_counts) if case.waits else most)
+    assert handle.do_expand == case.expands
     assert oracle.same_bits(handle.psum_num_recv_tokens_per_scaleup_rank, mine.psum_by_source)
-    assert oracle.same_bits(handle.psum_num_recv_tokens_per_expert, mine.psum_by_expert)
+    ends = mine.expanded.psum_by_expert if case.expands else mine.psum_by_expert
+    assert oracle.same_bits(handle.psum_num_recv_tokens_per_expert, ends)
     assert oracle.same_bits(handle.num_unaligned_recv_tokens_per_expert, mine.counts)
     metadata = handle.recv_src_metadata
     assert metadata.shape == (handle.num_recv_tokens, 2 + num_topk)
     assert oracle.same_bits(metadata[:num_rows, 0].contiguous(), mine.sources)
     assert (metadata[:num_rows, 1]).tolist() == (mine.sources // TM * num_topk + mine.last_choice).tolist()
+    positions = mine.expanded.positions if case.expands else torch.full((num_rows, num_topk), -1)
+    assert metadata[:num_rows, 2:].tolist() == positions.tolist()
     for token, experts in enumerate(ids.tolist()):
         for choice, expert in enumerate(experts):
             at = int(handle.dst_buffer_slot_idx[token, choice])

@@ -12,13 +12,19 @@ from typing import Any
 from anyep.backends.cuda.compiled import Leaf, Machine, compile_now, compiled_by_triton
 
 
-def ptx_of(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> str:
-    """The PTX of a kernel; arguments whose type is not given are i32. The members of groups have types of
-    their own ("x"), or by group ("out.x"). Pointers are aligned to 16 bytes, and so are the integers that a
-    kernel is specialized for: as for the sizes of real calls."""
+def ptx_of(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    stage: str = "ptx",
+) -> str:
+    """The PTX of a kernel, or an earlier `stage`; arguments whose type is not given are i32. The members of
+    groups have types of their own ("x"), or by group ("out.x"). Pointers are aligned to 16 bytes, and so are
+    the integers that a kernel is specialized for: as for the sizes of real calls."""
     arguments = [param for param in kernel.params if param.name not in constants]
     leaves = [_leaves(kernel, param, types) for param in arguments]
-    text: str = compiled_by_triton(kernel, leaves, constants, options, 90).asm["ptx"]
+    text: str = compiled_by_triton(kernel, leaves, constants, options, 90).asm[stage]
     return text
 
 

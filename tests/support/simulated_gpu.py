@@ -87,6 +87,9 @@ class SimulatedStream:
     def moment(self, begins: bool, ends: bool, previous: EventOverlap | None = None) -> Moment:
         return Moment(self.raw)
 
+    def whole_call(self) -> Moment:
+        return Moment(self.raw)
+
     def beside_caller(self) -> Moment:
         return Moment(self.raw)
 

@@ -63,14 +63,18 @@ def cases(
 def cases_at(draw: st.DrawFn, place: Place, max_tokens: int | None = None) -> Case:
     """Any dispatch and combine in a place."""
     most = max_tokens or (12 if place.device == "simulated" else 24)
-    case = draw(cases(place.num_ranks, most, WINDOW_BYTES[place.device]))
     if place.num_nodes == 1:
-        return case
+        return draw(cases(place.num_ranks, most, WINDOW_BYTES[place.device]))
+    # Between nodes on GPUs rows go to windows only.
+    windows = WINDOW_BYTES["cpu"] if place.device == "cpu" else (None,)
+    case = draw(cases(place.num_ranks, most, windows))
     net_send = draw(st.integers(1, 4))
+    # In the interpreter a ring must hold all rows of a channel.
+    least = max(2 * net_send, most if place.device == "simulated" else 0)
     config = replace(
         case.config,
         num_max_rdma_chunked_send_tokens=net_send,
-        num_max_rdma_chunked_recv_tokens=draw(st.integers(2 * net_send, 12)),
+        num_max_rdma_chunked_recv_tokens=draw(st.integers(least, max(12, least + 2))),
     )
     return replace(case, config=config).at(place)
 

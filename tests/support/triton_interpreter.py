@@ -63,17 +63,28 @@ def understand_assembly() -> None:
     interpreter = importlib.import_module("triton.runtime.interpreter")
 
     def run_assembly(_: Any, assembly: str, __: str, values: list[Any], *___: Any) -> Any:
-        result = np.array([0], np.int32), tl.int32
+        words = [value.data for value in values]
+        result = np.zeros(words[0].shape if words else 1, np.int32), tl.int32
         if "%globaltimer" in assembly:
             # Kernels look at the clock while they wait for another rank, which needs the core.
             time.sleep(0.001)
             result = np.array([time.monotonic_ns()], np.int64), tl.int64
+        elif "ld.acquire.sys.global.u64 $0, [$1];" in assembly:
+            result = words[0].copy(), tl.int64
+            for index, (address, is_read) in enumerate(zip(*(word.flat for word in words), strict=True)):
+                result[0].flat[index] = int64_at(address).value if is_read else 0
         else:
-            assert assembly.startswith("st.release.sys.global.u64 [$1], $2;")
-            address, value = (int(value.data.item()) for value in values)
-            ctypes.c_int64.from_address(address).value = value
+            assert "st.release.sys.global.u64 [$1], $2;" in assembly
+            if len(words) == 2:
+                words.append(np.ones_like(words[0]))
+            for address, value, is_written in zip(*(word.flat for word in words), strict=True):
+                if is_written:
+                    int64_at(address).value = value
         handle = interpreter.TensorHandle(*result)
         return SimpleNamespace(get_result=lambda _: handle)
+
+    def int64_at(address: Any) -> ctypes.c_int64:
+        return ctypes.c_int64.from_address(int(address))
 
     interpreter.InterpreterBuilder.create_inline_asm = run_assembly
 

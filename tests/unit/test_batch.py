@@ -195,7 +195,7 @@ def test_leaves_of_arguments() -> None:
     arguments = (
         groups.Tables(*[words] * 7),
         groups.Prefixes(counts, counts, counts, Input("digests", torch.int64)),
-        groups.Counts(counts, counts, words),
+        groups.Counts(counts, counts, words, counts),
         groups.HostWords(Input("message"), 1, 16, Input("ticket")),
         16,
         1,

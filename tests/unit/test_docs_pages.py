@@ -107,6 +107,13 @@ def test_no_page_is_long(page: Path) -> None:
         assert num_lines <= MAX_LINES, f"{num_lines} lines: split it into pages of one idea each"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
+    first = page.read_text().split("\n\n")[1]
+    told = re.search(r"After this page|[Tt]h(?:is|ese) pages?|These commands|Look up|Find here", first)
+    assert told or page.name == "index.md", f"say first what the reader will be able to do: {first!r}"
+
+
 def test_every_page_is_in_the_menu_once() -> None:
     menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     shown_pages = re.findall(r"([\w/-]+\.md)$", menu, re.MULTILINE)
@@ -186,6 +193,21 @@ def test_messages_are_those_of_the_package(page: str) -> None:
     for message in quoted:
         for part in re.split(r"(?<=\w) \.\.\. (?=\w)|\d+", message):
             assert part.strip() in sources, f"{message!r}: no message has {part.strip()!r}"
+
+
+def test_paths_in_tables_are_those_that_bench_prints() -> None:
+    """One term for one path: in the tables of the commands, and in those of the pages."""
+    sources = "".join(
+        path.read_text() for path in (Path(anyep.__file__).parent / "cli" / "bench").glob("*.py")
+    )
+    rows = []
+    for page in (DOCS / "performance").glob("*.md"):
+        for table in re.findall(
+            r"^\| case \| path \|.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE
+        ):
+            rows += [(page.name, row.split(" | ")[1]) for row in table.splitlines()]
+    assert len(rows) >= 20
+    assert [(page, path) for page, path in rows if f'"{path}"' not in sources] == []
 
 
 def test_every_exception_has_a_part() -> None:

@@ -53,3 +53,10 @@ def test_every_token_of_the_moving_picture_moves(drawing: ModuleType) -> None:
 def test_every_picture_is_shown_on_a_page() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     assert [path.name for path in FILES if f"pictures/{path.name})" not in pages] == []
+
+
+def test_bars_are_those_of_the_table(drawing: ModuleType) -> None:
+    picture = drawing.beside_deep_ep()
+    assert picture.count('class="theirs"') - 1 == picture.count('class="full"') - 1 == 9
+    assert ">2 ranks, 24 SMs<" in picture
+    assert ">8 ranks, 16 SMs<" in picture

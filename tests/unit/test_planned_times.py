@@ -72,9 +72,8 @@ def test_machines(machine) -> None:  # type: ignore[no-untyped-def]
     for library, modes in machine.tables.items():
         for mode, table in modes.items():
             for name, entry in table.items():
-                assert set(entry) == {"value", "source"}, name
-                assert entry["value"] > 0
-                assert len(entry["source"]) > 10
+                assert 0 < entry.low <= entry.value <= entry.high, name
+                assert len(entry.source) > 10
             constants = machine.constants(library, mode)
             for what in ("dispatch", "combine"):
                 times = [
@@ -100,19 +99,19 @@ def test_constants_are_what_their_sources_say(machine: Machine) -> None:
                 if figure.machine in machine.names
             }
             for name, entry in table.items():
-                named = [other for other in all_machines() if re.search(rf"\b{other.file}", entry["source"])]
+                named = [other for other in all_machines() if re.search(rf"\b{other.file}", entry.source)]
                 if named:
-                    assert entry["value"] in values_of(name, mode, named), (library, mode, name)
-                if entry["source"].startswith("fitted"):
+                    assert entry.value in values_of(name, mode, named), (library, mode, name)
+                if entry.source.startswith("fitted"):
                     needed = 2 if re.search("relay|notify|hop|network|message", name) else 1
                     assert max(used, default=0) >= needed, (library, mode, name)
-                    assert "relay" not in name or entry["value"] != table[name.replace("_relay", "")]["value"]
+                    assert "relay" not in name or entry.value != table[name.replace("_relay", "")].value
 
 
 def values_of(name: str, mode: str, machines: list[Machine]) -> list[float]:
     """What the tables of some machines have for a constant."""
     tables = [modes[mode] for machine in machines for modes in machine.tables.values() if mode in modes]
-    return [table[name]["value"] for table in tables if name in table]
+    return [table[name].value for table in tables if name in table]
 
 
 def test_fewer_sms_take_longer() -> None:

@@ -274,7 +274,7 @@ class BetweenNodes:
     def reduce(
         self,
         call: Call,
-        combined: CombineInput,
+        combined: CombineInput[RelayRouting],
         headers: Array,
         out: torch.Tensor,
         out_weights: torch.Tensor,

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from anyep.backends import cpu
-from anyep.backends.base import CombineInput, CountedTokens, DispatchLayout, Payload, Results, Totals
+from anyep.backends.base import CombineInput, CountedTokens, DispatchLayout, Payload, Results, Routing, Totals
 from anyep.backends.cpu.memory import WarmMemory
 from anyep.backends.cpu.rows import (
     CpuCounts,
@@ -40,7 +40,24 @@ NO_EXPERT_COUNTS: Final = np.zeros(0, np.int32)
 NO_EXPERT_TOTALS: Final = np.zeros(0, np.int64)
 
 
-class Way(Protocol):
+class CpuRouting(Routing, Protocol):
+    """A routing whose digests this module compares."""
+
+    @property
+    def sources(self) -> Array:
+        """The origin of each received row."""
+
+    @property
+    def checksum(self) -> int: ...
+    @property
+    def digest_words(self) -> Array: ...
+    def num_rows_for(self, rank: int) -> int: ...
+
+
+CR = TypeVar("CR", bound=CpuRouting)
+
+
+class Way(Protocol[CR]):
     """How rows travel: within a node (`WithinNode`), or between nodes (`BetweenNodes`)."""
 
     source_bytes: int
@@ -48,16 +65,16 @@ class Way(Protocol):
     def new_node_counts(self) -> torch.Tensor | None: ...
     def count_nodes(self, in_rank: torch.Tensor, counts: torch.Tensor) -> None: ...
     def with_nodes(self, counts: CpuCounts, per_node: Any) -> CpuCounts: ...
-    def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> Any: ...
-    def new_routing(self, places: TokenPlaces) -> Any: ...
-    def with_rows(self, routing: Any, num_rows: int, is_counted: bool) -> Any: ...
+    def routing_of(self, handle: Any, last: tuple[Any, CR] | None) -> CR: ...
+    def new_routing(self, places: TokenPlaces) -> CR: ...
+    def with_rows(self, routing: CR, num_rows: int, is_counted: bool) -> CR: ...
     def difference_between(self, digests: Array) -> str: ...
-    def notify(self, call: Call, header: Array, counts: CpuCounts, routing: Any) -> NotifyCounts: ...
+    def notify(self, call: Call, header: Array, counts: CpuCounts, routing: CR) -> NotifyCounts: ...
     def send_rows(
         self,
         call: Call,
         payload: Payload,
-        routing: Any,
+        routing: CR,
         results: Results,
         decision: Decision,
         config: Config,
@@ -67,17 +84,17 @@ class Way(Protocol):
     def reduce(
         self,
         call: Call,
-        combined: CombineInput,
+        combined: CombineInput[CR],
         headers: Array,
         out: torch.Tensor,
         out_weights: torch.Tensor,
     ) -> None: ...
 
 
-class CpuNormalOps:
+class CpuNormalOps(Generic[CR]):
     """Normal mode on the CPU."""
 
-    def __init__(self, mover: RowMover, way: Way, stream: Stream, memory: WarmMemory) -> None:
+    def __init__(self, mover: RowMover, way: Way[CR], stream: Stream, memory: WarmMemory) -> None:
         self.mover = mover
         self.way = way
         self.stream = stream
@@ -110,6 +127,10 @@ class CpuNormalOps:
     def check_config(self, config: Config) -> None:
         """Any number of channels works: they are iterations of a loop."""
 
+    def is_quiet(self) -> bool:
+        """Every call is made step by step."""
+        return False
+
     def dispatch_again(self, x: Any, handle: Any, config: Config) -> None:
         """Every call is made step by step."""
 
@@ -122,7 +143,7 @@ class CpuNormalOps:
     def aligned_payload(self, payload: Payload) -> Payload:
         return payload
 
-    def aligned_input(self, combined: CombineInput) -> CombineInput:
+    def aligned_input(self, combined: CombineInput[CR]) -> CombineInput[CR]:
         return combined
 
     def refuse(self, call: Call, error: AnyEPError) -> None:
@@ -163,7 +184,7 @@ class CpuNormalOps:
             count()
         return DispatchLayout(tokens_per_rank, tokens_per_node, tokens_per_expert, in_rank, event)
 
-    def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> Any:
+    def routing_of(self, handle: Any, last: tuple[Any, CR] | None) -> CR:
         return self.way.routing_of(handle, last)
 
     def counts_of(
@@ -215,7 +236,7 @@ class CpuNormalOps:
                 f" pass both from one get_dispatch_layout"
             )
 
-    def exchange_by_handle(self, call: Call, header: Array, routing: Any) -> Array:
+    def exchange_by_handle(self, call: Call, header: Array, routing: CR) -> Array:
         """Exchange short messages, and check that all ranks' handles are of one dispatch.
 
         Every rank gets the digests of all handles, so every rank finds the same difference.
@@ -231,14 +252,16 @@ class CpuNormalOps:
             raise other_routing(call, difference)
         return headers
 
-    def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> CpuCall:
+    def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> CpuCall[CR]:
         return CpuCall(self, call, previous, run_async)
 
 
-class CpuCall:
+class CpuCall(Generic[CR]):
     """The operations of one call."""
 
-    def __init__(self, ops: CpuNormalOps, call: Call, previous: EventOverlap | None, run_async: bool) -> None:
+    def __init__(
+        self, ops: CpuNormalOps[CR], call: Call, previous: EventOverlap | None, run_async: bool
+    ) -> None:
         self._ops = ops
         self._mover, self._way, self._control = ops.mover, ops.way, ops.control
         self._call = call
@@ -261,13 +284,13 @@ class CpuCall:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._ops.memory.empty(shape, dtype)
 
-    def new_routing(self, payload: Payload, counts: CpuCounts, config: Config) -> Any:
+    def new_routing(self, payload: Payload, counts: CpuCounts, config: Config) -> CR:
         return self._way.new_routing(counts.places)
 
-    def with_rows(self, routing: Any, num_rows: int, is_counted: bool) -> Any:
+    def with_rows(self, routing: CR, num_rows: int, is_counted: bool) -> CR:
         return self._way.with_rows(routing, num_rows, is_counted)
 
-    def new_results(self, payload: Payload, routing: Any, window: int) -> Results:
+    def new_results(self, payload: Payload, routing: CR, window: int) -> Results:
         token, num_rows = payload.token, routing.num_recv_rows
         shape, dtype = (num_rows, payload.x.shape[1]), payload.x.dtype
         ids = weights = scales = None
@@ -299,7 +322,7 @@ class CpuCall:
         payload: Payload,
         counts: CpuCounts,
         config: Config,
-        routing: Any,
+        routing: CR,
         host_waits: bool,
     ) -> None:
         def step() -> None:
@@ -308,7 +331,7 @@ class CpuCall:
 
         self._steps.append(step)
 
-    def notify_by_handle(self, header: Array, payload: Payload | None, routing: Any) -> None:
+    def notify_by_handle(self, header: Array, payload: Payload | None, routing: CR) -> None:
         def step() -> None:
             self._headers = self._ops.exchange_by_handle(self._call, header, routing)
             if payload is not None:
@@ -333,7 +356,7 @@ class CpuCall:
     def send_rows(
         self,
         payload: Payload,
-        routing: Any,
+        routing: CR,
         results: Results,
         config: Config,
         experts_per_rank: int,
@@ -345,7 +368,7 @@ class CpuCall:
             )
         )
 
-    def stage(self, combined: CombineInput, header: Array) -> None:
+    def stage(self, combined: CombineInput[CR], header: Array) -> None:
         def step() -> None:
             self._control.enter(self._call, Phase.STAGE)
             offsets, self._staged = self._mover.stage((combined.x, combined.topk_weights))
@@ -353,7 +376,7 @@ class CpuCall:
 
         self._steps.append(step)
 
-    def reduce(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
+    def reduce(self, combined: CombineInput[CR], out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
         weights = out_weights
         if weights is None:
             weights = torch.empty((out.shape[0], 0), dtype=torch.float32, device="cpu")
@@ -371,7 +394,7 @@ class CpuCall:
         else:
             self._steps.append(lambda: self._mover.acknowledge(self._call))
 
-    def unpack(self, payload: Payload, routing: Any, results: Results, is_new: bool, pads: bool) -> None:
+    def unpack(self, payload: Payload, routing: CR, results: Results, is_new: bool, pads: bool) -> None:
         self._steps.append(lambda: self._mover.unpack(payload, results, self.decision, is_new))
 
     def end(self, *used: torch.Tensor | None) -> EventHandle | None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from anyep.backends import cpu
-from anyep.backends.base import CombineInput, Control, Payload, Results
+from anyep.backends.base import CombineInput, Control, Payload, Results, Routing
 from anyep.backends.cpu.heap import Block
 from anyep.backends.cpu.kernels import groups
 from anyep.backends.cpu.memory import WindowHeap
@@ -235,7 +235,7 @@ def payload_group(payload: Payload, experts_per_rank: int) -> groups.Payload:
     )
 
 
-def outputs_group(combined: CombineInput, x_of: Array, weights_of: Array) -> groups.Outputs:
+def outputs_group(combined: CombineInput[Routing], x_of: Array, weights_of: Array) -> groups.Outputs:
     """What the kernels of a combine sum: this rank's rows, and those of its peers that are read in place."""
     weights = combined.topk_weights
     return groups.Outputs(
@@ -243,7 +243,7 @@ def outputs_group(combined: CombineInput, x_of: Array, weights_of: Array) -> gro
     )
 
 
-def sums_group(combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor) -> groups.Sums:
+def sums_group(combined: CombineInput[Routing], out: torch.Tensor, out_weights: torch.Tensor) -> groups.Sums:
     """What the kernels of a combine fill."""
     x = combined.x
     biases = [bias.data_ptr() for bias in combined.biases] + [0] * (2 - len(combined.biases))

@@ -180,7 +180,7 @@ class WithinNode:
     def reduce(
         self,
         call: Call,
-        combined: CombineInput,
+        combined: CombineInput[NodeHandle],
         headers: Array,
         out: torch.Tensor,
         out_weights: torch.Tensor,

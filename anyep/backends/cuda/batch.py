@@ -62,6 +62,11 @@ class Input(NamedTuple):
     dtype: torch.dtype | None = None
 
 
+Take = Callable[[Any], Sequence[Any]]
+"""Finds the values of a batch's inputs, in their order, among those of a call."""
+Launcher = Callable[[Moment, Any], bool]
+
+
 class Launch(NamedTuple):
     """One kernel of a batch."""
 
@@ -88,13 +93,15 @@ class Batch:
         """The inputs."""
         self.machines: Sequence[Machine] = ()
         """The machine code of its kernels."""
-        self.run: Callable[[Moment, Mapping[str, Any]], bool] = partial(_interpret_all, self._launches)
-        """Launches the kernels with these values of the inputs; returns False, and launches nothing, if the
-        batch was made for aligned addresses and one is not."""
+        self.launcher: Callable[[Take], Launcher] = partial(_interpreter, self._launches, self.names)
+        """Makes what launches the kernels, with values among which `take` finds those of the inputs."""
         if all(isinstance(launch.kernel, JITFunction) for launch in launches):
             with driver.relaxed():
                 self._loaded = _Loaded(self._launches, device, self.names, are_aligned or {})
-            self.machines, self.run = self._loaded.machines, self._loaded.run
+            self.machines, self.launcher = self._loaded.machines, self._loaded.launcher
+        self.run: Callable[[Moment, Mapping[str, Any]], bool] = self.launcher(values_of(self.names))
+        """Launches the kernels with these values of the inputs; returns False, and launches nothing, if the
+        batch was made for aligned addresses and one is not."""
 
 
 class _Loaded:
@@ -107,7 +114,7 @@ class _Loaded:
         names: Sequence[str],
         are_aligned: Mapping[str, bool],
     ) -> None:
-        self._values_of = values_of(names)
+        self._names = tuple(names)
         self._name = "+".join(launch.kernel.fn.__name__ for launch in launches)
         self._kernels = [_Kernel(launch, device, are_aligned) for launch in launches]
         self.machines = [kernel.machine for kernel in self._kernels]
@@ -144,22 +151,32 @@ class _Loaded:
 
         self._run: Callable[[int, int], int] = run_batch
 
-    def run(self, moment: Moment, values: Mapping[str, Any]) -> bool:
-        found = [value if value.__class__ is int else value.data_ptr() for value in self._values_of(values)]
-        # Other threads run during the call: the packed inputs are this thread's until it returns.
-        with self._lock:
-            self._pack(self._inputs, 0, *moment, *found)
-            status = self._run(self._address, self._inputs_address)
-            if status == words.CHAIN_IS_DUE:
-                self._make_chain(moment.stream)
-                return True
+    def launcher(self, take: Take) -> Launcher:
+        """What launches the kernels; bound to all that it needs, since it runs in every call."""
+        pack, inputs, lock, launch = self._pack, self._inputs, self._lock, self._run
+        words_at, inputs_at = self._address, self._inputs_address
+
+        def run(moment: Moment, values: Any) -> bool:
+            found = [value if value.__class__ is int else value.data_ptr() for value in take(values)]
+            # Other threads run during the call: the packed inputs are this thread's until it returns.
+            with lock:
+                pack(inputs, 0, *moment, *found)
+                status = launch(words_at, inputs_at)
+                return not status or self._after(status, moment, found)
+
+        return run
+
+    def _after(self, status: int, moment: Moment, found: Sequence[int]) -> bool:
+        """What `run` returns after a status that is not 0."""
+        if status == words.CHAIN_IS_DUE:
+            self._make_chain(moment[0])
+            return True
         if status == words.MISALIGNED:
             return False
         if status == words.TOO_LARGE:
-            numbers = {name: value for name, value in values.items() if isinstance(value, int)}
+            numbers = dict(zip(self._names, found, strict=True))
             raise OverflowError(f"{self._name}: one of {numbers} is a number of more than 32 bits")
-        if status:
-            driver.check(status, self._name)
+        driver.check(status, self._name)
         return True
 
     def _make_chain(self, stream: int) -> None:
@@ -306,21 +323,33 @@ class Prepared:
 
     both = Prepared(batches, recipes)
     both.run(moment, {"x": x})
+
+    With `order`, calls pass a tuple of values, whose names are given once; names that are no inputs do not
+    matter.
+
+    both = Prepared(batches, recipes, ("x", "out"))
+    both.run(moment, (x, out))
     """
 
-    __slots__ = ("_batch", "_batches", "_recipes")
+    __slots__ = ("_batches", "_launch", "_order", "_recipes")
 
-    def __init__(self, batches: Batches, recipes: Recipes) -> None:
+    def __init__(self, batches: Batches, recipes: Recipes, order: Sequence[str] | None = None) -> None:
         self._batches = batches
         self._recipes = recipes
-        self._batch: Batch | None = None
+        self._order = order
+        self._launch: Launcher | None = None
 
-    def run(self, moment: Moment, values: Mapping[str, Any]) -> None:
-        batch = self._batch
-        if batch is None:
-            batch = self._batch = self._batches.made(self._recipes)
-        if not batch.run(moment, values):
-            self._batches.run_unaligned(batch, self._recipes, moment, values)
+    def run(self, moment: Moment, values: Any) -> None:
+        if not (self._launch or self._launcher())(moment, values):
+            named = values if self._order is None else dict(zip(self._order, values, strict=True))
+            self._batches.run_unaligned(self._batches.made(self._recipes), self._recipes, moment, named)
+
+    def _launcher(self) -> Launcher:
+        batch = self._batches.made(self._recipes)
+        self._launch = batch.run
+        if self._order is not None:
+            self._launch = batch.launcher(values_at([self._order.index(name) for name in batch.names]))
+        return self._launch
 
 
 def leaves_of(launch: Launch, are_aligned: Mapping[str, bool]) -> list[Leaf | tuple[Leaf, ...]]:
@@ -383,10 +412,27 @@ def values_of(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Sequence[An
     return lambda values: tuple(values[name] for name in names)
 
 
-def _interpret_all(launches: Sequence[Launch], moment: Moment, values: Mapping[str, Any]) -> bool:
-    for launch in launches:
-        interpret(launch, values)
-    return True
+def values_at(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What looks up the values at these places.
+
+    >>> values_at([2, 0])("abc"), values_at([1])("abc"), values_at([])("abc")
+    (('c', 'a'), ('b',), ())
+    """
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: tuple(values[place] for place in places)
+
+
+def _interpreter(launches: Sequence[Launch], names: Sequence[str], take: Take) -> Launcher:
+    """What runs kernels in Triton's interpreter."""
+
+    def run(moment: Moment, values: Any) -> bool:
+        named = dict(zip(names, take(values), strict=True))
+        for launch in launches:
+            interpret(launch, named)
+        return True
+
+    return run
 
 
 def interpret(launch: Launch, values: Mapping[str, Any]) -> None:

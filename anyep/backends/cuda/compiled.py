@@ -155,13 +155,13 @@ def _wait_silently(holder: int) -> None:
 
 
 def _encoded(machine: Machine) -> bytes:
-    facts = (machine.name, machine.shared_bytes, machine.parameters.format, machine.num_unused)
-    return json.dumps(facts).encode() + b"\n" + machine.cubin
+    header = (machine.name, machine.shared_bytes, machine.parameters.format, machine.num_unused)
+    return json.dumps(header).encode() + b"\n" + machine.cubin
 
 
 def _decoded(payload: bytes) -> Machine:
-    facts, _, cubin = payload.partition(b"\n")
-    name, shared_bytes, parameters, num_unused = json.loads(facts)
+    header, _, cubin = payload.partition(b"\n")
+    name, shared_bytes, parameters, num_unused = json.loads(header)
     return Machine(name, cubin, shared_bytes, struct.Struct(parameters), num_unused)
 
 

@@ -51,7 +51,11 @@ COMMAND_ENTRIES: Final = 22
 COMMAND_COUNTS: Final = 23
 """The address of two words per writer, in memory of the GPU: the commands that it has written, and the
 last one that its ring is known to have room for."""
-NUM_CONSTANTS: Final = 24
+NETWORK_COUNTS_AT: Final = 24
+"""The counts for relays, by source node; two sets alternate."""
+NETWORK_COUNTS_STRIDE: Final = 25
+NETWORK_COUNTS_SET_STRIDE: Final = 26
+NUM_CONSTANTS: Final = 27
 
 # The state of a call.
 OUTCOME: Final = 0
@@ -64,6 +68,7 @@ IS_REPORTED: Final = 4
 IS_WRONG: Final = 5
 """Set before a call's notify messages if its counts contradict its choices: how (below) and where, encoded by
 `wrong_word`."""
+WRONG_NODE_COUNT: Final = 0
 WRONG_RANK_COUNT: Final = 1
 WRONG_EXPERT_COUNT: Final = 2
 WRONG_TOKEN: Final = 3
@@ -121,6 +126,8 @@ TICKET: Final = 0
 TOTAL_OUTCOME: Final = 1
 TOTAL_ROWS: Final = 2
 TOTAL_USES_RINGS: Final = 3
+TOTAL_RELAYED: Final = 4
+"""The tokens that this rank relays, between nodes."""
 TOTAL_ALL_WAIT: Final = 5
 """Whether all hosts wait for their totals: only then can they act together."""
 TOTAL_BY_EXPERT: Final = 8

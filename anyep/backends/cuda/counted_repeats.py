@@ -124,7 +124,7 @@ class CountedRepeats:
 
     def start(
         self, ops: GpuNormalOps, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch | StartedDispatch] | None:
+    ) -> Callable[[Call], CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]] | None:
         """The call, to be made at once; None if it is not like the kept one."""
         kept = self._kept
         x, scales = rows_and_scales(tokens.x)
@@ -158,7 +158,7 @@ class CountedRepeats:
         scales: torch.Tensor | None,
         tokens: CountedTokens,
         call: Call,
-    ) -> CountedDispatch | StartedDispatch:
+    ) -> CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]:
         control, header, num_topk = self._control, kept.header, kept.token.num_topk
         routing = self._new_routing(x.shape[0], kept.num_channels)
         self._windows.followed = self._stream.caller()

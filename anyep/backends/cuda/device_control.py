@@ -50,6 +50,7 @@ class DeviceControl:
         self.control = control
         self.region = region
         self.rank, self.num_ranks = control.rank, control.num_ranks
+        self.topology = Topology(self.num_ranks, region.ranks_per_node)
         self.heap = heap
         self.heaps = gpu.table(self.heap.addresses)
         self.inboxes = gpu.table([self.heap.address] * self.num_ranks)
@@ -75,7 +76,7 @@ class DeviceControl:
             self.constants = gpu.table(self._constants())
             self.kernels = ControlKernels(
                 self.rank,
-                self.num_ranks,
+                self.topology,
                 Tables(
                     *(self.constants, self.heaps, self.state, self.targets, self.bases),
                     *(self.inboxes, self.net_rows),
@@ -105,8 +106,7 @@ class DeviceControl:
     def _net_rows(self) -> list[int]:
         """By node: the heap of this rank's relay there, which has a ring for each node; this node's is for
         rows from here."""
-        topology = Topology(self.num_ranks, self.region.ranks_per_node)
-        plan = RelayPlan(topology, self.rank)
+        plan = RelayPlan(self.topology, self.rank)
         return [word for relay in plan.relays for word in (self.heap.addresses[relay], plan.node)]
 
     def _constants(self) -> list[int]:
@@ -134,6 +134,10 @@ class DeviceControl:
         words[constants.NETWORK_TAIL_AT] = region.blocks.network_tail.start
         words[constants.NETWORK_HEAD_AT] = region.blocks.network_head.start
         words[constants.NETWORK_STRIDE] = region.blocks.network_tail.stride
+        counts = region.blocks.network_counts
+        words[constants.NETWORK_COUNTS_AT] = counts.start
+        words[constants.NETWORK_COUNTS_STRIDE] = counts.stride
+        words[constants.NETWORK_COUNTS_SET_STRIDE] = counts.offset(0, 1) - counts.start
         return words
 
     def set_window_bases(self, addresses: Sequence[Sequence[int]]) -> None:
@@ -191,11 +195,21 @@ class DeviceControl:
     def flag_of(self, rank: int, flags: int, number: int) -> int:
         """Read a rank's flag; `flags` is the device constant that holds the offset of such flags."""
         words = self._constants()
-        stride = words[constants.NOTIFY_STRIDE if flags == constants.MAILBOX_AT else constants.FLAG_STRIDE]
-        if flags == constants.TAIL_AT:
-            stride = words[constants.RING_STRIDE]
-        box = words[constants.BOX_STRIDE] * (number % 2) if flags == constants.MAILBOX_AT else 0
-        return self.word_at(words[flags] + box + rank * stride)
+        if flags == constants.MAILBOX_AT:
+            box = words[constants.BOX_STRIDE] * (number % 2)
+            return self.word_at(words[flags] + box + rank * words[constants.NOTIFY_STRIDE])
+        if flags == constants.NETWORK_TAIL_AT:
+            node = self.topology.node_of(rank)
+            return self.word_at(words[flags] + node * words[constants.NETWORK_STRIDE])
+        stride = words[constants.RING_STRIDE if flags == constants.TAIL_AT else constants.FLAG_STRIDE]
+        # These flags are those of the ranks of this node.
+        return self.word_at(words[flags] + self.topology.nvl_rank_of(rank) * stride)
+
+    def writers_of(self, flags: int) -> range:
+        """The ranks that write such flags."""
+        if flags == constants.MAILBOX_AT:
+            return range(self.num_ranks)
+        return self.topology.ranks_on(self.topology.node_of(self.rank))
 
     def aborting_rank(self) -> int:
         """The rank that raised this rank's abort flag."""

@@ -1,10 +1,11 @@
 """Recipes of the kernels of the expanded layout: rows by local expert (`kernels/expand.py`).
 
-    kernels = ExpandKernels(num_programs, rounds_in_hardware)
-    values = inputs_of_expansion((counts, at), places, compact, expanded, alignment, ids=ids)
+    kernels = ExpandKernels(rounds_in_hardware)
     counting = tuple((recipe, num_topk, local_experts) for recipe in (kernels.count_tiles, kernels.add_tiles))
     placing = (kernels.place_by_expert, num_topk, local_experts, True)
-    batches.run((*counting, placing, (kernels.expand_rows, *sizes)), moment, values)
+    batches.run((*counting, placing), moment, inputs_of_placing((counts, at), ids, places, alignment))
+    values = inputs_of_moving((counts, at), places, compact, expanded, alignment, most_programs)
+    batches.run(((kernels.expand_rows, *sizes),), moment, values)
 
 No kernel waits for another program, so there may be more programs than can be resident.
 """
@@ -32,7 +33,7 @@ UNROLLED_CHOICES: Final = 4
 REDUCE_TILE: Final = (8, 1024)
 REDUCE_WARPS: Final = 16
 GATHERED_ROWS: Final = 256
-PROGRAMS_PER_SM: Final = 8
+WORD_BYTES: Final = 4
 ALIGNED_NUMBERS: Final = 4
 """Numbers of 4 bytes in 16 bytes."""
 
@@ -46,14 +47,14 @@ EXPERT_COUNTS: Final = Input("expert_counts", torch.int32)
 EXPERT_ENDS: Final = Input("expert_ends", torch.int32)
 NUM_TILES: Final = Input("num_placed_tiles")
 ALIGNMENT: Final = Input("expert_alignment")
+MOVING_PROGRAMS: Final = Input("moving_programs")
 EXPANDED_ROOM: Final = Input("expanded_room")
 
 
 class ExpandKernels:
-    """The kernels of one rank that group rows by expert; `num_programs` move rows."""
+    """The kernels of one rank that group rows by expert."""
 
-    def __init__(self, num_programs: int, rounds_in_hardware: bool) -> None:
-        self._num_programs = num_programs
+    def __init__(self, rounds_in_hardware: bool) -> None:
         self._rounds_in_hardware = rounds_in_hardware
 
     def count_tiles(self, num_topk: int, local_experts: int) -> Launch:
@@ -128,7 +129,7 @@ class ExpandKernels:
             expand.expand_rows,
             EXPAND_WARPS,
             constants,
-            (self._num_programs,),
+            (MOVING_PROGRAMS,),
             (
                 *(RECEIVED, _positions(num_topk), compact, expanded),
                 *(EXPERT_ENDS, row_words, local_experts, ALIGNMENT),
@@ -153,7 +154,7 @@ class ExpandKernels:
             expand.reduce_expanded,
             REDUCE_WARPS,
             constants,
-            (self._num_programs,),
+            (MOVING_PROGRAMS,),
             (
                 *(RECEIVED, _positions(num_topk), Input("expanded_x", bits), weights_of[0]),
                 *(Input("compact_x", bits), weights_of[1], hidden, EXPANDED_ROOM),
@@ -169,49 +170,68 @@ def _expert_blocks(local_experts: int) -> int:
     return -(-local_experts // PLACED_EXPERTS)
 
 
-def inputs_of_expansion(
+def inputs_of_placing(
+    received: tuple[torch.Tensor, int], ids: torch.Tensor, places: ExpertPlaces, alignment: int
+) -> dict[str, Any]:
+    """The inputs of the kernels that place rows with these local ids.
+
+    `received` is where the number of received rows is: a tensor of int32 counts, and an index."""
+    num_tiles = max(1, -(-ids.shape[0] // PLACED_ROWS))
+    num_counts = -(-num_tiles * len(places.counts) // ALIGNED_NUMBERS) * ALIGNED_NUMBERS
+    scratch = torch.empty((2, num_counts), dtype=torch.int32, device=ids.device)
+    return {
+        **_inputs_of_rows(received, ids.shape[0], places, alignment),
+        "received_ids": ids,
+        "num_placed_tiles": num_tiles,
+        "tile_counts": scratch[0],
+        "tiles_before": scratch[1],
+    }
+
+
+def inputs_of_moving(
     received: tuple[torch.Tensor, int],
     places: ExpertPlaces,
     compact: RowTensors,
-    expanded: RowTensors | None,
+    expanded: RowTensors,
     alignment: int,
-    ids: torch.Tensor | None = None,
+    most_programs: int,
 ) -> dict[str, Any]:
-    """The inputs of these kernels. `received` is where the number of received rows is: a tensor of int32
-    counts, and an index. The local ids of the rows are needed to place them."""
+    """The inputs of the kernels that write copies of rows, or add them up."""
+    num_rows, hidden = compact.x.shape
+    tile_rows, tile_bytes = EXPAND_TILE[0], WORD_BYTES * EXPAND_TILE[1]
+    num_tiles = -(-num_rows // tile_rows) * -(-hidden * compact.x.element_size() // tile_bytes)
+    values = {
+        **_inputs_of_rows(received, num_rows, places, alignment),
+        "moving_programs": max(1, min(most_programs, num_tiles)),
+        "compact_x": compact.x,
+        "compact_weights": compact.weights,
+        "compact_scales": compact.scales,
+        "expanded_x": expanded.x,
+        "expanded_weights": expanded.weights,
+        "expanded_scales": expanded.scales,
+        "expanded_room": expanded.x.shape[0],
+    }
+    if expanded.scales is not None:
+        values["stride_row"], values["stride_scale"] = expanded.scales.stride()
+    return values
+
+
+def _inputs_of_rows(
+    received: tuple[torch.Tensor, int], room: int, places: ExpertPlaces, alignment: int
+) -> dict[str, Any]:
     counts, at = received
-    positions, room = places.positions, compact.x.shape[0]
+    positions = places.positions
     # Kernels are compiled for pointers to multiples of 16 bytes.
     first = positions.storage_offset() % ALIGNED_NUMBERS
     extent = first + (room - 1) * positions.stride(0) + positions.shape[1] if room else 0
-    from_aligned = positions.as_strided((extent,), (1,), positions.storage_offset() - first)
-    values: dict[str, Any] = {
+    return {
         "received": counts,
         "received_at": at,
         "received_room": room,
-        "positions": from_aligned,
+        "positions": positions.as_strided((extent,), (1,), positions.storage_offset() - first),
         "first_position": first,
         "position_stride": positions.stride(0),
         "expert_counts": places.counts,
         "expert_ends": places.ends,
         "expert_alignment": alignment,
-        "compact_x": compact.x,
-        "compact_weights": compact.weights,
-        "compact_scales": compact.scales,
     }
-    if ids is not None:
-        num_tiles = max(1, -(-room // PLACED_ROWS))
-        num_counts = -(-num_tiles * len(places.counts) // ALIGNED_NUMBERS) * ALIGNED_NUMBERS
-        scratch = torch.empty((2, num_counts), dtype=torch.int32, device=ids.device)
-        values |= {"received_ids": ids, "num_placed_tiles": num_tiles}
-        values |= {"tile_counts": scratch[0], "tiles_before": scratch[1]}
-    if expanded is not None:
-        values |= {
-            "expanded_x": expanded.x,
-            "expanded_weights": expanded.weights,
-            "expanded_scales": expanded.scales,
-            "expanded_room": expanded.x.shape[0],
-        }
-        if expanded.scales is not None:
-            values["stride_row"], values["stride_scale"] = expanded.scales.stride()
-    return values

@@ -91,8 +91,8 @@ class Gpu:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def empty_like(self, template: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(template)
+    empty_like: Callable[[torch.Tensor], torch.Tensor] = staticmethod(torch.empty_like)
+    """Torch's own function: calls allocate several results."""
 
     def table(self, words: list[int]) -> torch.Tensor:
         return torch.tensor(words, dtype=torch.int64, device=self.device)

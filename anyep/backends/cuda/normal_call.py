@@ -260,13 +260,17 @@ class GpuCall:
         needed = max(payload.window_bytes(int(rows)) for rows in control.rows_of)
         first = self._ops.grow(self._call, needed)
         if first is None:
-            return totals.window
+            return self.without_windows(totals)
         token = payload.token
         control.place_in_new_block(first, token.hidden_bytes, token.num_topk)
         if totals.window >= 0:
             return totals.window
         self._ops.windows.allocate_at(first, payload.window_bytes(totals.num_rows))
         return first
+
+    def without_windows(self, totals: Totals) -> int:
+        """Some rank has no window and gets none: its rows go through rings. Return this rank's window."""
+        return totals.window
 
     # Rows
 
@@ -293,7 +297,12 @@ class GpuCall:
             self._keep = partial(self._ops.repeats.keep_dispatch, *of_call)
         rows = self._ops.rows
         self._recipes.append(
-            (rows.send_through_rings, rows.sizes(payload.token, config), _strides(payload), experts_per_rank)
+            (
+                rows.send_through_rings,
+                rows.sizes(payload.token, config),
+                strides_of(payload),
+                experts_per_rank,
+            )
         )
 
     def _send_to_windows(
@@ -301,7 +310,9 @@ class GpuCall:
     ) -> None:
         rows = self._ops.rows
         sizes = rows.sizes(payload.token, config)
-        self._recipes.append((rows.send_to_windows, sizes, _strides(payload), experts_per_rank, all_or_none))
+        self._recipes.append(
+            (rows.send_to_windows, sizes, strides_of(payload), experts_per_rank, all_or_none)
+        )
 
     def unpack(
         self, payload: Payload, routing: GpuRouting, results: Results, is_new: bool, pads: bool
@@ -320,12 +331,17 @@ class GpuCall:
 
     # Combine
 
-    def stage(self, combined: CombineInput, header: Array) -> None:
+    def stage(self, combined: CombineInput[GpuRouting], header: Array) -> None:
         """Copy rows into a window for the peers. If it has no room, rows go through rings. Without any
         windows the ring kernel runs even if there are no rows, because the results must be filled."""
-        x, routing = combined.x, combined.routing
+        self._values["rank_prefix"] = combined.routing.rank_prefix_matrix
+        self.stage_rows(combined, header)
+
+    def stage_rows(self, combined: CombineInput[Any], header: Array) -> None:
+        """Make rows and weights readable by peers; an input of the kernel says which rows it leaves out."""
+        x = combined.x
         self._values["x"], self._values["weights"] = x, combined.topk_weights
-        self._values["num_rows"], self._values["rank_prefix"] = x.shape[0], routing.rank_prefix_matrix
+        self._values["num_rows"] = x.shape[0]
         header[X_OFFSET], header[WEIGHTS_OFFSET] = -1, -1
         gpu_windows = self._ops.windows
         if not gpu_windows.num_bytes:
@@ -348,7 +364,7 @@ class GpuCall:
             offsets.append(offset)
         header[X_OFFSET], header[WEIGHTS_OFFSET] = offsets
 
-    def _copy_to(self, offset: int, tensor: torch.Tensor, combined: CombineInput) -> None:
+    def _copy_to(self, offset: int, tensor: torch.Tensor, combined: CombineInput[GpuRouting]) -> None:
         """Copy rows or weights into a window; of the rows those that other ranks read, since this rank reads
         its own where they are."""
         window = self._ops.windows.tensor(offset, tuple(tensor.shape), tensor.dtype)
@@ -368,20 +384,38 @@ class GpuCall:
             self._ops.windows.give_back(window, num_bytes)
         self._staged = []
 
-    def reduce(self, combined: CombineInput, out: torch.Tensor, out_weights: torch.Tensor | None) -> None:
-        rows, values = self._ops.rows, self._values
-        values["out"], values["out_weights"] = out, out_weights
-        values["own_x"] = combined.x.data_ptr()
-        for index, bias in enumerate(combined.biases):
-            values[f"bias_{index}"] = bias
-        of_call = (rows.sizes(combined.token, combined.config), out.dtype, len(combined.biases))
+    def reduce(
+        self, combined: CombineInput[GpuRouting], out: torch.Tensor, out_weights: torch.Tensor | None
+    ) -> None:
+        rows = self._ops.rows
+        self.use_sums(combined, out, out_weights)
+        of_call: tuple[Any, ...] = (
+            rows.sizes(combined.token, combined.config),
+            out.dtype,
+            len(combined.biases),
+        )
+        if combined.order is not None:
+            self._values["order"] = combined.order
+            self._used.append(combined.order)
+            of_call += (True,)
         if self._ops.windows.num_bytes:
             self._recipes.append((rows.pull_and_sum, *of_call))
             header, is_plain = self._header, combined.topk_weights is None and not combined.biases
+            is_plain = is_plain and combined.order is None
             if header is not None and is_plain and combined.x.shape[0] and header[X_OFFSET] >= 0:
                 is_staged = bool(self._staged)
                 self._keep = partial(self._ops.repeats.keep_combine, combined, header, is_staged=is_staged)
         self._recipes.append((rows.combine_through_rings, *of_call))
+
+    def use_sums(
+        self, combined: CombineInput[Any], out: torch.Tensor, out_weights: torch.Tensor | None
+    ) -> None:
+        """Take these tensors as inputs of the kernels that sum rows."""
+        values = self._values
+        values["out"], values["out_weights"] = out, out_weights
+        values["own_x"] = combined.x.data_ptr()
+        for index, bias in enumerate(combined.biases):
+            values[f"bias_{index}"] = bias
 
     # The end
 
@@ -435,7 +469,7 @@ def inputs_of_unpacking(routing: GpuRouting, ids: torch.Tensor | None, num_topk:
     }
 
 
-def _strides(payload: Payload) -> Strides | None:
+def strides_of(payload: Payload) -> Strides | None:
     return Strides(*payload.scales.stride()) if payload.scales is not None else None
 
 

@@ -6,10 +6,11 @@ can be captured in CUDA graphs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -25,9 +26,12 @@ from anyep.backends.base import (
 )
 from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
 from anyep.backends.cuda import constants
-from anyep.backends.cuda.batch import Prepared
+from anyep.backends.cuda.batch import Prepared, Recipes
 from anyep.backends.cuda.counted_repeats import CountedRepeats
 from anyep.backends.cuda.device_control import DeviceControl
+from anyep.backends.cuda.node_call import GpuNodeCall
+from anyep.backends.cuda.node_kernels import NodeKernels
+from anyep.backends.cuda.node_routing import checked_node_counts, checked_node_handle
 from anyep.backends.cuda.normal_call import GpuCall
 from anyep.backends.cuda.repeats import Repeats
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting, checked_handle, known_routing
@@ -42,10 +46,12 @@ from anyep.core.rings import Rings
 from anyep.errors import AnyEPError, no_expert
 from anyep.events import EventOverlap
 from anyep.layout import SOURCE_INDEX_BYTES
-from anyep.sizes import Config
+from anyep.sizes import SOURCE_META_BYTES, Config
 
 log = logging.getLogger("anyep")
 MAX_LAYOUTS: Final = 256
+OF_LAYOUT: Final = "topk_idx", "by_rank", "by_expert", "in_rank", "by_node", "num_tokens"
+"""The inputs of a layout, in the order in which they are passed."""
 
 
 class Reporter(Protocol):
@@ -69,15 +75,14 @@ class Sms(Protocol):
 class _Layout(NamedTuple):
     """What layouts of the same sizes have in common."""
 
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """Templates: tokens per rank and per expert, and which token goes to which rank."""
+    results: Sequence[torch.Tensor]
+    """Templates: tokens per rank and per expert, which token goes to which rank, and, where there are several
+    nodes, tokens per node."""
     kernel: Prepared
 
 
 class GpuNormalOps:
     """Normal mode on a GPU."""
-
-    source_bytes = SOURCE_INDEX_BYTES
 
     def __init__(
         self,
@@ -107,6 +112,15 @@ class GpuNormalOps:
             device_control.kernels, all_rings, tiles, sms.share_of_sms, self.gpu.rounds_in_hardware
         )
         self.kernels = RoutingKernels(device_control.kernels)
+        self.topology = device_control.topology
+        self._nodes: NodeKernels | None = None
+        """Only between nodes."""
+        self.source_bytes = SOURCE_INDEX_BYTES
+        if all_rings.network is not None:
+            # All rows go through the rings between nodes, which have pieces in flight.
+            node_tiles = tiles_for(self.num_ranks, has_windows=False)
+            self._nodes = NodeKernels(device_control, self.rows, all_rings.network, node_tiles)
+            self.source_bytes = SOURCE_META_BYTES
         self.repeats = Repeats(device_control, gpu_windows)
         self.counted_repeats = CountedRepeats(device_control, gpu_windows)
         self._smaller_configs: dict[int, tuple[Config, Config]] = {}
@@ -114,6 +128,8 @@ class GpuNormalOps:
         """The error of an earlier call that has not been raised yet."""
         self._layout_report = self.gpu.words(constants.NUM_LAYOUT_WORDS)
         """Where the kernel of a layout reports an id that is not an expert."""
+        self._layout_words = self._layout_report.data
+        """The same, for a look that takes less time."""
         self._told = int(self._layout_report.ctypes.data)
         self._layouts: dict[tuple[int, int, int], _Layout] = {}
         """By tokens, choices of each, and experts."""
@@ -187,42 +203,44 @@ class GpuNormalOps:
             self._smaller_configs[id(config)] = known
         return known[1]
 
-    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], Rows] | None:
-        routing = self._quiet_routing(handle)
-        return self.repeats.dispatch(x, routing, config) if routing is not None else None
+    def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
+        return self.repeats.dispatch(x, handle, config, self.is_quiet)
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> Callable[[Call], torch.Tensor] | None:
-        routing = self._quiet_routing(handle)
-        return self.repeats.combine(x, routing, config) if routing is not None else None
+    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+        return self.repeats.combine(x, handle, config, self.is_quiet)
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch | StartedDispatch] | None:
+    ) -> Callable[[Call], CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]] | None:
         return self.counted_repeats.start(self, tokens, config) if self._has_no_error() else None
 
-    def _quiet_routing(self, handle: Any) -> GpuRouting | None:
-        """The routing of a handle that needs no check, if there is no error to be raised either."""
-        routing = known_routing(handle)
-        if routing is None or routing.num_ranks != self.num_ranks or not routing.is_on(self.gpu.device):
-            return None
-        return routing if self._has_no_error() else None
+    def is_quiet(self) -> bool:
+        return (
+            self._has_no_error()
+            and not self.gpu.stream.is_capturing()
+            and self.device_control.control.works_unobserved
+        )
 
     def _has_no_error(self) -> bool:
         """Whether no earlier call has failed."""
-        words = self._layout_report
-        has_layout_error = words[constants.NUM_REPORTS] != words[constants.NUM_READ]
-        return self._unheard is None and not has_layout_error and not self._reports.has_news
+        return self._unheard is None and self._layouts_were_right() and not self._reports.has_news
+
+    def _layouts_were_right(self) -> bool:
+        words = self._layout_words
+        return bool(words[constants.NUM_REPORTS] == words[constants.NUM_READ])
 
     def aligned_payload(self, payload: Payload) -> Payload:
         x = _aligned(payload.x)
         return payload if x is payload.x else dataclasses.replace(payload, x=x)
 
-    def aligned_input(self, combined: CombineInput) -> CombineInput:
+    def aligned_input(self, combined: CombineInput[GpuRouting]) -> CombineInput[GpuRouting]:
         biases = tuple(_aligned(bias) for bias in combined.biases)
         return combined._replace(x=_aligned(combined.x), biases=biases)
 
-    def routing_of(self, handle: Any, last: tuple[Any, GpuRouting] | None) -> GpuRouting:
+    def routing_of(self, handle: Any, last: tuple[Any, Any] | None) -> Any:
         """The routing of a user's handle. One that a dispatch of as many ranks filled need not be checked."""
+        if self._nodes is not None:
+            return checked_node_handle(handle, self.topology, self.gpu.device)
         known = known_routing(handle)
         if known is not None and known.num_ranks == self.num_ranks and known.is_on(self.gpu.device):
             return known
@@ -255,11 +273,15 @@ class GpuNormalOps:
         num_channels: int,
     ) -> GpuCounts:
         """Where the tokens go; kernels check that the counts are consistent."""
-        return GpuCounts(in_rank, per_rank, per_expert)
+        if self._nodes is None or per_node is None:
+            return GpuCounts(in_rank, per_rank, per_expert)
+        return GpuCounts(in_rank, per_rank, per_expert, checked_node_counts(per_node, self.topology))
 
     def start(self, call: Call, previous: EventOverlap | None, run_async: bool) -> GpuCall:
         follows_event = previous is not None and previous.event is not None
         self.windows.followed = NO_STREAM if follows_event else self.gpu.stream.caller()
+        if self._nodes is not None:
+            return GpuNodeCall(self, call, previous, run_async, self._nodes)
         return GpuCall(self, call, previous, run_async)
 
     # Layout
@@ -267,56 +289,53 @@ class GpuNormalOps:
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, previous: EventOverlap | None, run_async: bool
     ) -> DispatchLayout:
-        self._raise_layout()
+        if not self._layouts_were_right():
+            self._raise_layout()
+        gpu, stream = self.gpu, self.gpu.stream
         num_tokens, num_topk = topk_idx.shape
         kind = num_tokens, num_topk, num_experts
         known = self._layouts.get(kind) or self._new_layout(kind)
-        if previous is None:
-            per_rank, per_expert, in_rank = map(self.gpu.empty_like, known.results)
-        else:
-            with self.gpu.on_communication_stream():
-                per_rank, per_expert, in_rank = map(self.gpu.empty_like, known.results)
-        values = {
-            "topk_idx": topk_idx,
-            "by_rank": per_rank,
-            "by_expert": per_expert,
-            "in_rank": in_rank,
-            "num_tokens": num_tokens,
-        }
-        stream = self.gpu.stream
-        # No peer takes part: if nothing is to overlap, the kernel runs on the caller's stream.
-        if run_async or previous is not None or stream.is_capturing():
-            moment = stream.moment(True, not run_async, previous)
-        else:
-            moment = stream.beside_caller()
-        known.kernel.run(moment, values)
         if not run_async and previous is None:
-            return DispatchLayout(per_rank, None, per_expert, in_rank, None)
-        self.keep(run_async, previous, topk_idx, per_rank, per_expert, in_rank)
+            per_rank, per_expert, in_rank, *rest = map(gpu.empty_like, known.results)
+            by_node = rest[0] if rest else None
+            # No peer takes part: as nothing is to overlap, the kernel runs on the caller's stream.
+            moment = stream.moment(True, True) if stream.is_capturing() else stream.beside_caller()
+            known.kernel.run(moment, (topk_idx, per_rank, per_expert, in_rank, by_node, num_tokens))
+            return DispatchLayout(per_rank, by_node, per_expert, in_rank, None)
+        with gpu.on_communication_stream() if previous is not None else contextlib.nullcontext():
+            per_rank, per_expert, in_rank, *rest = map(gpu.empty_like, known.results)
+        by_node = rest[0] if rest else None
+        moment = stream.moment(True, not run_async, previous)
+        known.kernel.run(moment, (topk_idx, per_rank, per_expert, in_rank, by_node, num_tokens))
+        self.keep(run_async, previous, topk_idx, per_rank, by_node, per_expert, in_rank)
         event = stream.end(True) if run_async else None
-        return DispatchLayout(per_rank, None, per_expert, in_rank, event)
+        return DispatchLayout(per_rank, by_node, per_expert, in_rank, event)
 
     def _new_layout(self, kind: tuple[int, int, int]) -> _Layout:
         num_tokens, num_topk, num_experts = kind
         gpu, num_ranks = self.gpu, self.num_ranks
-        results = (
+        results = [
             template(gpu, (num_ranks,), torch.int32),
             template(gpu, (num_experts,), torch.int32),
             template(gpu, (num_tokens, num_ranks), torch.bool),
-        )
-        recipe = self.kernels.count_layout, num_topk, num_experts // num_ranks, self._told
+        ]
+        recipes: Recipes = ((self.kernels.count_layout, num_topk, num_experts // num_ranks, self._told),)
+        if self._nodes is not None:
+            results.append(template(gpu, (self.topology.num_nodes,), torch.int32))
+            recipes += ((self._nodes.count_nodes,),)
         if len(self._layouts) >= MAX_LAYOUTS:
             # The oldest one.
             del self._layouts[next(iter(self._layouts))]
-        made = self._layouts[kind] = _Layout(results, Prepared(self.device_control.batches, (recipe,)))
+        made = self._layouts[kind] = _Layout(
+            results, Prepared(self.device_control.batches, recipes, OF_LAYOUT)
+        )
         return made
 
     def _raise_layout(self) -> None:
         """Raise the error that the kernel of an earlier layout reported."""
-        words = self._layout_report
-        is_read = words[constants.NUM_REPORTS] == words[constants.NUM_READ]
-        if is_read or self.gpu.stream.is_capturing():
+        if self._layouts_were_right() or self.gpu.stream.is_capturing():
             return
+        words = self._layout_report
         at = (
             constants.LAYOUT_TOKEN,
             constants.LAYOUT_COLUMN,

@@ -35,13 +35,18 @@ class Headers:
         self._new_words = new_words
         self._num_words = num_words
         self._ring = new_words(NUM_PAGES * HEADERS_PER_PAGE * num_words).reshape(-1, num_words)
+        self._place_bytes = 8 * num_words
         self._num_used = 0
+        """Counted from the beginning of the array."""
         self._over: list[Any] = [None] * NUM_PAGES
         """By page: the event after which its places are free."""
         self._for_good: list[Array] = []
         """Pages of permanent places; the last one has free places."""
         self._num_for_good = 0
-        self._ring_address = int(self._ring.ctypes.data)
+        self.memory = self._ring.reshape(-1).data.cast("B")
+        """The places that are reused, as bytes."""
+        self.address = int(self._ring.ctypes.data)
+        """Where a kernel finds them."""
 
     def keep(self, header: Array | Sequence[int], for_good: bool) -> int:
         """Store a header; return the address where a kernel finds it."""
@@ -53,15 +58,21 @@ class Headers:
             self._num_for_good += 1
             self._for_good[-1][index] = header
             return int(self._for_good[-1].ctypes.data) + 8 * self._num_words * index
-        index = self._next_place()
-        self._ring[index] = header
-        return self._ring_address + 8 * self._num_words * index
+        at = self.next_place()
+        self._ring[at // self._place_bytes] = header
+        return self.address + at
 
-    def _next_place(self) -> int:
-        page, used = divmod(self._num_used % len(self._ring), HEADERS_PER_PAGE)
-        if used == 0:
-            self._over[page - 1] = self._now()
-            if self._over[page] is not None:
-                self._over[page].synchronize()
-        self._num_used += 1
-        return page * HEADERS_PER_PAGE + used
+    def next_place(self) -> int:
+        """A place for a header that a call uses once: its offset in `memory`."""
+        index = self._num_used
+        if index % HEADERS_PER_PAGE == 0:
+            index = self._open_page(index // HEADERS_PER_PAGE % NUM_PAGES)
+        self._num_used = index + 1
+        return index * self._place_bytes
+
+    def _open_page(self, page: int) -> int:
+        """Wait until the calls of a page are over; returns its first place."""
+        self._over[page - 1] = self._now()
+        if self._over[page] is not None:
+            self._over[page].synchronize()
+        return page * HEADERS_PER_PAGE

@@ -137,8 +137,8 @@ class RowKernels:
             constants,
             (sizes.num_programs,),
             (
-                self._payload(token),
-                self._scales(token, strides),
+                self.payload(token),
+                self.scales(token, strides),
                 SEND_HEAD,
                 self._tables,
                 NUM_TOKENS,
@@ -166,8 +166,8 @@ class RowKernels:
             constants,
             (sizes.num_programs,),
             (
-                self._payload(token),
-                self._scales(token, strides),
+                self.payload(token),
+                self.scales(token, strides),
                 SEND_HEAD,
                 self._tables,
                 groups.RingResults(*(Input(f"to_{part}") for part in RESULTS)),
@@ -180,13 +180,14 @@ class RowKernels:
             ),
         )
 
-    def _payload(self, token: TokenLayout) -> groups.Payload:
+    def payload(self, token: TokenLayout) -> groups.Payload:
         """What a dispatch sends, as its kernels take it."""
         if not token.num_topk:
             return groups.Payload(X, self._state, self._state)
         return groups.Payload(X, Input("topk_idx", torch.int64), Input("topk_weights", torch.float32))
 
-    def _scales(self, token: TokenLayout, strides: Strides | None) -> groups.Scales:
+    def scales(self, token: TokenLayout, strides: Strides | None) -> groups.Scales:
+        """Its scales."""
         if strides is None:
             return groups.Scales(self._state, 0, 0, 0)
         return groups.Scales(Input("scales", torch.int32), token.num_scales, *strides)
@@ -237,8 +238,11 @@ class RowKernels:
             ),
         )
 
-    def pull_and_sum(self, sizes: Sizes, dtype: torch.dtype, num_biases: int) -> Launch:
-        """Sum the rows of each token where they lie; the kernel does nothing if some come through rings."""
+    def pull_and_sum(
+        self, sizes: Sizes, dtype: torch.dtype, num_biases: int, is_ordered: bool = False
+    ) -> Launch:
+        """Sum the rows of each token where they lie, by rank or in an order of ranks of its own; the kernel
+        does nothing if some come through rings."""
         token, tile = sizes.token, self._tiles.combine
         constants = {
             "DTYPE": DTYPE_CODES[dtype],
@@ -249,6 +253,7 @@ class RowKernels:
             "TILE_VALUES": tile.values,
             "CHUNK_TOKENS": CHUNK_TOKENS,
             "IN_HARDWARE": self._rounds_in_hardware,
+            "ORDERED": is_ordered,
         }
         return Launch(
             sums.pull_and_sum,
@@ -256,8 +261,8 @@ class RowKernels:
             constants,
             (sizes.num_programs,),
             (
-                self._sums(token, dtype),
-                self._biases(dtype, num_biases),
+                self.sums(token, dtype, is_ordered),
+                self.biases(dtype, num_biases),
                 SEND_HEAD,
                 self._tables,
                 Input("own_x"),
@@ -268,7 +273,9 @@ class RowKernels:
             ),
         )
 
-    def combine_through_rings(self, sizes: Sizes, dtype: torch.dtype, num_biases: int) -> Launch:
+    def combine_through_rings(
+        self, sizes: Sizes, dtype: torch.dtype, num_biases: int, is_ordered: bool = False
+    ) -> Launch:
         """Sum rows if some of them are not in windows; the kernel does nothing if all are."""
         token = sizes.token
         tile, tile_values = self._tiles.ring_combine
@@ -282,6 +289,7 @@ class RowKernels:
             "STAGES": tile.stages,
             "TILE_VALUES": tile_values,
             "IN_HARDWARE": self._rounds_in_hardware,
+            "ORDERED": is_ordered,
         }
         weights = Input("weights", torch.float32) if token.num_topk else self._state
         return Launch(
@@ -291,8 +299,8 @@ class RowKernels:
             (sizes.num_programs,),
             (
                 groups.Outputs(X, weights),
-                self._sums(token, dtype),
-                self._biases(dtype, num_biases),
+                self.sums(token, dtype, is_ordered),
+                self.biases(dtype, num_biases),
                 SEND_HEAD,
                 self._tables,
                 PREFIXES._replace(digests=self._state),
@@ -303,11 +311,14 @@ class RowKernels:
             ),
         )
 
-    def _sums(self, token: TokenLayout, dtype: torch.dtype) -> groups.Sums:
+    def sums(self, token: TokenLayout, dtype: torch.dtype, is_ordered: bool) -> groups.Sums:
+        """What a combine fills."""
         weights = Input("out_weights", torch.float32) if token.num_topk else self._state
-        return groups.Sums(Input("out", _bits(dtype)), weights)
+        order = Input("order", torch.int32) if is_ordered else self._state
+        return groups.Sums(Input("out", _bits(dtype)), weights, order)
 
-    def _biases(self, dtype: torch.dtype, num_biases: int) -> groups.Biases:
+    def biases(self, dtype: torch.dtype, num_biases: int) -> groups.Biases:
+        """Where its sums start."""
         given: list[Any] = [Input(name, _bits(dtype)) for name in ("bias_0", "bias_1")[:num_biases]]
         first, second = (*given, self._state, self._state)[:2]
         return groups.Biases(first, second)

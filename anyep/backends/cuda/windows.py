@@ -135,12 +135,14 @@ class GpuWindows:
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """The offset of a tensor's data in the windows, or None if it lies elsewhere."""
-        if not tensor.numel():
-            return None
+        return self.place_of(tensor.data_ptr()) if tensor.numel() else None
+
+    def place_of(self, address: int) -> int | None:
+        """The offset of an address in the windows, or None if it lies elsewhere."""
         for index, block in enumerate(self._blocks):
-            offset = tensor.data_ptr() - block.address
+            offset: int = address - block.address
             if 0 <= offset < block.num_bytes:
-                return (index << WINDOW_BLOCK_BITS) + int(offset)
+                return (index << WINDOW_BLOCK_BITS) + offset
         return None
 
     def fill_free(self, value: int) -> None:

@@ -47,21 +47,23 @@ USUAL: Final = {
 
 
 def bench(
-    mode: Annotated[str, typer.Option(help="What to measure: normal or low-latency.")] = "normal",
+    mode: Annotated[str, typer.Option(metavar="normal|low-latency", help="The calls to measure.")] = "normal",
     device: options.Device = "cpu",
     ranks: Annotated[
         int | None,
-        typer.Option(help="Number of ranks, as processes on this machine; 8, on cuda in normal mode 2."),
+        typer.Option(
+            help="Number of ranks, as processes on this machine; default: 8, on cuda in normal mode 2."
+        ),
     ] = None,
     nodes: options.Nodes = None,
     ranks_per_node: options.RanksPerNode = None,
     tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens per rank; 512 in normal mode, on cuda 4096; 128 in low-latency mode."),
+        typer.Option(help="Tokens per rank; default: 512, on cuda 4096, in low-latency mode 128."),
     ] = None,
     hidden: Annotated[int, typer.Option(help="Hidden size, in bf16 values.")] = 7168,
     experts: Annotated[
-        int | None, typer.Option(help="Experts of all ranks together; 64, on cuda 256.")
+        int | None, typer.Option(help="Experts of all ranks together; default: 64, on cuda 256.")
     ] = None,
     topk: options.Topk = 8,
     topk_nodes: options.TopkNodes = None,
@@ -71,16 +73,16 @@ def bench(
         int | None, typer.Option(help="SMs per rank, on cuda in normal mode; an even number.")
     ] = None,
     sweep_sms: Annotated[
-        bool, typer.Option("--sweep-sms", help="Also tell the rates with 4 to 32 SMs per rank, on cuda.")
+        bool, typer.Option("--sweep-sms", help="Also measure with 4 to 32 SMs per rank, on cuda.")
     ] = False,
     sweep_tokens: Annotated[
         bool,
-        typer.Option("--sweep-tokens", help="Also tell rates and times with 1, 4, 16 ... --tokens per rank."),
+        typer.Option("--sweep-tokens", help="Also measure with 1, 4, 16 ... --tokens tokens per rank."),
     ] = False,
     network: options.Network = None,
     against: Annotated[
         str | None,
-        typer.Option(help="Run the cases through an installed library with the same API, too: deep_ep."),
+        typer.Option(help="Also run the cases through an installed library with the same API: deep_ep."),
     ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the records to this file; - for stdout.")

@@ -30,13 +30,13 @@ Panel = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Bars:
-    """A row of bars, one per case. Ratios have a line at 1."""
+    """A row of bars, one per case. Ratios have a line at 1, which is the speed of `reference`."""
 
     title: str
     values: dict[str, float]
     in_words: Callable[[float], str]
     colour: str
-    are_ratios: bool = True
+    reference: str = ""
 
 
 def draw(report: Report, path: Path) -> None:
@@ -78,15 +78,18 @@ def _rows_of(records: Sequence[Record]) -> list[Bars]:
             {_name(record): record.of_copy or 0.0 for record in records},
             "{:.2f}".format,
             BLUE,
+            "a plain copy",
         )
     ]
     for rival in sorted({rival for record in records for rival in record.vs}):
         values = {_name(record): record.vs[rival] for record in records if rival in record.vs}
-        rows.append(Bars(f"speed, as a multiple of {RIVALS[rival]}", values, "{:.1f}x".format, VIOLET))
+        rows.append(
+            Bars(f"speed, as a multiple of {RIVALS[rival]}", values, "{:.1f}x".format, VIOLET, RIVALS[rival])
+        )
     if any(record.gpu for record in records):
         rates = {_name(record): record.gbps for record in records}
         title = "rate, GB/s per rank of received bytes"
-        rows.append(Bars(title, rates, format_rate, GREEN, are_ratios=False))
+        rows.append(Bars(title, rates, format_rate, GREEN))
     return rows
 
 
@@ -96,10 +99,16 @@ def _name(record: Record) -> str:
 
 
 def _draw_bars(axes: Any, row: Bars) -> None:
-    bars = axes.bar(list(row.values), list(row.values.values()), color=row.colour)
-    axes.bar_label(bars, [row.in_words(value) for value in row.values.values()], fontsize=8)
-    if row.are_ratios:
-        axes.axhline(1, color=RED, linewidth=1)
+    bars = axes.bar(list(row.values), list(row.values.values()), color=row.colour, zorder=2)
+    # Labels have a ground of their own, so that the line does not run through them.
+    plate = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    words = [row.in_words(value) for value in row.values.values()]
+    axes.bar_label(bars, words, fontsize=8, padding=2, bbox=plate, zorder=3)
+    if row.reference:
+        axes.axhline(1, color=RED, linewidth=1, zorder=1)
+        end = axes.get_yaxis_transform()  # x from 0 to 1 over the axes, y in values
+        axes.text(1.005, 1, f"1: {row.reference}", transform=end, va="center", fontsize=8, color=RED)
+    axes.margins(y=0.1)
     axes.set_title(row.title, loc="left", fontsize=10)
 
 

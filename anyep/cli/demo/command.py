@@ -43,21 +43,20 @@ MODES: Final = {"normal": Defaults(256, 256, 5), "low-latency": Defaults(8, 512,
 
 def demo(
     mode: Annotated[
-        str, typer.Option(help="What to do: normal (train a layer) or low-latency (decode).")
+        str,
+        typer.Option(metavar="normal|low-latency", help="Train a layer (normal), or decode (low-latency)."),
     ] = "normal",
     ranks: Annotated[
-        int | None, typer.Option(help="Number of ranks, as processes on this machine; 8 where not given.")
+        int | None, typer.Option(help="Number of ranks, as processes on this machine; default: 8.")
     ] = None,
     nodes: options.Nodes = None,
     ranks_per_node: options.RanksPerNode = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens per rank and step; 256 in normal mode, 8 in low-latency mode.")
+        int | None, typer.Option(help="Tokens per rank and step; default: 256, in low-latency mode 8.")
     ] = None,
     hidden: Annotated[
         int | None,
-        typer.Option(
-            help="Hidden size: 256 float32 values in normal mode, 512 bf16 values in low-latency mode."
-        ),
+        typer.Option(help="Hidden size; default: 256 float32 values, in low-latency mode 512 bf16 values."),
     ] = None,
     experts: Annotated[int, typer.Option(help="Experts of all ranks together.")] = 16,
     topk: options.Topk = 4,
@@ -65,7 +64,7 @@ def demo(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Steps: 5 of training in normal mode, 200 of decoding in low-latency mode, where more make"
+            help="Steps of training or of decoding; default: 5, in low-latency mode 200, where more make"
             " percentiles steadier."
         ),
     ] = None,
@@ -73,7 +72,7 @@ def demo(
     device: options.Device = "cpu",
     path: Annotated[
         str | None,
-        typer.Option(help="How rows travel in normal mode: auto, window or ring; auto where not given."),
+        typer.Option(metavar="auto|window|ring", help="How rows travel in normal mode; default: auto."),
     ] = None,
     network: options.Network = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -44,11 +44,12 @@ def selftest(
         bool, typer.Option("--quick", help="Fewer cases: half a minute instead of two.")
     ] = False,
     device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; by default cpu, and cuda where all hosts have GPUs.")
+        str | None,
+        typer.Option(metavar="cpu|cuda", help="Default: cpu, and then cuda if all hosts have GPUs."),
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(help="Ranks to start here; 4, or one for each GPU. A launcher's ranks are used."),
+        typer.Option(help="Ranks to start here; default: 4, or one for each GPU. A launcher starts its own."),
     ] = None,
     nodes: options.Nodes = None,
     ranks_per_node: options.RanksPerNode = None,

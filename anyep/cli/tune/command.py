@@ -37,7 +37,9 @@ NO_GPU: Final = (
 def tune(
     ranks: Annotated[
         int | None,
-        typer.Option(help="Number of ranks of your Buffers; as many as there are GPUs, with one GPU 2."),
+        typer.Option(
+            help="Number of ranks of your Buffers; default: as many as there are GPUs, with one GPU 2."
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 4096,
     hidden: Annotated[int, typer.Option(help="Hidden size, in bf16 values.")] = 7168,
@@ -46,7 +48,7 @@ def tune(
     sms: Annotated[
         int | None, typer.Option(help="SMs per rank while tiles are compared; an even number.")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Repeats of each measurement; medians count.")] = 15,
+    repeats: Annotated[int, typer.Option(help="Repeats of each measurement; medians are compared.")] = 15,
     candidates: Annotated[
         int | None, typer.Option(help="Tile sizes to try for each of the two kernels; all by default.")
     ] = None,

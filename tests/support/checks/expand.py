@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 
 from anyep.backends.cpu.expander import Expander
 from anyep.backends.cpu.team import Team
-from anyep.backends.cuda.batch import Batch
-from anyep.backends.cuda.expand_kernels import ExpandKernels, inputs_of_expansion
-from anyep.backends.cuda.moment import Moment
+from anyep.backends.cuda.batch import Batches
+from anyep.backends.cuda.elastic import GpuElasticOps
+from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.expanded import ExpertPlaces, RowTensors, empty_scales
 from tests.support.checks import deeper
 from tests.support.depth import IS_DEEP
+from tests.support.simulated_gpu import SimulatedGpu
 
 GUARD = 7
-NUM_PROGRAMS = 3
 FIRST_POSITION = 2
 """Positions lie behind the two other columns of a table."""
 
@@ -132,6 +132,12 @@ def cases(is_slow: bool) -> Iterator[Case]:
         )
 
 
+@cache
+def gpu_ops(backend: str) -> GpuElasticOps:
+    gpu: Any = Gpu() if backend == "cuda" else SimulatedGpu()
+    return GpuElasticOps(gpu, Batches(gpu.index, "checks"), share_of_sms=1)
+
+
 @dataclass
 class Run:
     """A case on a backend: places, and what is made with them."""
@@ -159,33 +165,10 @@ class Run:
     def expander(self) -> Expander:
         return Expander(Team(2))
 
-    def launch(self, expanded: RowTensors | None, compact: RowTensors, *names: str, **more: Any) -> None:
-        """Run recipes of the GPU's kernels."""
-        case = self.case
-        kernels = ExpandKernels(NUM_PROGRAMS, rounds_in_hardware=self.backend != "cpu")
-        sizes = (case.ids.shape[1], case.num_experts)
-        launches = []
-        for name in names:
-            if name == "place_by_expert":
-                launches.append(kernels.place_by_expert(*sizes, more["expands"]))
-            elif name == "expand_rows":
-                assert expanded is not None
-                num_scales = case.num_scales
-                row_words = case.hidden * case.dtype.itemsize // 4
-                of_rows = (row_words, case.has_weights, num_scales, case.pads)
-                launches.append(kernels.expand_rows(*sizes, *of_rows))
-            elif name == "reduce_expanded":
-                of_rows = (case.hidden, case.dtype, case.has_weights)
-                launches.append(kernels.reduce_expanded(case.ids.shape[1], *of_rows))
-            else:
-                launches.append(getattr(kernels, name)(*sizes))
-        values = inputs_of_expansion(
-            (self.received, 1), self.places, compact, expanded, case.alignment, ids=self.ids
-        )
-        stream = torch.cuda.current_stream().cuda_stream if self.backend == "cuda" else 0
-        assert Batch(launches, device=0).run(Moment(stream), values)
-        if self.backend == "cuda":
-            torch.cuda.synchronize()
+    @cached_property
+    def on_gpu(self) -> GpuElasticOps:
+        """The same of a GPU, or of Triton's interpreter."""
+        return gpu_ops(self.backend)
 
     def place(self) -> None:
         case = self.case
@@ -193,8 +176,7 @@ class Run:
             rows = self.expander.place(self.ids, len(case.ids), case.alignment, self.places)
             assert rows == case.starts[-1]
         else:
-            names = ("count_tiles", "add_tiles", "place_by_expert")
-            self.launch(None, self.compact, *names, expands=True)
+            self.on_gpu.place(self.ids, self.received, case.alignment, self.places, expands=True)
 
     def count(self) -> None:
         case = self.case
@@ -202,7 +184,7 @@ class Run:
             rows = self.expander.count(self.ids, len(case.ids), case.alignment, self.places)
             assert rows == case.starts[-1]
         else:
-            self.launch(None, self.compact, "count_tiles", "add_tiles", "place_by_expert", expands=False)
+            self.on_gpu.place(self.ids, self.received, case.alignment, self.places, expands=False)
 
     def expand(self, num_rows: int) -> RowTensors:
         """The result, with room for `num_rows`."""
@@ -215,11 +197,11 @@ class Run:
             how = (num_rows, case.num_scales, torch.float32, case.is_column_major, self.device)
             scales = empty_scales(*how).fill_(GUARD)
         expanded = RowTensors(x, weights, scales)
+        padded_to = case.alignment if case.pads else 0
         if self.backend == "numba":
-            padded_to = case.alignment if case.pads else 0
             self.expander.expand(self.compact, len(case.ids), self.places, expanded, padded_to)
         else:
-            self.launch(expanded, self.compact, "expand_rows")
+            self.on_gpu.expand(self.compact, self.received, self.places, expanded, padded_to)
         return expanded
 
     def reduce(self, expanded: RowTensors) -> RowTensors:
@@ -231,7 +213,7 @@ class Run:
         if self.backend == "numba":
             self.expander.reduce(expanded, len(case.ids), self.places, compact)
         else:
-            self.launch(expanded, compact, "reduce_expanded")
+            self.on_gpu.reduce(expanded, self.received, self.places, compact)
         return compact
 
 

@@ -718,6 +718,8 @@ class Sum:
     dtype: torch.dtype = torch.bfloat16
     num_biases: int = 0
     num_topk: int = 0
+    is_ordered: bool = False
+    """Whether the rows of each token are added in an order of ranks of its own."""
 
     margin = 2
 
@@ -751,14 +753,24 @@ class Sum:
         shape = (self.num_tokens, self.hidden)
         return [special_values(shape, self.dtype, 90 + index) for index in range(self.num_biases)]
 
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """The ranks of each token, in the order of the sums."""
+        ranks = torch.arange(self.num_ranks, dtype=torch.int32).repeat(self.num_tokens, 1)
+        if not self.is_ordered:
+            return ranks
+        generator = torch.Generator().manual_seed(self.num_tokens)
+        shuffled = torch.rand(ranks.shape, generator=generator).argsort(dim=1)
+        return shuffled.to(torch.int32)
+
     def right(self, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Biases and rows in the order of ranks, in float32, rounded once; without biases from +0.0."""
+        """Biases and rows in the order of the sums, in float32, rounded once; without biases from +0.0."""
         out = torch.zeros(self.num_tokens, self.hidden)
         weights = torch.zeros(self.num_tokens, self.num_topk)
         for index, bias in enumerate(self.biases):
             out = out + bias.float() if index else bias.float()
-        for rank, rows in enumerate(head.t()):
-            tokens = (rows >= 0).nonzero().flatten()
+        for ranks, (rank, rows) in product(self.order.t(), enumerate(head.t())):
+            tokens = ((rows >= 0) & (ranks == rank)).nonzero().flatten()
             out[tokens] += self.rows[rank][rows[tokens]].float()
             weights[tokens] += self.weights[rank][rows[tokens]]
         return with_one_nan(out.to(self.dtype)), weights
@@ -775,6 +787,7 @@ class Sum:
                     out.data_ptr(),
                     *[*(bias.data_ptr() for bias in self.biases), 0, 0][:2],
                     *(self.hidden, self.hidden * self.dtype.itemsize, CPU_DTYPES[self.dtype], weights),
+                    self.order.numpy() if self.is_ordered else groups.NO_ORDER,
                 ),
             )
         )
@@ -793,8 +806,9 @@ class Sum:
         ]
         # A rank's own rows are not where the table says.
         own_rank, places[-1][0] = self.num_ranks - 1, 16
+        order = (self.order.to(device),) if self.is_ordered else ()
         launch(
-            *(sums.pull_and_sum, device, NUM_PROGRAMS, Sums(bits(out), out_weights)),
+            *(sums.pull_and_sum, device, NUM_PROGRAMS, Sums(bits(out), out_weights, *order)),
             Biases(*[*(bits(bias).to(device) for bias in self.biases), state, state][:2]),
             head.to(device),
             Tables(state, state, state, int64(places, device), *[state] * 3),
@@ -809,6 +823,7 @@ class Sum:
             TILE_VALUES=64,
             CHUNK_TOKENS=8,
             IN_HARDWARE=device != "cpu",
+            ORDERED=self.is_ordered,
         )
         assert (out[self.num_tokens :] == GUARD).all()
         assert (out_weights[self.num_tokens :] == GUARD).all()
@@ -839,6 +854,8 @@ def check_sums(backend: str) -> None:
         for num_ranks, num_tokens, hidden, num_topk in sizes[: 4 if num_biases else 2]:
             case = Sum(num_ranks, num_tokens, hidden, dtype, num_biases, num_topk)
             cases.append((case, send_head_of(case.layout)[0]))
+            if num_ranks == 4:
+                cases.append((replace(case, is_ordered=True), cases[-1][1]))
     for case, head in cases:
         if backend == "numba":
             assert_same_sums(case, case.in_numba(head), head)
@@ -909,8 +926,8 @@ def ask_parts(codes, headers, rows, times, answers):  # type: ignore[no-untyped-
     below = windows.is_below(tl.load(rows + ranks), tl.full((), 3, tl.int32))
     tl.store(answers + 3 + ranks, below.to(tl.int64))
     tl.store(answers + 7, notify.aligned(tl.full((), 130, tl.int64)))
-    tl.store(answers + 8, notify.bytes_of_window(tl.full((), 3, tl.int64), 64, 0, 0))
-    tl.store(answers + 9, notify.bytes_of_window(tl.full((), 0, tl.int64), 64, 0, 0))
+    tl.store(answers + 8, notify.bytes_of_window(tl.full((), 3, tl.int64), 64, 0, 0, 4))
+    tl.store(answers + 9, notify.bytes_of_window(tl.full((), 0, tl.int64), 64, 0, 0, 4))
     for index in tl.static_range(3):
         now = tl.load(times + index)
         tl.store(answers + 10 + index, atomics.is_time_to_ask(now, 0).to(tl.int64))

@@ -509,10 +509,17 @@ class Combine:
     num_biases: int = 0
     in_window: tuple[int, ...] = ()
     timeout_ns: int = TIMEOUT_NS
+    is_ordered: bool = False
+    """Whether each token has an order of its own in which its rows are added."""
 
     @property
     def sizes(self) -> Sizes:
         return self.routing.sizes
+
+    def order(self, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed + rank)
+        shape = len(self.routing.topk_idx[rank]), self.sizes.num_ranks
+        return torch.rand(shape, generator=generator).argsort(dim=1).int()
 
     @property
     def hidden(self) -> int:
@@ -555,6 +562,7 @@ class Combine:
                         out.data_ptr(),
                         *[*(bias.data_ptr() for bias in biases), 0, 0][:2],
                         *(self.hidden, self.sizes.token.hidden_bytes, DTYPES[self.dtype], weights.numpy()),
+                        self.order(rank).numpy() if self.is_ordered else groups.NO_ORDER,
                     ),
                 )
             )
@@ -587,10 +595,11 @@ class Combine:
             parts = (self.routing.rank_prefix, self.routing.recv_channel_prefix(rank))
             rank_prefix, recv_channel_prefix = (ranks.there(part) for part in parts)
             tables = ranks.tables(rank, ranks.there(places), self.timeout_ns)
+            orders = (ranks.there(self.order(rank)),) if self.is_ordered else ()
             of_rank.append(
                 (
                     Outputs(x[rank].view(torch.int32), weights[rank]),
-                    Sums(out.view(bits), out_weights),
+                    Sums(out.view(bits), out_weights, *orders),
                     Biases(*(biases + [out.view(bits)] * 2)[:2]),
                     ranks.there(self.routing.send_head[rank]),
                     tables,
@@ -614,6 +623,7 @@ class Combine:
                 STAGES=2,
                 TILE_VALUES=32,
                 IN_HARDWARE=ranks.device != "cpu",
+                ORDERED=self.is_ordered,
             )
 
         said = ranks.run(launch_on, only)
@@ -657,7 +667,7 @@ def check_combine(device: str) -> None:
         ranks = Ranks(sizes, device)
         for seed in range(2):
             of_call = routing(sizes, num_tokens[seed:] + num_tokens[:seed], seed)
-            Combine(of_call, seed, [*DTYPES][kind], num_biases=kind).check(ranks)
+            Combine(of_call, seed, [*DTYPES][kind], num_biases=kind, is_ordered=seed == 1).check(ranks)
         assert_rings_are_empty(ranks)
 
 
@@ -668,7 +678,7 @@ def check_combine_beside_windows(device: str) -> None:
     for sizes, num_tokens in all_sizes(device, TokenLayout(160, num_topk=2))[step - 1 :: step]:
         ranks = Ranks(sizes, device)
         of_call = routing(sizes, num_tokens, 3)
-        Combine(of_call, 3, in_window=(0,), num_biases=1).check(ranks)
+        Combine(of_call, 3, in_window=(0,), num_biases=1, is_ordered=True).check(ranks)
         Combine(of_call, 4, torch.float16, in_window=tuple(range(sizes.num_ranks))).check(ranks)
         Combine(of_call, 5, torch.float32, num_biases=1).check(ranks)
         assert_rings_are_empty(ranks)

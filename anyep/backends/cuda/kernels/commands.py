@@ -20,8 +20,9 @@ from anyep.backends.cuda.kernels.atomics import (
     is_aborted,
     is_time_to_ask,
     load_acquire,
+    load_one,
     nanoseconds,
-    release_max,
+    store_release,
     tell_host,
 )
 from anyep.backends.cuda.kernels.pointers import words_at
@@ -68,8 +69,8 @@ def put(constants, writer, peer, source, place, num_bytes, counter_at, counter):
     num_entries = tl.load(constants + COMMAND_ENTRIES)
     counts = words_at(tl.load(constants + COMMAND_COUNTS)) + 2 * writer
     # One thread reads for all warps: the first of them may have stored the next count already.
-    number = load_acquire(counts, None) + 1
-    room_until = load_acquire(counts + 1, None)
+    number = load_one(counts) + 1
+    room_until = load_one(counts + 1)
     if number > room_until:
         room_until = wait_for_room(constants, writer, number, num_entries)
         tl.store(counts + 1, room_until)
@@ -102,7 +103,7 @@ def wait_for_room(constants, writer, number, num_entries):
     abort = tl.load(constants + OWN_HEAP) + tl.load(constants + ABORT_AT)
     timeout_ns = tl.load(constants + TIMEOUT_NS)
     start = nanoseconds()
-    room_until = load_acquire(taken, None) + num_entries
+    room_until = load_one(taken) + num_entries
     is_over = tl.full((), False, tl.int1)
     while (room_until < number) & ~is_over:
         # Warps read different times, so all decide by the flag, which one thread raises and reads.
@@ -110,28 +111,16 @@ def wait_for_room(constants, writer, number, num_entries):
         flag = abort_of_host(abort, is_time_to_ask(now, start))
         is_late = now >= start + timeout_ns
         flag = tl.where(is_late, 1 + tl.load(constants + RANK), flag)
-        release_max(words_at(abort), flag, flag != 0)
+        store_release(words_at(abort), flag, flag != 0)
         is_over = is_aborted(abort)
-        room_until = load_acquire(taken, None) + num_entries
+        room_until = load_one(taken) + num_entries
     return room_until
 
 
 @triton.jit
 def acquire_words(words, indices, is_wanted, COUNT: tl.constexpr):
     """Load the words of a vector of `COUNT` pointers that may point into memory of the host.
-
-    `load_acquire` of a vector adds 0 to each word, which on host memory could undo what the host stores
-    at the same time. This loads one after the other.
-
     Example:
         With the words [5, 6, 7], of which the first and the third are wanted, the result is [5, 0, 7].
     """
-    found = tl.zeros(indices.shape, tl.int64)
-    for index in tl.static_range(COUNT):
-        is_it = indices == index
-        address = tl.sum(tl.where(is_it, words.to(tl.int64), 0), axis=0)
-        is_one = tl.max((is_it & is_wanted).to(tl.int32), axis=0) > 0
-        # A scalar add of 0 is compiled to a load, which one thread does for all.
-        word = load_acquire(words_at(address), is_one)
-        found = tl.where(is_it & is_wanted, word, found)
-    return found
+    return load_acquire(words, is_wanted)

@@ -61,6 +61,8 @@ class Counts(NamedTuple):
     by_rank: Any
     by_expert: Any
     topk_idx: Any
+    by_node: Any
+    """[node, channel]: between nodes, the tokens that go to each node."""
 
 
 class HostWords(NamedTuple):
@@ -115,6 +117,22 @@ class NodeTokens(NamedTuple):
     """[token, node]: the number of a token among those for a node, or -1."""
 
 
+class NodeHandle(NamedTuple):
+    """The ten parts of a handle between nodes, in their order."""
+
+    in_rank: Any
+    rdma_prefix: Any
+    gbl_prefix: Any
+    recv_rdma_prefix: Any
+    recv_rdma_sum: Any
+    recv_gbl_prefix: Any
+    recv_gbl_sum: Any
+    recv_src_meta: Any
+    """Two words of 4 bytes for each row: its source node, and the ranks of this node that have it as bits."""
+    send_rdma_head: Any
+    send_nvl_head: Any
+
+
 class Relayed(NamedTuple):
     """The virtual tokens that a rank relays within its node: by source node, then by token."""
 
@@ -140,6 +158,8 @@ class Sums(NamedTuple):
 
     x: Any
     topk_weights: Any
+    order: Any = 0
+    """[token, rank]: the ranks in the order in which their rows are added; 0 where ranks ascend."""
 
 
 class Biases(NamedTuple):

@@ -12,29 +12,29 @@ from __future__ import annotations
 
 import triton
 
-from anyep.backends.cuda.kernels.atomics import release_max
+from anyep.backends.cuda.kernels.atomics import store_release
 from anyep.backends.cuda.kernels.pointers import words_at
 
 
 @triton.jit
 def close_messages(tables, messages, number, ranks, is_told):
     """Store the number of a call into its notify messages to some ranks, after everything else in them."""
-    release_max(words_at(messages), number, is_told)
+    store_release(words_at(messages), number, is_told)
 
 
 @triton.jit
 def raise_flags(heaps, flags, value, ranks, is_told):
     """Raise a flag at some ranks."""
-    release_max(words_at(flags), value, is_told)
+    store_release(words_at(flags), value, is_told)
 
 
 @triton.jit
 def advance_tails(tables, tails, sent, nodes, is_sent):
     """Tell the relays on some nodes that rows up to `sent` lie in their rings."""
-    release_max(tails, sent, is_sent)
+    store_release(tails, sent, is_sent)
 
 
 @triton.jit
 def advance_heads(tables, heads, taken, nodes, is_taken):
     """Tell the relays on some nodes that the rows up to `taken` were taken out of the rings from them."""
-    release_max(heads, taken, is_taken)
+    store_release(heads, taken, is_taken)

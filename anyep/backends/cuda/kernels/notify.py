@@ -13,7 +13,13 @@ import triton.language as tl
 
 from anyep import layout
 from anyep.backends.cuda import constants as words_of
-from anyep.backends.cuda.kernels.atomics import is_aborted, release_max, tell_host, wait_for_all
+from anyep.backends.cuda.kernels.atomics import (
+    is_aborted,
+    load_acquire,
+    store_release,
+    tell_host,
+    wait_for_all,
+)
 from anyep.backends.cuda.kernels.counting import LAST_PLACE, wrong_word
 from anyep.backends.cuda.kernels.digests import mixed_channels, mixed_rows
 from anyep.backends.cuda.kernels.groups import Counts, HostWords, Prefixes, Tables
@@ -31,6 +37,7 @@ LATE = tl.constexpr(outcomes.LATE)
 DIFFERENT = tl.constexpr(outcomes.DIFFERENT)
 STOPPED = tl.constexpr(outcomes.STOPPED)
 TOO_MANY = tl.constexpr(outcomes.TOO_MANY)
+NO_WINDOW = tl.constexpr(outcomes.NO_WINDOW)
 BAD_HANDLE = tl.constexpr(outcomes.BAD_HANDLE)
 OUT = tl.constexpr(outcomes.OUT)
 NUM_CODES = tl.constexpr(outcomes.NUM_CODES)
@@ -78,6 +85,7 @@ OFFSET_MASK = tl.constexpr((1 << words_of.WINDOW_BLOCK_BITS) - 1)
 TOTAL_OUTCOME = tl.constexpr(words_of.TOTAL_OUTCOME)
 TOTAL_ROWS = tl.constexpr(words_of.TOTAL_ROWS)
 TOTAL_USES_RINGS = tl.constexpr(words_of.TOTAL_USES_RINGS)
+TOTAL_RELAYED = tl.constexpr(words_of.TOTAL_RELAYED)
 TOTAL_ALL_WAIT = tl.constexpr(words_of.TOTAL_ALL_WAIT)
 TOTAL_BY_EXPERT = tl.constexpr(words_of.TOTAL_BY_EXPERT)
 
@@ -146,7 +154,10 @@ def stop_everyone(constants, heaps, ranks, is_rank):
     there = tl.load(heaps + ranks, mask=is_rank, other=0)
     given_up = there + tl.load(constants + GIVEN_UP_AT) + rank * tl.load(constants + FLAG_STRIDE)
     raise_flags(heaps, given_up, 1, ranks, is_rank)
-    raise_flags(heaps, there + tl.load(constants + ABORT_AT), rank + 1, ranks, is_rank)
+    abort = there + tl.load(constants + ABORT_AT)
+    # A flag that is up may name the rank that is to blame.
+    is_down = load_acquire(words_at(abort), is_rank) == 0
+    raise_flags(heaps, abort, rank + 1, ranks, is_rank & is_down)
 
 
 @triton.jit
@@ -209,25 +220,25 @@ def aligned(num_bytes):
 
 
 @triton.jit
-def bytes_of_window(rows, row_bytes, num_topk, num_scales):
-    """The number of bytes that the results of `rows` rows take.
+def bytes_of_window(rows, row_bytes, num_topk, num_scales, SOURCE_BYTES: tl.constexpr):
+    """The number of bytes that the results of `rows` rows take; `SOURCE_BYTES` are kept about each origin.
 
     Example:
         3 rows of 64 bytes without top-k and scales take 256 + 128.
     """
-    parts = aligned(rows * row_bytes) + aligned(rows * 4) + aligned(rows * num_topk * 8)
+    parts = aligned(rows * row_bytes) + aligned(rows * SOURCE_BYTES) + aligned(rows * num_topk * 8)
     return tl.maximum(parts + aligned(rows * num_topk * 4) + aligned(rows * num_scales * 4), 128)
 
 
 @triton.jit
-def write_targets(targets, place, rows, row_bytes, num_topk, ranks, mask):
+def write_targets(targets, place, rows, row_bytes, num_topk, ranks, mask, SOURCE_BYTES: tl.constexpr):
     """Store where each receiver's results lie: side by side from `place`, the window; 0 is no window."""
     has_target = place != 0
     table = targets + ranks * TARGET_WORDS
     tl.store(table, place, mask=mask)
     place += aligned(rows * row_bytes)
     tl.store(table + 1, tl.where(has_target, place, 0), mask=mask)
-    place += aligned(rows * 4)
+    place += aligned(rows * SOURCE_BYTES)
     tl.store(table + 2, tl.where(has_target, place, 0), mask=mask)
     place += aligned(rows * num_topk * 8)
     tl.store(table + 3, tl.where(has_target, place, 0), mask=mask)
@@ -237,7 +248,7 @@ def write_targets(targets, place, rows, row_bytes, num_topk, ranks, mask):
 
 
 @triton.jit
-def choose_windows(headers, rows, ranks, is_rank, bases, targets):
+def choose_windows(headers, rows, ranks, is_rank, bases, targets, SOURCE_BYTES: tl.constexpr):
     """Find where each receiver's results lie: in the first of its offers that is large enough, as on the CPU.
 
     Returns whether each receiver has a place.
@@ -249,7 +260,7 @@ def choose_windows(headers, rows, ranks, is_rank, bases, targets):
     """
     row_bytes, num_topk = word_of(headers, is_rank, ROW_BYTES), word_of(headers, is_rank, TOPK)
     num_scales, num_offers = word_of(headers, is_rank, SCALES), word_of(headers, is_rank, NUM_OFFERS)
-    needed = bytes_of_window(rows, row_bytes, num_topk, num_scales)
+    needed = bytes_of_window(rows, row_bytes, num_topk, num_scales, SOURCE_BYTES)
     chosen = tl.full(rows.shape, -1, tl.int64)
     for offer in tl.static_range(MAX_OFFERS):
         offset = word_of(headers, is_rank, OFFERS + 2 * offer)
@@ -257,7 +268,7 @@ def choose_windows(headers, rows, ranks, is_rank, bases, targets):
         chosen = tl.where((chosen < 0) & fits, offset, chosen)
     has_target = chosen >= 0
     place = tl.where(has_target, address_in_window(bases, ranks, is_rank, chosen), 0)
-    write_targets(targets, place, rows, row_bytes, num_topk, ranks, is_rank)
+    write_targets(targets, place, rows, row_bytes, num_topk, ranks, is_rank, SOURCE_BYTES)
     return has_target
 
 
@@ -271,6 +282,7 @@ def place_in_new_block(
     num_topk: tl.int64,
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    SOURCE_BYTES: tl.constexpr,
 ):
     """Give every receiver without a window one at `offset`, the start of a block that all ranks just added.
 
@@ -281,7 +293,7 @@ def place_in_new_block(
     has_none = is_rank & (tl.load(targets + ranks * TARGET_WORDS, mask=is_rank, other=1) == 0)
     rows = tl.load(targets + ranks * TARGET_WORDS + TARGET_ROWS, mask=is_rank, other=0)
     place = address_in_window(bases, ranks, is_rank, tl.zeros((RANK_BLOCK,), tl.int64) + offset)
-    write_targets(targets, place, rows, row_bytes, num_topk, ranks, has_none)
+    write_targets(targets, place, rows, row_bytes, num_topk, ranks, has_none, SOURCE_BYTES)
     tl.store(state + USES_RINGS, 0)
 
 
@@ -309,12 +321,14 @@ def post_counts(
     ranks,
     is_rank,
     NUM_RANKS: tl.constexpr,
+    RANKS_PER_NODE: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
 ):
     """Add this rank's counts to its notify messages.
 
-    These are the rows to each rank, the rows to the peer by channel, and the tokens for the peer's experts.
+    These are the rows to each rank, the rows to the peer by channel, and the tokens for the peer's experts;
+    between nodes also the tokens for each node.
 
     Example:
         With counts [3, 4] by rank and [9, 8, 7, 6] by expert, and channel_counts [[1, 2], [4, 0]], peer 1
@@ -338,6 +352,37 @@ def post_counts(
     by_expert = counts.by_expert + ranks[:, None] * local_experts + experts[None, :]
     to = words[:, None] + NUM_RANKS + num_channels + experts[None, :]
     tl.store(to, tl.load(by_expert, mask=is_expert), mask=is_expert)
+    if NUM_RANKS > RANKS_PER_NODE:
+        for node in tl.static_range(NUM_RANKS // RANKS_PER_NODE):
+            by_node = tl.load(
+                counts.by_node + node * num_channels + channels, mask=channels < num_channels, other=0
+            )
+            at = words + NUM_RANKS + num_channels + local_experts + node
+            tl.store(at, tl.sum(by_node, axis=0) + tl.zeros_like(ranks), mask=is_rank)
+
+
+@triton.jit
+def relayed_by(
+    here,
+    num_channels,
+    local_experts,
+    ranks,
+    is_rank,
+    NUM_RANKS: tl.constexpr,
+    RANKS_PER_NODE: tl.constexpr,
+):
+    """How many tokens each rank relays to its node, according to the notify messages at `here`.
+
+    Example:
+        With 2 nodes of 1 rank, and the tokens [3, 1] and [2, 4] for each node in the notify messages: [5, 5].
+    """
+    words = (here + HEADER_BYTES).to(tl.pointer_type(tl.int32))
+    is_pair = is_rank[:, None] & is_rank[None, :]
+    has_same_index = (ranks % RANKS_PER_NODE)[:, None] == (ranks % RANKS_PER_NODE)[None, :]
+    nodes = (ranks // RANKS_PER_NODE)[None, :]
+    theirs = words[:, None] + NUM_RANKS + num_channels + local_experts + nodes
+    tokens = tl.load(theirs, mask=is_pair & has_same_index, other=0, volatile=True)
+    return tl.sum(tokens, axis=0).to(tl.int64)
 
 
 @triton.jit
@@ -565,16 +610,18 @@ def report_messages(tables, theirs, is_wrong, topk_idx, outcome, ranks, is_rank,
 
 
 @triton.jit
-def tell_totals(host, state, outcome, uses_rings, all_wait, rows, ranks, is_rank):
+def tell_totals(host, state, outcome, uses_rings, all_wait, rows, relayed, ranks, is_rank):
     """Tell the host that waits how many rows come; the ticket is stored last.
 
     Example:
-        With 3 rows for this rank, the words at `totals` are [ticket, 0, 3, 0, -, 1] if all ranks wait.
+        With 3 rows for this rank, which relays 2, the words at `totals` are [ticket, 0, 3, 0, 2, 1] if all
+        ranks wait.
     """
     words = words_at(host.totals)
     tl.store(words + TOTAL_OUTCOME, outcome)
     tl.store(words + TOTAL_ROWS, tl.load(state + NUM_ROWS))
     tl.store(words + TOTAL_USES_RINGS, uses_rings)
+    tl.store(words + TOTAL_RELAYED, relayed)
     tl.store(words + TOTAL_ALL_WAIT, all_wait.to(tl.int64))
     tl.store(words_at(host.rows_of) + ranks, rows, mask=is_rank)
     tell_host(words, host.ticket)
@@ -595,6 +642,7 @@ def exchange_notify(
     IS_REFUSED: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
+    RANKS_PER_NODE: tl.constexpr,
 ):
     """Post this call's notify message to every peer, wait for theirs, and find where each rank's rows lie.
 
@@ -610,6 +658,9 @@ def exchange_notify(
 
     Without these blocks, a checksum of rank_prefix must agree. The digests of the rows between each two ranks
     must agree too; if they do not, the outcome is also 2, and the host is told which two ranks.
+
+    Between nodes rows go to windows only: if a rank has none, the outcome is 10 (no window) and names it,
+    unless all hosts wait and may add windows together.
 
     Example:
         With the call number 4 in the heap, the number becomes 5, and so does the first word of the notify
@@ -645,6 +696,7 @@ def exchange_notify(
             ranks,
             is_told,
             NUM_RANKS,
+            RANKS_PER_NODE,
             CHANNEL_BLOCK,
             EXPERT_BLOCK,
         )
@@ -663,6 +715,8 @@ def exchange_notify(
     if (not CHANNEL_BLOCK) and (not IS_REFUSED):
         bad, is_wrong = compare_digests(here, bad, is_wrong, ranks, is_rank, NUM_RANKS)
     rows = word_of(headers, is_rank, RESULT_ROWS)
+    all_wait = False
+    relayed = tl.zeros_like(rows)
     if CHANNEL_BLOCK:
         arriving = read_counts(
             here,
@@ -677,14 +731,23 @@ def exchange_notify(
             EXPERT_BLOCK,
         )
         all_wait = tl.max(tl.where(is_rank, rows, -1), axis=0) < 0
-        is_too_many = are_all_there & (rows >= 0) & (arriving > rows)
+        if NUM_RANKS > RANKS_PER_NODE:
+            relayed = relayed_by(here, num_channels, local_experts, ranks, is_rank, NUM_RANKS, RANKS_PER_NODE)
+        is_too_many = are_all_there & (rows >= 0) & ((arriving > rows) | (relayed > rows))
         bad = tl.where((bad == GOOD) & is_too_many, TOO_MANY, bad)
         rows = tl.where(rows >= 0, rows, arriving)
         tl.store(state + NUM_ROWS, tl.sum(tl.where(ranks == rank, arriving, 0), axis=0))
     if IS_COMBINE:
         has_target = find_outputs(headers, rows, ranks, is_rank, tables.bases, tables.targets)
     else:
-        has_target = choose_windows(headers, rows, ranks, is_rank, tables.bases, tables.targets)
+        has_target = choose_windows(
+            *(headers, rows, ranks, is_rank, tables.bases, tables.targets),
+            SOURCE_BYTES=8 if NUM_RANKS > RANKS_PER_NODE else 4,
+        )
+    if (NUM_RANKS > RANKS_PER_NODE) and (not IS_REFUSED):
+        is_good = tl.max(tl.where(is_rank, bad, GOOD), axis=0) == GOOD
+        has_none = is_rank & ~has_target & is_good & (all_wait == 0)
+        bad = tl.where(has_none, NO_WINDOW, bad)
     uses_rings = tl.max(tl.where(is_rank & ~has_target, 1, 0), axis=0).to(tl.int64)
     outcome = tl.where(is_out, OUT + NUM_CODES * rank, first_bad(bad, ranks, is_rank, RANK_BLOCK))
     tl.store(state + USES_RINGS, uses_rings)
@@ -695,7 +758,8 @@ def exchange_notify(
     if CHANNEL_BLOCK:  # noqa: SIM102 - a condition of compile time, and one of run time
         if host.ticket != 0:
             # After the report: the host reads the report when it finds the ticket.
-            tell_totals(host, state, outcome, uses_rings, all_wait, rows, ranks, is_rank)
+            relays = tl.sum(tl.where(ranks == rank, relayed, 0), axis=0)
+            tell_totals(host, state, outcome, uses_rings, all_wait, rows, relays, ranks, is_rank)
 
 
 @triton.jit
@@ -707,8 +771,9 @@ def barrier(
     UNLESS_RINGS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    RANKS_PER_NODE: tl.constexpr,
 ):
-    """Signal to every peer that this rank's part of the call is done, and wait for the signals of all peers.
+    """Signal to the peers on this node that this rank's part of the call is done, and wait for their signals.
 
     One program; a rank that acquires its flags sees everything that earlier kernels stored. FLAGS_AT is the
     device constant that says where the flags lie. A call that went wrong on all ranks has no flags; a call
@@ -727,7 +792,10 @@ def barrier(
     rank, own = tl.load(constants + RANK), tl.load(constants + OWN_HEAP)
     flags_at, stride = tl.load(constants + FLAGS_AT), tl.load(constants + FLAG_STRIDE)
     abort, timeout_ns = own + tl.load(constants + ABORT_AT), tl.load(constants + TIMEOUT_NS)
-    there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + rank * stride
+    # A flag belongs to the rank with its index on this node.
+    first = rank // RANKS_PER_NODE * RANKS_PER_NODE
+    is_here = is_rank & (ranks >= first) & (ranks < first + RANKS_PER_NODE)
+    there = tl.load(heaps + ranks, mask=is_rank, other=0) + flags_at + (rank - first) * stride
     code = outcome % NUM_CODES
     takes_part = (code == GOOD) | (code == BAD_HANDLE)
     if UNLESS_RINGS:
@@ -735,9 +803,9 @@ def barrier(
     if (code == LATE) | (code == STOPPED):
         stop_everyone(constants, heaps, ranks, is_rank)
     if takes_part:
-        release_max(words_at(there), value, is_rank)
-        here = words_at(own + flags_at + ranks * stride)
-        seen = wait_for_all(here, is_rank, value, timeout_ns, abort)
+        store_release(words_at(there), value, is_here)
+        here = words_at(own + flags_at + (ranks - first) * stride)
+        seen = wait_for_all(here, is_here, value, timeout_ns, abort)
         bad = why_not_there(seen, value, abort, constants, heaps, ranks, is_rank)
         late = first_bad(bad, ranks, is_rank, RANK_BLOCK)
         if late != 0:

@@ -27,6 +27,6 @@ def float32_at(addresses):
 @triton.jit
 def row_words_at(addresses):
     """Pointers to the words of 32 bits of rows, which begin at multiples of 16 bytes."""
-    # The compiler cannot know the alignment: the addresses were loaded from a table. What is said of the
+    # The compiler cannot know the alignment: the addresses were loaded from a table. A hint about the
     # result of a call, such as `int32_at`, is lost when the call is inlined.
     return tl.multiple_of(addresses.to(tl.pointer_type(tl.int32)), 16)

@@ -33,8 +33,9 @@ from anyep.backends.cuda.kernels.atomics import (
     is_aborted,
     is_time_to_ask,
     load_acquire,
+    load_one,
     nanoseconds,
-    release_max,
+    store_release,
 )
 from anyep.backends.cuda.kernels.beside import (
     carried_by_tokens,
@@ -58,6 +59,7 @@ from anyep.backends.cuda.kernels.groups import (
     Tables,
 )
 from anyep.backends.cuda.kernels.pointers import float32_at, int32_at, row_words_at, words_at
+from anyep.backends.cuda.kernels.sums import ranks_at
 from anyep.core import outcomes
 
 GOOD = tl.constexpr(outcomes.GOOD)
@@ -245,7 +247,7 @@ def lanes(prefixes, rank, channel, num_channels, rings, NUM_RANKS: tl.constexpr)
 def is_good(outcome):
     """Whether nothing has failed so far. Other programs may write the outcome now, but all warps of this
     program read the same value."""
-    return load_acquire(outcome, None) == 0
+    return load_one(outcome) == 0
 
 
 @triton.jit
@@ -275,7 +277,7 @@ def is_hopeless(deadline, waiting):
     now = nanoseconds()
     flag = abort_of_host(waiting.abort, is_time_to_ask(now, deadline - waiting.timeout_ns))
     is_late = now >= deadline
-    release_max(abort, tl.where(is_late, 1 + waiting.rank, flag).to(tl.int64), is_late | (flag != 0))
+    store_release(abort, tl.where(is_late, 1 + waiting.rank, flag).to(tl.int64), is_late | (flag != 0))
     return is_aborted(waiting.abort)
 
 
@@ -310,9 +312,9 @@ def give_up(is_missing, rings, waiting):
     # A rank's own rows are missing only if it also waits for another rank.
     silent = tl.min(tl.where(is_other, rings.ranks, 2147483647), axis=0)
     silent = tl.where(any_of(is_other), silent, waiting.rank)
-    raised_by = load_acquire(words_at(waiting.abort), None) - 1
+    raised_by = load_one(words_at(waiting.abort)) - 1
     outcome = tl.where(raised_by == waiting.rank, LATE, STOPPED) + NUM_CODES * silent
-    is_news = load_acquire(waiting.outcome, None) == 0
+    is_news = load_one(waiting.outcome) == 0
     tl.store(waiting.outcome, outcome.to(tl.int64), mask=is_news)
 
 
@@ -511,7 +513,7 @@ def send_tokens(
                     row = row_words_at(addresses[receiver])[:, None] + words[None, :]
                     tl.store(row, values, mask=(addresses[receiver] != 0)[:, None] & is_word)
             sent += counts
-            release_max(rings.ours, sent, counts > 0)
+            store_release(rings.ours, sent, counts > 0)
             token += TILE_TOKENS
 
 
@@ -569,7 +571,7 @@ def take_rows(
                     )
             begin += counts
             taken += counts
-            release_max(rings.ours, taken, counts > 0)
+            store_release(rings.ours, taken, counts > 0)
             deadline = nanoseconds() + waiting.timeout_ns
             is_open = begin < end
         else:
@@ -599,13 +601,15 @@ def combine_through_rings(
     STAGES: tl.constexpr,
     TILE_VALUES: tl.constexpr,
     IN_HARDWARE: tl.constexpr = True,
+    ORDERED: tl.constexpr = False,
 ):
     """Push this rank's rows back to their sources, unless they lie in a window, and sum its own tokens' rows.
 
     `targets[r]` holds the address of rank r's rows, or 0 if they come through rings, the address of their
     weights, and their number. The rows of a channel arrive in the order of its tokens. Sums are in float32,
-    ranks ascending, starting from the sum of the biases, or from the first one, or from +0.0. Top-k weights
-    are summed likewise, per choice, without bias. A row that a window does not have is left out: BAD_ROWS is
+    ranks ascending, or in the order of `out.order` if ORDERED is set, starting from the sum of the biases, or
+    from the first one, or from +0.0. Top-k weights are summed likewise, per choice, without bias. A row that
+    a window does not have is left out: BAD_ROWS is
     then 5 (bad handle) + 16 * its rank. The kernel does nothing if the outcome so far, the first word of the
     call's state, is not 0, or if no rows go through rings.
 
@@ -672,6 +676,7 @@ def combine_through_rings(
                     TILE_TOKENS,
                     TILE_VALUES,
                     IN_HARDWARE,
+                    ORDERED,
                 )
                 channel = next_channel(channel, num_channels, state)
 
@@ -722,11 +727,24 @@ def push_rows(
                         tl.store(to, weights, mask=is_choice)
             begin += counts
             sent += counts
-            release_max(rings.ours, sent, counts > 0)
+            store_release(rings.ours, sent, counts > 0)
             deadline = nanoseconds() + waiting.timeout_ns
             is_open = begin < end
         else:
             is_open, is_over = keep_waiting(is_open, is_over, deadline, rings, waiting)
+
+
+@triton.jit
+def of_ranks(by_rank, ranks, NUM_RANKS: tl.constexpr):
+    """What the tuple `by_rank` has for each of some ranks.
+
+    Example:
+    Of ([1, 2], [3, 4]), the ranks [1, 0] have [3, 2].
+    """
+    found = by_rank[0]
+    for rank in tl.static_range(1, NUM_RANKS):
+        found = tl.where(ranks == rank, by_rank[rank], found)
+    return found
 
 
 @triton.jit
@@ -749,6 +767,7 @@ def sum_tokens(
     TILE_TOKENS: tl.constexpr,
     TILE_VALUES: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
     """Add up the rows of a channel's tokens, tile by tile, reading them from windows or from rings.
 
@@ -797,6 +816,16 @@ def sum_tokens(
                     source = float32_at(tl.where(is_pushed, entry + beside.weights_at, in_window))
                     mask = (is_pushed | is_pulled)[:, None] & (choices < beside.num_topk)[None, :]
                     weights += (tl.load(source[:, None] + choices[None, :], mask=mask, other=0.0),)
+            if ORDERED:
+                sources_by_rank = sources
+                weights_by_rank = weights
+                sources = tl.tuple(())
+                weights = tl.tuple(())
+                for place in tl.static_range(NUM_RANKS):
+                    next_ranks = ranks_at(out.order, tokens, is_token, place, NUM_RANKS)
+                    sources += (of_ranks(sources_by_rank, next_ranks, NUM_RANKS),)
+                    if TOPK_BLOCK:
+                        weights += (of_ranks(weights_by_rank, next_ranks[:, None], NUM_RANKS),)
             for start in tl.range(0, hidden, TILE_VALUES, num_stages=1):
                 columns = start + tl.arange(0, TILE_VALUES)
                 is_column = (columns < hidden)[None, :]
@@ -815,7 +844,7 @@ def sum_tokens(
                 to = out.topk_weights + tokens[:, None] * beside.num_topk + choices[None, :]
                 tl.store(to, sums, mask=is_token[:, None] & (choices < beside.num_topk)[None, :])
             taken += counts
-            release_max(rings.ours, taken, counts > 0)
+            store_release(rings.ours, taken, counts > 0)
             token += TILE_TOKENS
     # Not written to the outcome: programs decide by it whether to begin, and all of them must take part.
     tl.store(waiting.outcome + BAD_ROWS, bad.to(tl.int64), mask=bad != GOOD)

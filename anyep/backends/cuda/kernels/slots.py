@@ -27,7 +27,7 @@ from anyep.backends.cuda.kernels.atomics import (
     load_acquire,
     nanoseconds,
     raise_abort,
-    release_max,
+    store_release,
 )
 from anyep.backends.cuda.kernels.casts import (
     CHANNELS,
@@ -152,12 +152,14 @@ def hear_the_host(constants, ranks, is_rank):
     is_asked = is_rank & (host != 0)
     given_up = tl.load(constants + GIVEN_UP_AT) + ranks * tl.load(constants + FLAG_STRIDE)
     gone = tl.load(words_at(host + given_up), mask=is_asked, other=0, volatile=True)
-    release_max(words_at(own + given_up), gone, gone != 0)
+    store_release(words_at(own + given_up), gone, gone != 0)
     mask_at, stride = tl.load(constants + MASK_AT), tl.load(constants + MASK_STRIDE)
     rows = words_at(host + mask_at + ranks * stride)
     is_pair = is_asked[:, None] & is_asked[None, :]
     told = tl.max(tl.load(rows[:, None] + ranks[None, :], mask=is_pair, other=0, volatile=True), axis=0)
-    release_max(words_at(own + mask_at + tl.load(constants + RANK) * stride) + ranks, told, told != 0)
+    row = words_at(own + mask_at + tl.load(constants + RANK) * stride) + ranks
+    is_new = told > tl.load(row, mask=is_asked, other=0, volatile=True)
+    store_release(row, told, is_new)
 
 
 @triton.jit
@@ -168,7 +170,7 @@ def tell_generations(call, known, ranks, is_rank, RANK_BLOCK: tl.constexpr):
     if tl.max(is_new.to(tl.int32), axis=0) > 0:
         row = tl.load(constants + MASK_AT) + tl.load(constants + RANK) * tl.load(constants + MASK_STRIDE)
         there = words_at(tl.load(call.heaps + ranks, mask=is_rank, other=0) + row)
-        release_max(
+        store_release(
             there[:, None] + ranks[None, :],
             tl.broadcast_to(known[None, :], (RANK_BLOCK, RANK_BLOCK)),
             is_rank[:, None] & is_new[None, :],
@@ -191,7 +193,7 @@ def mask_rank(
     is_told = (ranks < NUM_RANKS) & (masked >= 0)
     row = tl.load(constants + MASK_AT) + tl.load(constants + RANK) * tl.load(constants + MASK_STRIDE)
     there = words_at(tl.load(heaps + ranks, mask=is_told, other=0) + row)
-    release_max(there + masked, generation, is_told)
+    store_release(there + masked, generation, is_told)
 
 
 # Waiting
@@ -338,7 +340,7 @@ def post_records(call, NUM_RANKS: tl.constexpr, RANK_BLOCK: tl.constexpr):
         tl.broadcast_to(words[None, :], (RANK_BLOCK, RECORD_WORDS)),
         mask=is_open[:, None] & (index > 0)[None, :],
     )
-    release_max(there, number, is_open)
+    store_release(there, number, is_open)
 
 
 @triton.jit
@@ -371,7 +373,7 @@ def close_call(
     flags_at = tl.load(constants + PACKED_AT) + number % NUM_SETS * tl.load(constants + PACKED_SET_STRIDE)
     heaps = tl.load(call.heaps + ranks, mask=is_rank, other=0)
     there = heaps + flags_at + rank * tl.load(constants + FLAG_STRIDE)
-    release_max(words_at(there), number, is_rank & is_told)
+    store_release(words_at(there), number, is_rank & is_told)
     tl.store(state + OUTCOME, outcome)
     if outcome != 0:
         words = words_at(tl.load(constants + REPORT))

@@ -1,4 +1,4 @@
-"""Combine: add up the rows of each token in float32, in rank order, and round once."""
+"""Combine: add up the rows of each token in float32, in rank order or in another one, and round once."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ def pull_and_sum(
     TILE_VALUES: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr,
     IN_HARDWARE: tl.constexpr = True,
+    ORDERED: tl.constexpr = False,
 ):
     """Read the rows of each token where they lie at the peers, and add them up, ranks ascending.
+
+    If ORDERED is set, the rows of each token are added in the order of the ranks in `out.order`.
 
     `targets[r]` holds the addresses of rank r's rows and of their top-k weights, and the number of the rows.
     This rank's own rows are at the address `own_x`. Sums start from the sum of the biases, or from the first
@@ -56,7 +59,8 @@ def pull_and_sum(
 
     Example:
     With send_head [[0, 2], [-1, 3]] the first row of out is row 0 of rank 0 plus row 2 of rank 1, and the
-    second is row 3 of rank 1.
+    second is row 3 of rank 1. With the order [[1, 0], [0, 1]] the first is row 2 of rank 1 plus row 0 of
+    rank 0.
     """
     state, targets = tables.state, tables.targets
     is_mine = (tl.load(state + OUTCOME) == 0) & (tl.load(state + USES_RINGS) == 0)
@@ -65,7 +69,7 @@ def pull_and_sum(
     num_tiles = tl.where(is_mine, tl.cdiv(num_tokens, TILE_TOKENS) * num_pieces, 0)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         sum_tile(
-            out.x,
+            out,
             biases,
             send_head,
             targets,
@@ -80,9 +84,10 @@ def pull_and_sum(
             TILE_TOKENS,
             TILE_VALUES,
             IN_HARDWARE,
+            ORDERED,
         )
     sum_weights(
-        out.topk_weights,
+        out,
         send_head,
         targets,
         state,
@@ -92,7 +97,20 @@ def pull_and_sum(
         RANK_BLOCK,
         TOPK_BLOCK,
         CHUNK_TOKENS,
+        ORDERED,
     )
+
+
+@triton.jit
+def ranks_at(order, tokens, is_token, index, NUM_RANKS: tl.constexpr):
+    """The ranks whose rows of some tokens are added at place `index`.
+
+    Example:
+    With the order [[2, 0, 1], [0, 1, 2]], the ranks 2 and 0 come first.
+    """
+    ranks = tl.load(order + tokens * NUM_RANKS + index, mask=is_token, other=0)
+    # Memory that is no order must not lead outside of the tables.
+    return tl.minimum(tl.maximum(ranks, 0), NUM_RANKS - 1)
 
 
 @triton.jit
@@ -112,6 +130,7 @@ def sum_tile(
     TILE_TOKENS: tl.constexpr,
     TILE_VALUES: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
     """Add up one piece of the rows of `TILE_TOKENS` tokens.
 
@@ -125,22 +144,26 @@ def sum_tile(
     is_column = columns < hidden
     index = tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
     sums = sum_of_biases(biases, index, is_token[:, None] & is_column[None, :], DTYPE, NUM_BIASES)
-    for rank in tl.static_range(NUM_RANKS):
+    for place in tl.static_range(NUM_RANKS):
+        rank = ranks_at(out.order, tokens, is_token, place, NUM_RANKS) if ORDERED else place
         rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
-        place = tl.load(targets + TARGET_WORDS * rank)
-        window = values_at(tl.where(rank == own_rank, own_x, place), DTYPE)
+        there = tl.load(targets + TARGET_WORDS * rank)
+        window = values_at(tl.where(rank == own_rank, own_x, there), DTYPE)
         is_there = is_below(rows, num_rows_there(targets, rank))
+        if ORDERED:
+            # One per token.
+            window = window[:, None]
         source = window + rows.to(tl.int64)[:, None] * hidden + columns[None, :]
         is_row = is_there[:, None] & is_column[None, :]
         sums += load_rows(source, is_row, DTYPE, NUM_BIASES == 0)
     # Computed after the loop: addresses that live through it would take registers that the rows need.
-    target = out + tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
+    target = out.x + tokens.to(tl.int64)[:, None] * hidden + columns[None, :]
     store_rows(target, sums, is_token[:, None] & is_column[None, :], DTYPE, IN_HARDWARE)
 
 
 @triton.jit
 def sum_weights(
-    out_weights,
+    out,
     send_head,
     targets,
     state,
@@ -150,6 +173,7 @@ def sum_weights(
     RANK_BLOCK: tl.constexpr,
     TOPK_BLOCK: tl.constexpr,
     CHUNK_TOKENS: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):
     """Add up the tokens' top-k weights, if there are any, and check for rows that do not exist."""
     ranks = tl.arange(0, RANK_BLOCK)
@@ -164,13 +188,16 @@ def sum_weights(
             choices = tl.arange(0, TOPK_BLOCK)
             is_choice = (choices < num_topk)[None, :]
             weights = tl.zeros((CHUNK_TOKENS, TOPK_BLOCK), tl.float32)
-            for rank in tl.static_range(NUM_RANKS):
+            for place in tl.static_range(NUM_RANKS):
+                rank = ranks_at(out.order, tokens, is_token, place, NUM_RANKS) if ORDERED else place
                 rows = tl.load(send_head + tokens * NUM_RANKS + rank, mask=is_token, other=-1)
                 theirs = float32_at(tl.load(targets + TARGET_WORDS * rank + TARGET_WEIGHTS))
+                if ORDERED:
+                    theirs = theirs[:, None]
                 is_there = is_below(rows, num_rows_there(targets, rank))[:, None] & is_choice
                 source = theirs + rows.to(tl.int64)[:, None] * num_topk + choices[None, :]
                 weights += tl.load(source, mask=is_there, other=0.0)
-            to = out_weights + tokens.to(tl.int64)[:, None] * num_topk + choices[None, :]
+            to = out.topk_weights + tokens.to(tl.int64)[:, None] * num_topk + choices[None, :]
             tl.store(to, weights, mask=is_token[:, None] & is_choice)
 
 

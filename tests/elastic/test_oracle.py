@@ -1,8 +1,11 @@
-"""The compact layout of `ElasticBuffer`, against the dense oracle."""
+"""`ElasticBuffer` in both layouts, against the dense oracle."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from anyep.api.elastic import ElasticBuffer
 from anyep.errors import NotSupported
 from tests.support.depth import examples
 from tests.support.elastic_cases import ElasticCase, check_case, elastic_buffer
+from tests.support.places import Place
 from tests.support.world import RankContext, get_world
 
 CASES = {
@@ -20,17 +24,61 @@ CASES = {
     "an empty rank, no CPU sync": ElasticCase((0, 9, 3, 24), num_topk=4, waits=False, num_biases=2),
     "FP8, aligned": ElasticCase((5, 6, 0, 1), hidden=16, num_scales=3, alignment=8),
     "without weights, nothing chosen": ElasticCase((4, 4, 4, 4), missing=1.0, has_weights=False),
+    "asynchronous": ElasticCase((7, 5, 6, 4), num_topk=4, num_biases=1, run_async=True),
+    "column-major scales": ElasticCase((5, 6, 2, 1), hidden=16, num_scales=3, has_column_major_scales=True),
     "through rings": ElasticCase((20, 24, 9, 8), num_topk=6, num_window_bytes=0, num_biases=1),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_compact(name: str) -> None:
-    get_world(4).run(check_case, CASES[name])
+EXPANDED = {
+    "plain": ElasticCase((7, 5, 6, 4), num_topk=5, local_experts=3, missing=0.1, num_biases=1, expands=True),
+    "padded, no CPU sync": ElasticCase(
+        (0, 9, 3, 24), num_topk=6, local_experts=4, waits=False, alignment=8, pads=True, expands=True
+    ),
+    "FP8, asynchronous, column-major": ElasticCase(
+        (5, 6, 0, 1),
+        *(16, 8, 5, 3),
+        alignment=4,
+        pads=True,
+        expands=True,
+        has_column_major_scales=True,
+        run_async=True,
+    ),
+    "without weights, nothing chosen": ElasticCase(
+        (4, 4, 4, 4), missing=1.0, has_weights=False, expands=True
+    ),
+    "through rings": ElasticCase(
+        (20, 24, 9, 8), num_topk=6, local_experts=3, num_window_bytes=0, expands=True, num_biases=2
+    ),
+}
+
+
+PLACES = [Place("cpu", 4), Place("simulated", 4), Place("cuda", 4)]
+SLOW_IN_THE_INTERPRETER = ("asynchronous", "without weights, nothing chosen", "column-major scales")
+
+
+def everywhere(names: Iterable[str]) -> Any:
+    found = []
+    for place, name in product(PLACES, names):
+        is_slow = place.device == "simulated" and name in SLOW_IN_THE_INTERPRETER
+        marks = [pytest.mark.slow] if is_slow else []
+        found.append(place.param(name, marks=marks, name=f"{place}-{name}"))
+    return pytest.mark.parametrize(("place", "name"), found)
+
+
+@everywhere(EXPANDED)
+def test_expanded(place: Place, name: str) -> None:
+    place.world().run(check_case, EXPANDED[name])
+
+
+@everywhere(CASES)
+def test_compact(place: Place, name: str) -> None:
+    place.world().run(check_case, CASES[name])
 
 
 @st.composite
 def elastic_cases(draw: st.DrawFn, num_ranks: int) -> ElasticCase:
+    expands = draw(st.booleans())
     return ElasticCase(
         tokens=tuple(draw(st.lists(st.integers(0, 24), min_size=num_ranks, max_size=num_ranks))),
         hidden=8 * draw(st.integers(1, 12)),
@@ -43,17 +91,27 @@ def elastic_cases(draw: st.DrawFn, num_ranks: int) -> ElasticCase:
         num_biases=draw(st.integers(0, 2)),
         missing=draw(st.sampled_from((0.0, 0.3, 0.9, 1.0))),
         num_window_bytes=draw(st.sampled_from((None, 0))),
+        expands=expands,
+        pads=expands and draw(st.booleans()),
+        has_column_major_scales=draw(st.booleans()),
+        run_async=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_any_compact_case(num_ranks: int) -> None:
+ANYWHERE = [*(Place("cpu", size) for size in (1, 2, 3, 8)), Place("simulated", 2)]
+ON_A_GPU = [Place("cuda", size) for size in (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [*(place.param(marks=pytest.mark.slow) for place in ANYWHERE), *(place.param() for place in ON_A_GPU)],
+)
+def test_any_case(place: Place) -> None:
     @examples(8, deep=60)
-    @given(elastic_cases(num_ranks))
+    @given(elastic_cases(place.num_ranks))
     def check(case: ElasticCase) -> None:
-        get_world(num_ranks).run(check_case, case)
+        place.world().run(check_case, case)
 
     check()
 
@@ -101,7 +159,7 @@ def make_wrongly(context: RankContext) -> None:
         ElasticBuffer(context.group, 2 << 20, num_cpu_bytes=2 << 20)
     with pytest.raises(ValueError, match="num_bytes is 3: it must be at least 2097152"):
         ElasticBuffer(context.group, 3)
-    with pytest.raises(ValueError, match="num_max_tokens_per_rank=0 is less than 1"):
+    with pytest.raises(ValueError, match="num_max_tokens_per_rank is 0: it must be at least 1"):
         ElasticBuffer(context.group)
     with pytest.raises(NotSupported, match="does not work on several nodes yet"):
         ElasticBuffer(context.group, 2 << 20, device="cpu", ranks_per_node=1)

@@ -1,0 +1,275 @@
+"""The calls of `ElasticBuffer` once their arguments are checked: those of normal mode, and what the layouts
+of received rows add to them.
+
+A dispatch of normal mode gives compact rows, one per token. What follows it (`_finish`) fills the handle and,
+in the expanded layout, copies the rows; what precedes a combine adds up the copies again. On every device
+this runs in the order of the calls (`ElasticOps.follow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from anyep.api.elastic_arguments import Streams, Tokens
+from anyep.api.elastic_handle import EPHandle, fill_metadata, order_of_ranks, rows_at_owners
+from anyep.backends.base import Payload, Rows
+from anyep.backends.expanded import ElasticOps, ExpertPlaces, RowTensors, empty_scales
+from anyep.core import elastic_sizes
+from anyep.core.calls import Call
+from anyep.core.terms import Terms
+from anyep.events import EventHandle, EventOverlap
+from anyep.modes.normal import Dispatch, Dispatched, NormalMode
+from anyep.sizes import Config
+
+Event = EventHandle | EventOverlap
+BARRIER_ROW_BYTES: Final = 16
+
+
+class Layout(NamedTuple):
+    """How received rows are to lie."""
+
+    expands: bool = False
+    pads: bool = False
+    has_column_major_scales: bool = False
+
+
+class Received(NamedTuple):
+    """What a dispatch returns."""
+
+    rows: Rows
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    handle: EPHandle
+    event: EventHandle | None
+
+
+class First(NamedTuple):
+    """The checked arguments of a dispatch without a handle."""
+
+    payload: Payload
+    counts: Any
+    config: Config
+    tokens: Tokens
+    kept_idx: torch.Tensor
+    """What the handle keeps of the caller's ids."""
+    stats: torch.Tensor | None
+    waits: bool
+
+
+class ElasticCalls:
+    """The calls of one rank."""
+
+    def __init__(self, normal: NormalMode[Any, Any], ops: ElasticOps, rank: int, num_ranks: int) -> None:
+        self._normal = normal
+        self._ops = ops
+        self._rank, self._num_ranks = rank, num_ranks
+        self._last: tuple[Any, Any] | None = None
+        """The last handle's tensors, and their routing."""
+
+    def first(self, call: Call, first: First, layout: Layout, streams: Streams) -> Received:
+        """A dispatch that determines its routing."""
+        tokens = first.tokens
+        has_weights = tokens.topk_weights is not None
+        terms = Terms(
+            *(tokens.num_max_tokens_per_rank, has_weights, tokens.alignment, first.waits, layout.expands)
+        )
+        most = 0 if first.waits else tokens.num_max_tokens_per_rank * self._num_ranks
+        request = Dispatch(first.payload, first.counts, first.config, most, tokens.alignment, terms.word)
+        done = self._normal.dispatch(call, request, None, streams.run_async)
+        handle = self._new_handle(first, done, layout)
+        fill = partial(self._fill_handle, handle, done, tokens.topk_idx, first.stats)
+        received = self._finish(done, handle, layout, has_weights, streams, fill)
+        handle.filled = received.event
+        self._last = (handle.routing, done.routing)
+        return received
+
+    def routing_of(self, handle: EPHandle) -> Any:
+        """The routing of a handle; that of the last dispatch is known."""
+        return self._normal.ops.routing_of(handle.routing, self._last)
+
+    def cached(
+        self,
+        call: Call,
+        payload: Payload,
+        routing: Any,
+        config: Config,
+        handle: EPHandle,
+        layout: Layout,
+        streams: Streams,
+    ) -> Received:
+        """A dispatch along the routing of a handle."""
+        has_weights = payload.topk_weights is not None
+        num_experts = handle.num_experts if has_weights else 0
+        done = self._normal.cached_dispatch(
+            *(call, payload, routing, config, _overlap(streams.previous), streams.run_async, num_experts)
+        )
+        return self._finish(done, handle, layout, has_weights, streams, None)
+
+    def barrier(self, call: Call, config: Config, device: torch.device) -> None:
+        """Wait until all ranks have made this call: a dispatch of no tokens."""
+        ops = self._normal.ops
+        ids = torch.empty((0, 1), dtype=torch.int64, device=device)
+        weights = torch.empty((0, 1), dtype=torch.float32, device=device)
+        x = torch.empty((0, BARRIER_ROW_BYTES), dtype=torch.uint8, device=device)
+        payload = Payload(x, None, ids, weights, ops.source_bytes)
+        layout = ops.layout(ids, self._num_ranks, None, False)
+        counts = ops.counts_of(
+            *(payload, layout.in_rank, layout.tokens_per_rank, layout.tokens_per_node),
+            *(layout.tokens_per_expert, config.num_channels),
+        )
+        request: Dispatch[Any] = Dispatch(payload, counts, config, 1, 1)
+        self._normal.dispatch(call, request, None, False)
+
+    def prepared(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor | None,
+        handle: EPHandle,
+        streams: Streams,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap | None]:
+        """The compact rows and weights of a combine, and the event after which they are there."""
+        events = (streams.previous, streams.before_epilogue)
+        if weights is None and not handle.do_expand and events == (None, None):
+            return x, None, None
+        compact_x, compact_weights = x, weights
+        outputs = self._normal.ops.outputs
+        num_rows, num_topk = handle.num_recv_tokens, handle.topk_idx.shape[1]
+        if weights is not None:
+            compact_weights = outputs((num_rows, num_topk), torch.float32)
+        if handle.do_expand:
+            compact_x = outputs((num_rows, x.shape[1]), x.dtype)
+
+        def work() -> None:
+            if handle.do_expand:
+                expanded, compact = RowTensors(x, weights), RowTensors(compact_x, compact_weights)
+                received = handle.psum_num_recv_tokens_per_scaleup_rank
+                self._ops.reduce(expanded, received, _places_of(handle), compact)
+            elif weights is not None:
+                assert compact_weights is not None
+                # The weights of other ranks' experts mean nothing.
+                compact_weights.copy_(torch.where(handle.recv_topk_idx >= 0, weights, 0.0))
+
+        ready = self._ops.follow(work, events, streams.run_async)
+        return compact_x, compact_weights, _overlap(ready)
+
+    def _new_handle(self, first: First, done: Dispatched[Any], layout: Layout) -> EPHandle:
+        """A handle whose tensors are still to be filled."""
+        tokens, ids = first.tokens, done.topk_idx
+        assert ids is not None
+        num_local = tokens.num_experts // self._num_ranks
+        num_rows, num_topk = ids.shape
+        num_expanded = sum(done.tokens_per_expert)
+        if not first.waits:
+            num_expanded = elastic_sizes.expanded_rows(num_rows, num_topk, num_local, tokens.alignment)
+        empty = partial(torch.empty, dtype=torch.int32, device=ids.device)
+        return EPHandle(
+            do_expand=layout.expands,
+            num_experts=tokens.num_experts,
+            expert_alignment=tokens.alignment,
+            num_max_tokens_per_rank=tokens.num_max_tokens_per_rank,
+            num_sms=first.config.num_sms,
+            topk_idx=first.kept_idx,
+            num_recv_tokens=num_rows,
+            num_expanded_tokens=num_expanded,
+            num_recv_tokens_per_expert_list=done.tokens_per_expert if first.waits else [],
+            psum_num_recv_tokens_per_scaleup_rank=empty(self._num_ranks),
+            psum_num_recv_tokens_per_expert=empty(num_local),
+            num_unaligned_recv_tokens_per_expert=empty(num_local),
+            recv_src_metadata=torch.full((num_rows, 2 + num_topk), -1, dtype=torch.int32, device=ids.device),
+            dst_buffer_slot_idx=empty(tuple(tokens.topk_idx.shape)),
+            routing=done.routing.tensors(),
+            # Of the compact layout the caller gets them, and may change them.
+            recv_topk_idx=empty((0, num_topk), dtype=ids.dtype) if layout.expands else torch.empty_like(ids),
+            # Not of the kept ids, which may be the caller's and may change.
+            order=order_of_ranks(tokens.topk_idx, tokens.num_experts, self._num_ranks),
+        )
+
+    def _fill_handle(
+        self, handle: EPHandle, done: Dispatched[Any], topk_idx: torch.Tensor, stats: torch.Tensor | None
+    ) -> None:
+        ids = done.topk_idx
+        assert ids is not None
+        rank_prefix, _, _, recv_src_idx, _, send_head = handle.routing
+        received = handle.psum_num_recv_tokens_per_scaleup_rank
+        received.copy_(rank_prefix[:, self._rank])
+        places = _places_of(handle)
+        self._ops.place(ids, received, handle.expert_alignment, places, handle.do_expand)
+        metadata, most = handle.recv_src_metadata, handle.num_max_tokens_per_rank
+        fill_metadata(metadata, recv_src_idx, ids, received, most)
+        if not handle.do_expand:
+            handle.recv_topk_idx.copy_(ids)
+        handle.dst_buffer_slot_idx.copy_(rows_at_owners(topk_idx, send_head, handle.num_experts))
+        if stats is not None:
+            stats.add_(places.counts)
+
+    def _finish(
+        self,
+        done: Dispatched[Any],
+        handle: EPHandle,
+        layout: Layout,
+        has_weights: bool,
+        streams: Streams,
+        fill: Callable[[], None] | None,
+    ) -> Received:
+        """Fill the handle and lay the rows out as the caller wants them, after the call."""
+        compact = RowTensors(done.x, done.topk_weights if has_weights else None, done.scales)
+        out, expanded = compact, None
+        column_major = layout.has_column_major_scales
+        if layout.expands:
+            out = expanded = self._new_expanded(compact, handle.num_expanded_tokens, column_major)
+        elif compact.scales is not None and column_major:
+            out = compact._replace(scales=_empty_scales_like(compact.scales, len(compact.x), column_major))
+
+        def work() -> None:
+            if fill is not None:
+                fill()
+            if expanded is not None:
+                received = handle.psum_num_recv_tokens_per_scaleup_rank
+                padded_to = handle.expert_alignment if layout.pads else 0
+                self._ops.expand(compact, received, _places_of(handle), expanded, padded_to)
+            elif out.scales is not None and out.scales is not compact.scales:
+                assert compact.scales is not None
+                out.scales.copy_(compact.scales)
+
+        event = self._ops.follow(work, (done.event, streams.before_epilogue), streams.run_async)
+        ids = None
+        if not layout.expands:
+            # A later call of the caller's may change what it got.
+            ids = done.topk_idx if fill is not None else handle.recv_topk_idx.clone()
+        rows: Rows = out.x if out.scales is None else (out.x, out.scales)
+        return Received(rows, ids, out.weights, handle, event)
+
+    def _new_expanded(self, compact: RowTensors, num_rows: int, column_major: bool) -> RowTensors:
+        x = self._ops.empty((num_rows, compact.x.shape[1]), compact.x.dtype)
+        weights = None if compact.weights is None else self._ops.empty((num_rows,), torch.float32)
+        scales = compact.scales
+        if scales is not None:
+            scales = _empty_scales_like(scales, num_rows, column_major)
+        return RowTensors(x, weights, scales)
+
+
+def _empty_scales_like(scales: torch.Tensor, num_rows: int, column_major: bool) -> torch.Tensor:
+    return empty_scales(num_rows, scales.shape[1], scales.dtype, column_major, scales.device)
+
+
+def _places_of(handle: EPHandle) -> ExpertPlaces:
+    return ExpertPlaces(
+        handle.num_unaligned_recv_tokens_per_expert,
+        handle.psum_num_recv_tokens_per_expert,
+        handle.recv_src_metadata[:, 2:],
+    )
+
+
+def _overlap(event: Event | None) -> EventOverlap | None:
+    return EventOverlap(event) if isinstance(event, EventHandle) else event
+
+
+def wait_for(events: Sequence[Event | None]) -> None:
+    """Wait on the host."""
+    for event in events:
+        if event is not None:
+            event.current_stream_wait()
