@@ -27,7 +27,8 @@ OF_ROWS = tl.constexpr(1 << 16)
 OF_TOKENS = tl.constexpr(2 << 16)
 OF_RELAYS = tl.constexpr(3 << 16)
 OF_CHANNELS = tl.constexpr(4 << 16)
-OF_ALL = tl.constexpr(5 << 16)
+OF_ALL_ROWS = tl.constexpr(5 << 16)
+OF_ALL_TOKENS = tl.constexpr(6 << 16)
 
 
 @triton.jit
@@ -94,7 +95,9 @@ def digest_node_handle(
             RANKS_PER_NODE,
             TILE_ROWS,
         )
-        rows = tl.load(handle.gbl_prefix + peer * num_channels + channels, mask=is_channel, other=0)
+        ends = handle.gbl_prefix + peer * num_channels + channels
+        starts = tl.load(ends - 1, mask=is_channel & (channels > 0), other=0)
+        num_rows_there = tl.load(handle.gbl_prefix + (peer + 1) * num_channels - 1)
         num_tokens_there = tl.load(handle.rdma_prefix + (node + 1) * num_channels - 1)
         tokens = tl.load(handle.rdma_prefix + node * num_channels + channels, mask=is_channel, other=0)
         if is_here:
@@ -103,11 +106,8 @@ def digest_node_handle(
         first = before_in(handle.recv_gbl_sum, peer)
         end = tl.load(handle.recv_gbl_sum + peer)
         total = digest_of_rows(handle, first, end, num_recv_rows, TILE_ROWS)
-        # The rows of a channel end where those of the next one begin.
-        is_last = channels == num_channels - 1
-        starts = handle.recv_gbl_prefix + peer * num_channels + channels
-        rows = tl.load(starts + 1, mask=is_channel & ~is_last, other=0)
-        rows = tl.where(is_last, end - first, rows)
+        starts = tl.load(handle.recv_gbl_prefix + peer * num_channels + channels, mask=is_channel, other=0)
+        num_rows_there = end - first
         num_tokens_there = tl.load(handle.recv_rdma_sum + node) - before_in(handle.recv_rdma_sum, node)
         tokens = tl.load(handle.recv_rdma_prefix + node * num_channels + channels, mask=is_channel, other=0)
         if is_relay:
@@ -118,9 +118,10 @@ def digest_node_handle(
                 first = before_in(handle.recv_gbl_sum, source)
                 end = tl.load(handle.recv_gbl_sum + source)
                 total += digest_of_taken(source_node, first, end, num_recv_rows, TILE_ROWS)
-    of_channels = mixed_channels(channels, rows, is_channel)
+    of_channels = mixed_channels(channels, starts, is_channel)
+    of_channels += facts(channels, num_rows_there, OF_ALL_ROWS, channels == 0)
     of_channels += facts(channels, tokens, OF_CHANNELS, is_channel & is_relay)
-    of_channels += facts(channels, num_tokens_there, OF_ALL, (channels == 0) & is_relay)
+    of_channels += facts(channels, num_tokens_there, OF_ALL_TOKENS, (channels == 0) & is_relay)
     digest = tl.sum(total, axis=0) + tl.sum(of_channels, axis=0)
     tl.store(digests + tl.program_id(1) * (NUM_NODES * RANKS_PER_NODE) + peer, digest)
 
