@@ -66,8 +66,8 @@ class Session:
     """Its types are those of the device, which is known at run time only."""
     heap: Heap
     """This rank's heap on its device."""
-    elastic: ElasticOps | None = None
-    """For the elastic API; None where it does not work yet."""
+    elastic: ElasticOps
+    """For the elastic API."""
     communication_stream: Any = None
     """The CUDA stream of calls on a GPU."""
     device_control: DeviceControl | None = None
@@ -192,6 +192,7 @@ class Session:
             raise
 
     def _make_gpu_modes(self, gpu_connection: GpuConnection) -> None:
+        from anyep.backends.cuda.elastic import GpuElasticOps
         from anyep.backends.cuda.lifetime import GpuLifetime
         from anyep.backends.cuda.ops_normal import GpuNormalOps
 
@@ -220,6 +221,8 @@ class Session:
             rings,
         )
         self.normal = NormalMode(self.control, ops, rings)
+        control = gpu_connection.device_control
+        self.elastic = GpuElasticOps(control.gpu, control.batches, gpu_connection.share_of_sms)
         self.communication_stream = ops.stream
         self.lifetime = GpuLifetime(
             gpu_connection.device_control,
@@ -234,6 +237,11 @@ class Session:
         assert self.low_latency is not None
         self.normal.ops.before(run_async)
         self.low_latency.listen()
+
+    def is_quiet(self) -> bool:
+        """Whether low-latency calls may be repeated: nothing has gone wrong in either mode, nothing follows
+        the phases of calls, and no graph is captured."""
+        return self.low_latency is not None and self.low_latency.ops.is_quiet() and self.normal.ops.is_quiet()
 
     def refuse(self, call: Call, error: BaseException, tell: Callable[[Call, AnyEPError], None]) -> None:
         """The arguments of a call are wrong: notify the peers before this rank raises the error."""

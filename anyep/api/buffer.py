@@ -31,16 +31,17 @@ from anyep.api.low_latency_arguments import LowLatencyArguments
 from anyep.api.normal_arguments import AT_ONCE, Handle, Layout, NormalArguments, Streams
 from anyep.api.unfilled import Unfilled
 from anyep.backends.base import Rows
+from anyep.backends.low_latency import LowLatencyResults
 from anyep.connection import Options
 from anyep.control.status import RankStatus
 from anyep.core.calls import Kind
 from anyep.errors import BufferBroken, InvalidCall, PeerLost, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.join.rendezvous import rendezvous_of
-from anyep.modes.low_latency import LowLatencyMode
+from anyep.modes.low_latency import LowLatencyMode, Sent
 from anyep.modes.normal import Dispatched
 from anyep.session import Session
-from anyep.sizes import Config
+from anyep.sizes import Config, LowLatencySizes
 
 _generation = object()
 """Replaced by a new object in a forked child; reading the process id would cost a system call per call."""
@@ -80,8 +81,11 @@ class Buffer:
         num_window_bytes: Bytes of the windows that results lie in. By default they grow to what calls need,
             up to a quarter of the memory that is free now; 0 means rings only.
         network: The engine between nodes, "nixl" or "loopback"; by default what reaches the other ranks.
+        heap: Where ranks on GPUs keep what they share: in memory of the GPUs ("device"), or of the host
+            ("host"), where there are no windows. By default ("auto") the host's if some GPU cannot reach
+            another one's memory.
 
-    `device`, `ranks_per_node`, `num_window_bytes` and `network` default to environment variables
+    `device`, `ranks_per_node`, `num_window_bytes`, `network` and `heap` default to environment variables
     (docs/settings.md) first.
     """
 
@@ -108,10 +112,13 @@ class Buffer:
         ranks_per_node: int | None = None,
         num_window_bytes: int | None = None,
         network: str | None = None,
+        heap: str | None = None,
     ) -> None:
         self.runtime: Session | None = None
         """What this Buffer owns; None after `destroy`."""
         self._unfilled = Unfilled()
+        self._repeats_low_latency = False
+        """Whether low-latency calls like earlier ones are made with less work."""
         self._pid = os.getpid()
         self._generation = _generation
         self._is_made = False
@@ -134,6 +141,7 @@ class Buffer:
             ranks_per_node,
             num_window_bytes,
             network,
+            heap,
             self._api,
             self._timeout_s,
         )
@@ -149,8 +157,14 @@ class Buffer:
         self._low_latency: LowLatencyArguments | None = None
         if session.low_latency is not None:
             self._low_latency = LowLatencyArguments(
-                session.low_latency, self._device, self.group_size, self._unfilled, session.before_low_latency
+                session.low_latency,
+                self._device,
+                self.group_size,
+                self._unfilled,
+                session.before_low_latency,
+                session.is_quiet,
             )
+            self._repeats_low_latency = self._device.type == "cuda"
         self.topology = session.topology
         """Which ranks are on which node."""
         self._is_made = True
@@ -313,7 +327,9 @@ class Buffer:
             ranks]), and an event.
         """
         session, checks = self._check_usable()
-        previous = check_events(previous_event, async_finish, allocate_on_comm_stream)
+        previous = None
+        if previous_event is not None or allocate_on_comm_stream:
+            previous = check_events(previous_event, async_finish, allocate_on_comm_stream)
         topk_idx, num_experts = checks.layout(topk_idx, num_experts)
         session.control.check_works()
         layout = session.normal.ops.layout(topk_idx, num_experts, previous, async_finish)
@@ -590,6 +606,13 @@ class Buffer:
             the hook, or None.
         """
         session, mode, checks = self._check_low_latency()
+        fp8 = use_fp8, round_scale, use_ue8m0
+        if self._repeats_low_latency and not async_finish:
+            stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
+            numbers = num_max_dispatch_tokens_per_rank, num_experts
+            again = checks.dispatch_again(x, topk_idx, *numbers, *stats, fp8, return_recv_hook)
+            if again is not None:
+                return _dispatched_in_slots(*again)
         call = mode.begin(Kind.LOW_LATENCY_DISPATCH)
         try:
             tokens = checks.dispatch(
@@ -599,7 +622,7 @@ class Buffer:
                 num_experts,
                 cumulative_local_expert_recv_stats,
                 dispatch_wait_recv_cost_stats,
-                (use_fp8, round_scale, use_ue8m0),
+                fp8,
                 async_finish,
                 return_recv_hook,
             )
@@ -609,15 +632,7 @@ class Buffer:
         received, sent = mode.dispatch(call, tokens, async_finish, return_recv_hook)
         if sent.event is not None:
             self._unfilled.add(received.layout_range, sent.event)
-        handle = (
-            received.src_info,
-            received.layout_range,
-            tokens.sizes.num_max_tokens,
-            tokens.sizes.hidden,
-            tokens.sizes.num_experts,
-        )
-        rows = received.x if received.scales is None else (received.x, received.scales)
-        return rows, received.counts, handle, EventOverlap(sent.event), sent.hook
+        return _dispatched_in_slots(received, sent, tokens.sizes)
 
     def low_latency_combine(
         self,
@@ -650,6 +665,13 @@ class Buffer:
             The sums [tokens, hidden], an event, and the hook, or None.
         """
         session, mode, checks = self._check_low_latency()
+        formats = use_logfmt, zero_copy
+        if self._repeats_low_latency and not async_finish:
+            parts = x, topk_idx, topk_weights, handle
+            stats = combine_wait_recv_cost_stats
+            again = checks.combine_again(*parts, formats, out, stats, return_recv_hook)
+            if again is not None:
+                return again[0], EventOverlap(), again[1].hook
         call = mode.begin(Kind.LOW_LATENCY_COMBINE)
         try:
             outputs = checks.combine(
@@ -658,7 +680,7 @@ class Buffer:
                 topk_idx,
                 topk_weights,
                 handle,
-                (use_logfmt, zero_copy),
+                formats,
                 out,
                 combine_wait_recv_cost_stats,
                 async_finish,
@@ -836,3 +858,12 @@ class Buffer:
             except InvalidCall as error:
                 session.refuse(session.control.begin(kind), error, session.normal.ops.refuse)
                 raise
+
+
+def _dispatched_in_slots(
+    received: LowLatencyResults, sent: Sent, sizes: LowLatencySizes
+) -> tuple[Rows, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+    """What a low-latency dispatch returns."""
+    x, scales, counts, src_info, layout_range = received
+    handle = src_info, layout_range, sizes.num_max_tokens, sizes.hidden, sizes.num_experts
+    return x if scales is None else (x, scales), counts, handle, EventOverlap(sent.event), sent.hook

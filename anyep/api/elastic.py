@@ -72,7 +72,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             set. The same on all ranks.
         num_gpu_timeout_secs: Accepted and ignored.
         explicitly_destroy: Warn if the buffer is dropped without a call of `destroy`.
-        device: "cpu".
+        device: As for `Buffer`.
         ranks_per_node: Must be left out, or the number of ranks.
         num_window_bytes: As for `Buffer`.
     """
@@ -120,10 +120,12 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         )
         topology = self._buffer.topology
         session = self._session()
-        if topology.num_nodes > 1 or session.elastic is None:
-            place = "several nodes" if topology.num_nodes > 1 else "GPUs"
+        if topology.num_nodes > 1:
             self._buffer.destroy()
-            raise NotSupported(f"ElasticBuffer does not work on {place} yet: use anyep.Buffer")
+            raise NotSupported(
+                "ElasticBuffer does not work on several nodes yet: use anyep.Buffer; programs written for"
+                " deep_ep choose it where ANYEP_DEEP_EP_API=v1 hides ElasticBuffer from them"
+            )
         self._calls = ElasticCalls(session.normal, session.elastic, self._buffer.rank, num_ranks)
         self.group = group
         self.rank_idx, self.num_ranks = self._buffer.rank, num_ranks
@@ -263,7 +265,8 @@ class ElasticBuffer(SizeHints, AbsentCalls):
 
         Args:
             x: Rows [tokens, hidden], or a pair of 1-byte data and its scales.
-            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". The experts of a token are distinct.
+            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". A token's experts are distinct;
+                GPUs do not check it.
             topk_weights: float32 [tokens, top-k]; on all ranks or on none.
             cumulative_local_expert_recv_stats: int32 [local experts]; the received counts are added.
             num_experts: The experts of all ranks together; with a handle it may be left out.
@@ -303,10 +306,17 @@ class ElasticBuffer(SizeHints, AbsentCalls):
                 raise InvalidCall(
                     "do_zero_padding is for expanded rows: pass do_expand=True, or leave it out"
                 )
-            check_devices(self._device, ELASTIC, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+            stats = cumulative_local_expert_recv_stats
+            check_devices(
+                self._device,
+                ELASTIC,
+                x=x,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                cumulative_local_expert_recv_stats=stats,
+            )
             gradients.warn_if_lost(x, topk_weights)
             sms = checks.checked_num_sms(num_sms)
-            stats = cumulative_local_expert_recv_stats
             if handle is not None:
                 if topk_idx is not None or stats is not None or do_cpu_sync:
                     raise InvalidCall(
@@ -322,13 +332,14 @@ class ElasticBuffer(SizeHints, AbsentCalls):
                 )
                 checks.check_layout(known, do_expand)
                 return self._cached(session, call, x, topk_weights, known, layout, streams)
-            # The host reads the ids.
+            # On the CPU the host reads the ids.
             wait_for((streams.previous,))
             most = num_max_tokens_per_rank
             tokens = checks.checked_tokens(
                 *(x, topk_idx, topk_weights, num_experts),
                 self.num_max_tokens_per_rank if most is None else most,
                 *(expert_alignment, self.num_ranks),
+                reads_ids=self._device.type == "cpu",
             )
             assert topk_idx is not None
             kept = topk_idx.clone() if do_handle_copy else topk_idx
@@ -487,7 +498,8 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             raise
 
     def _config(self, num_sms: int, num_channels: int | None) -> Config:
-        default = Buffer.get_dispatch_config(self.num_ranks)
+        ops = self._session().normal.ops
+        default = ops.default_config(Buffer.get_dispatch_config(self.num_ranks))
         if num_sms and num_channels is None:
             return check_config(Config(num_sms), default, None)
         return check_config(None, default, num_channels)

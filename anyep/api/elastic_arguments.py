@@ -71,8 +71,9 @@ def checked_tokens(
     num_max_tokens_per_rank: Any,
     expert_alignment: Any,
     num_ranks: int,
+    reads_ids: bool,
 ) -> Tokens:
-    """The routing of a dispatch without a handle. On the CPU ids are checked here."""
+    """The routing of a dispatch without a handle. If the host does not read the ids, kernels check them."""
     if topk_idx is None:
         raise InvalidCall("topk_idx is missing: pass the experts of each token, or the handle of a dispatch")
     if num_experts is None:
@@ -104,7 +105,8 @@ def checked_tokens(
             f"expert_alignment is {alignment}: the rows of {local_experts} local experts cannot be numbered"
             f" in 31 bits; pass a smaller one"
         )
-    return Tokens(_checked_ids(ids, experts), topk_weights, experts, most, alignment)
+    ids = _checked_ids(ids, experts) if reads_ids else ids.clamp(min=-1)
+    return Tokens(ids, topk_weights, experts, most, alignment)
 
 
 def _checked_ids(ids: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -137,7 +137,7 @@ class ElasticCalls:
             return x, None, None
         compact_x, compact_weights = x, weights
         outputs = self._normal.ops.outputs
-        num_rows, num_topk = handle.recv_topk_idx.shape
+        num_rows, num_topk = handle.num_recv_tokens, handle.topk_idx.shape[1]
         if weights is not None:
             compact_weights = outputs((num_rows, num_topk), torch.float32)
         if handle.do_expand:
@@ -183,7 +183,7 @@ class ElasticCalls:
             dst_buffer_slot_idx=empty(tuple(tokens.topk_idx.shape)),
             routing=done.routing.tensors(),
             # Of the compact layout the caller gets them, and may change them.
-            recv_topk_idx=ids if layout.expands else torch.empty_like(ids),
+            recv_topk_idx=empty((0, num_topk), dtype=ids.dtype) if layout.expands else torch.empty_like(ids),
             # Not of the kept ids, which may be the caller's and may change.
             order=order_of_ranks(tokens.topk_idx, tokens.num_experts, self._num_ranks),
         )

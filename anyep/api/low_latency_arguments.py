@@ -12,12 +12,12 @@ from anyep.api import gradients
 from anyep.api.accepted import Accepted
 from anyep.api.arguments import check_devices, check_num_experts, check_tensor, check_topk_idx, check_x
 from anyep.api.unfilled import Unfilled
-from anyep.backends.low_latency import LowLatencyInput, LowLatencyTokens
+from anyep.backends.low_latency import LowLatencyInput, LowLatencyResults, LowLatencyTokens
 from anyep.core import formats
 from anyep.core.calls import Call
 from anyep.core.records import Format
 from anyep.errors import InvalidCall, whole_number
-from anyep.modes.low_latency import LowLatencyMode
+from anyep.modes.low_latency import LowLatencyMode, Sent
 from anyep.sizes import LowLatencySizes, check_fp8_hidden, low_latency_sizes
 
 NUM_PARTS: Final = 5
@@ -90,7 +90,8 @@ def check_format(use_fp8: bool, round_scale: bool, use_ue8m0: bool, hidden: int)
 
 
 class LowLatencyArguments:
-    """Checks the arguments of one Buffer's calls; `before` raises the errors of its earlier calls."""
+    """Checks the arguments of one Buffer's calls; `before` raises the errors of its earlier calls, and
+    `is_quiet` says whether calls like earlier ones may be repeated with less work."""
 
     def __init__(
         self,
@@ -99,12 +100,14 @@ class LowLatencyArguments:
         num_ranks: int,
         unfilled: Unfilled,
         before: Callable[[bool], None],
+        is_quiet: Callable[[], bool],
     ) -> None:
         self._mode = mode
         self._device = device
         self._num_ranks = num_ranks
         self._unfilled = unfilled
         self._before = before
+        self._is_quiet = is_quiet
         # Each is replaced as a whole: calls may be made in several threads.
         self._last_dispatch: KnownDispatch | None = None
         self._last_combine: KnownCombine | None = None
@@ -161,6 +164,70 @@ class LowLatencyArguments:
         if rows is x and ids is topk_idx:
             self._last_dispatch = KnownDispatch(self._accepted(given), numbers, sizes, travel)
         return tokens
+
+    def dispatch_again(
+        self,
+        x: Any,
+        topk_idx: Any,
+        num_max_tokens: Any,
+        num_experts: Any,
+        expert_stats: Any,
+        wait_stats: Any,
+        fp8: tuple[bool, bool, bool],
+        by_hook: bool,
+    ) -> tuple[LowLatencyResults, Sent, LowLatencySizes] | None:
+        """The results of a dispatch, made at once if one like it was accepted; or None."""
+        known = self._last_dispatch
+        if known is None:
+            return None
+        try:
+            if not (
+                type(num_max_tokens) is type(num_experts) is int
+                and known.numbers == (num_max_tokens, num_experts, *fp8)
+                and known.tensors.covers(x, topk_idx, expert_stats, wait_stats)
+                and self._is_quiet()
+            ):
+                return None
+        except Exception:
+            # Arguments of which not even this can be found out: checks say what is wrong with them.
+            return None
+        sizes = known.sizes
+        tokens = LowLatencyTokens(x, topk_idx, sizes, known.travel, expert_stats, wait_stats)
+        done = self._mode.dispatch_again(tokens, by_hook)
+        return (*done, sizes) if done is not None else None
+
+    def combine_again(
+        self,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        handle: Any,
+        formats_wanted: tuple[bool, bool],
+        out: Any,
+        wait_stats: Any,
+        by_hook: bool,
+    ) -> tuple[torch.Tensor, Sent] | None:
+        """The same for a combine, of rows that are not in the slots already: its sums."""
+        known = self._last_combine
+        if known is None or known.zero_copy:
+            return None
+        try:
+            src_info, layout_range, num_max_tokens, hidden, num_experts = handle
+            if not (
+                handle.__class__ is tuple
+                and type(num_max_tokens) is type(hidden) is type(num_experts) is int
+                and known.numbers == (num_max_tokens, hidden, num_experts, *formats_wanted)
+                and known.tensors.covers(x, topk_idx, topk_weights, src_info, layout_range, out, wait_stats)
+                and self._mode.is_filled(layout_range)
+                and self._is_quiet()
+            ):
+                return None
+        except Exception:
+            # As in `dispatch_again`.
+            return None
+        parts = x, topk_idx, topk_weights, src_info, layout_range
+        combined = LowLatencyInput(*parts, 0, known.sizes, known.use_logfmt, False, out, wait_stats)
+        return self._mode.combine_again(combined, by_hook)
 
     def combine(
         self,

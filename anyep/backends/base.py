@@ -388,6 +388,10 @@ class NormalOps(Protocol[R, C]):
     def check_config(self, config: Config) -> None:
         """Warn if the device cannot do what a config requests."""
 
+    def is_quiet(self) -> bool:
+        """Whether calls may be repeated: calls work, no earlier one has failed, and nothing follows their
+        phases or captures them in a graph."""
+
     def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
         """The rows of a dispatch with a handle and no other argument, made at once, with less work, if one
         like it was made before. None if not: then nothing has happened."""

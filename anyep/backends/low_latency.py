@@ -160,6 +160,9 @@ class LowLatencyOps(Protocol[Work]):
     def raise_earlier(self) -> None:
         """Raise the error of an earlier call that the host did not wait for; at the end of a call."""
 
+    def is_quiet(self) -> bool:
+        """Whether there is no such error, and none to look for; False where the host waits for calls."""
+
     def check_ids(self, topk_idx: torch.Tensor, num_experts: int) -> None:
         """Refuse ids that are neither experts nor -1, here or in a kernel."""
 

@@ -38,6 +38,9 @@ T = TypeVar("T")
 Hook = Callable[[], None]
 New = Callable[[], Sequence[torch.Tensor]]
 MAX_IN_FLIGHT: Final = NUM_SLOT_SETS
+# Plain numbers: those of an enumeration take longer.
+DISPATCH: Final = int(Kind.LOW_LATENCY_DISPATCH)
+COMBINE: Final = int(Kind.LOW_LATENCY_COMBINE)
 
 
 class Sent(NamedTuple):
@@ -45,6 +48,9 @@ class Sent(NamedTuple):
 
     event: EventHandle | None
     hook: Hook | None
+
+
+NOTHING_LEFT: Final = Sent(None, None)
 
 
 class LowLatencyMode:
@@ -136,9 +142,13 @@ class LowLatencyMode:
         """Refuse ids that are neither experts nor -1."""
         self.ops.check_ids(topk_idx, num_experts)
 
+    def is_filled(self, layout_range: torch.Tensor) -> bool:
+        """Whether a handle is not that of a dispatch that was sent and not yet received."""
+        return layout_range.data_ptr() not in self._unfilled
+
     def check_is_filled(self, layout_range: torch.Tensor) -> None:
         """Refuse the handle of a dispatch that was sent and not yet received."""
-        if layout_range.data_ptr() in self._unfilled:
+        if not self.is_filled(layout_range):
             raise InvalidCall("the handle's dispatch is not yet received: call its hook first")
 
     def count_rows(self, layout_range: torch.Tensor, src_info: torch.Tensor, max_tokens: int) -> int:
@@ -213,6 +223,68 @@ class LowLatencyMode:
 
         return self._guarded(call, whole_call)
 
+    # Calls like earlier ones, with less work, where nothing has gone wrong and no graph is captured. They
+    # return None where that is not possible; then nothing has happened.
+
+    def dispatch_again(
+        self, tokens: LowLatencyTokens, by_hook: bool
+    ) -> tuple[LowLatencyResults, Sent] | None:
+        """The results of a dispatch that is not asynchronous."""
+        number, new = self._last_call + 1, self._new_results.get(int(tokens.travel))
+        if new is None or not self._can_repeat(number, tokens.sizes):
+            return None
+        self._last_call = number
+        call = Call(number, DISPATCH)
+        try:
+            x, counts, src_info, layout_range, *scales = new()
+            results = LowLatencyResults(x, scales[0] if scales else None, counts, src_info, layout_range)
+            work = self.ops.dispatch(call, tokens, results)
+            if not by_hook:
+                self.ops.run(call, work, False, _nothing)
+                return results, NOTHING_LEFT
+            sent = self._send_again(call, work)
+            self._unfilled[number % NUM_SLOT_SETS] = layout_range.data_ptr()
+            return results, sent
+        except BaseException as error:
+            self._control.ended_by(call, error)
+            raise
+
+    def combine_again(self, combined: LowLatencyInput, by_hook: bool) -> tuple[torch.Tensor, Sent] | None:
+        """The same for a combine: its sums."""
+        number, out = self._last_call + 1, combined.out
+        new = self._new_sums.get(combined.topk_idx.shape[0])
+        if new is None or not self._can_repeat(number, combined.sizes):
+            return None
+        self._last_call = number
+        call = Call(number, COMBINE)
+        try:
+            if out is None:
+                out = new()[0]
+            work = self.ops.combine(call, combined, out)
+            if not by_hook:
+                self.ops.run(call, work, False, _nothing)
+                return out, NOTHING_LEFT
+            return out, self._send_again(call, work)
+        except BaseException as error:
+            self._control.ended_by(call, error)
+            raise
+
+    def _can_repeat(self, number: int, sizes: LowLatencySizes) -> bool:
+        """Whether the slots are laid out for these sizes, and the call can have its set at once."""
+        slots = self._slots
+        return (
+            slots is not None
+            and slots.sizes is sizes
+            and not self._dropped
+            and self._in_flight[number % NUM_SLOT_SETS] is None
+        )
+
+    def _send_again(self, call: Call, work: LowLatencyWork) -> Sent:
+        self.ops.send(call, work)
+        self._num_open += 1
+        self._in_flight[call.number % NUM_SLOT_SETS] = call
+        return Sent(None, _Hook(self, call, work))
+
     def next_combine_buffer(self, sizes: LowLatencySizes) -> torch.Tensor:
         """Where the next call, a combine with `zero_copy`, looks for its rows: [experts, rows, hidden]."""
         self.ops.check_not_captured("get_next_low_latency_combine_buffer")
@@ -261,7 +333,7 @@ class LowLatencyMode:
 
     def check_can_receive(self, call: Call) -> None:
         """Refuse to receive a call in a graph that does not send it: nothing would have been received."""
-        if not call.is_captured:
+        if not call.is_captured and self.ops.is_capturing:
             self.ops.check_not_captured(f"the hook of {call}, which was sent outside,")
 
     def receive(self, call: Call, work: LowLatencyWork) -> None:

@@ -286,13 +286,13 @@ def pass_what_cannot_be_looked_at(context: RankContext) -> list[str]:
         for _ in range(2):
             buffer.dispatch(x, handle=handle, config=FEW_SMS)
         ops = buffer.runtime.normal.ops
-        usual, said = ops._is_quiet, []
+        usual, said = ops.is_quiet, []
 
         def fail() -> bool:
             raise RuntimeError("nothing can be found out")
 
         for look in (fail, usual):
-            ops._is_quiet = look if context.rank == 0 else usual
+            ops.is_quiet = look if context.rank == 0 else usual
             said.append(attempt(lambda: buffer.dispatch(x, handle=handle, config=FEW_SMS)))
         return said
 

@@ -3,7 +3,7 @@ thing, and compares what it got with the oracle, bit for bit."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from anyep.core.elastic_sizes import expanded_rows
 from anyep.events import EventOverlap
 from tests.support import elastic_oracle, oracle
 from tests.support.elastic_oracle import Reduction, Returned, Shape
+from tests.support.places import buffer_device, tensor_device
 from tests.support.world import RankContext
 
 NUM_BYTES = 2 << 20
@@ -97,7 +98,7 @@ def elastic_buffer(context: RankContext, num_window_bytes: int | None = None) ->
             NUM_BYTES,
             num_max_tokens_per_rank=TM,
             hidden=256,
-            device="cpu",
+            device=buffer_device(),
             num_window_bytes=num_window_bytes,
         )
     buffer: ElasticBuffer = context.keep[key]
@@ -111,7 +112,8 @@ def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | 
     expected = [elastic_oracle.dispatch(inputs, each, case.shape) for each in range(context.num_ranks)]
     mine, given = expected[rank], inputs[rank]
     x: Any = given.x if given.scales is None else (given.x, given.scales)
-    stats = torch.ones(case.local_experts, dtype=torch.int32, device="cpu")
+    x, topk_idx, topk_weights = there((x, given.topk_idx, given.topk_weights))
+    stats = torch.ones(case.local_experts, dtype=torch.int32, device=tensor_device())
     how: Any = {
         "do_expand": case.expands,
         "do_zero_padding": case.pads,
@@ -120,8 +122,8 @@ def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | 
     }
     received = buffer.dispatch(
         x,
-        given.topk_idx,
-        given.topk_weights,
+        topk_idx,
+        topk_weights,
         stats,
         num_experts=case.shape.num_experts,
         expert_alignment=case.alignment,
@@ -131,10 +133,11 @@ def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | 
     handle = received[3]
     check_received(case, mine, received)
     assert (stats - 1).tolist() == mine.counts.tolist()
-    check_handle(handle, case, inputs, expected, rank)
+    check_handle(here(handle), case, inputs, expected, rank)
+    assert handle.topk_idx.data_ptr() != topk_idx.data_ptr() or not topk_idx.numel()
     if received[1] is not None:
         received[1].fill_(7)  # the handle does not depend on what the caller does with the results
-    again = buffer.dispatch(x, topk_weights=given.topk_weights, handle=handle, **how)
+    again = buffer.dispatch(x, topk_weights=topk_weights, handle=handle, **how)
     assert again[3] is handle
     check_received(case, mine, again)
 
@@ -149,15 +152,35 @@ def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | 
     )
     bias: Any = (None, biases[0] if biases else None, biases)[case.num_biases]
     combined, combined_weights, event = buffer.combine(
-        rows, handle, back, bias, async_with_compute_stream=case.run_async
+        there(rows), handle, there(back), there(bias), async_with_compute_stream=case.run_async
     )
     check_event(case, event)
+    combined, combined_weights = here((combined, combined_weights))
     reduction = Reduction(is_expanded=case.expands)
     sums, sum_weights = elastic_oracle.combine(returned, inputs, rank, case.shape, reduction, biases)
     assert oracle.same_bits(combined, sums)
     assert (combined_weights is None) == (sum_weights is None)
     if combined_weights is not None:
         assert oracle.same_bits(combined_weights, sum_weights)
+
+
+def there(things: Any) -> Any:
+    """Tensors, and tuples of them, on the device of this rank's tensors."""
+    return _moved(things, tensor_device())
+
+
+def here(things: Any) -> Any:
+    """The same on the CPU."""
+    return _moved(things, "cpu")
+
+
+def _moved(things: Any, device: str) -> Any:
+    if isinstance(things, tuple):
+        return tuple(_moved(thing, device) for thing in things)
+    if isinstance(things, EPHandle):
+        parts = {name: _moved(part, device) for name, part in vars(things).items()}
+        return replace(things, **parts)
+    return things.to(device) if isinstance(things, torch.Tensor) else things
 
 
 def check_event(case: ElasticCase, event: EventOverlap) -> None:
@@ -167,13 +190,15 @@ def check_event(case: ElasticCase, event: EventOverlap) -> None:
 
 
 def check_received(case: ElasticCase, mine: elastic_oracle.Received, received: Any) -> None:
-    rows, ids, weights, handle, event = received
+    *results, event = received
     check_event(case, event)
+    strides_there = received[0][1].stride() if mine.scales is not None else None
+    rows, ids, weights, handle = here(tuple(results))
     scales = None
     if mine.scales is not None:
         rows, scales = rows
         strides = (1, -(-len(rows) // 4) * 4) if case.has_column_major_scales else (scales.shape[1], 1)
-        assert scales.stride() == strides or not len(rows)
+        assert strides_there == strides or not len(rows)
     if case.expands:
         assert ids is None
         check_expanded(case, mine.expanded, (rows, weights, scales), handle)
@@ -184,11 +209,11 @@ def check_received(case: ElasticCase, mine: elastic_oracle.Received, received: A
         assert oracle.same_bits(scales[:num_rows].contiguous(), mine.scales)
     assert oracle.same_bits(ids[:num_rows], mine.topk_idx)
     assert bool((ids[num_rows:] == -1).all()) or received[3].num_recv_tokens == num_rows
-    here = mine.topk_idx >= 0
+    is_local = mine.topk_idx >= 0
     assert (weights is not None) == case.has_weights
     if weights is not None:
         assert mine.topk_weights is not None
-        assert oracle.same_bits(weights[:num_rows][here], mine.topk_weights[here])
+        assert oracle.same_bits(weights[:num_rows][is_local], mine.topk_weights[is_local])
 
 
 def check_expanded(case: ElasticCase, mine: elastic_oracle.Expanded, received: Any, handle: EPHandle) -> None:
@@ -227,7 +252,6 @@ def check_handle(
     assert ids is not None
     num_topk = ids.shape[1]
     assert torch.equal(handle.topk_idx, ids)
-    assert handle.topk_idx.data_ptr() != ids.data_ptr() or not ids.numel()
     assert handle.num_recv_tokens == (num_rows if case.waits else num_ranks * TM)
     assert handle.num_recv_tokens_per_expert_list == (mine.aligned_counts if case.waits else [])
     most = expanded_rows(num_ranks * TM, num_topk, case.local_experts, case.alignment)

@@ -195,6 +195,21 @@ def test_messages_are_those_of_the_package(page: str) -> None:
             assert part.strip() in sources, f"{message!r}: no message has {part.strip()!r}"
 
 
+def test_paths_in_tables_are_those_that_bench_prints() -> None:
+    """One term for one path: in the tables of the commands, and in those of the pages."""
+    sources = "".join(
+        path.read_text() for path in (Path(anyep.__file__).parent / "cli" / "bench").glob("*.py")
+    )
+    rows = []
+    for page in (DOCS / "performance").glob("*.md"):
+        for table in re.findall(
+            r"^\| case \| path \|.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE
+        ):
+            rows += [(page.name, row.split(" | ")[1]) for row in table.splitlines()]
+    assert len(rows) >= 20
+    assert [(page, path) for page, path in rows if f'"{path}"' not in sources] == []
+
+
 def test_every_exception_has_a_part() -> None:
     page = (DOCS / "troubleshooting" / "exceptions.md").read_text()
     kinds = [name for name in anyep.__all__ if isinstance(getattr(anyep, name), type)]

@@ -145,6 +145,9 @@ class CpuLowLatencyOps:
     def raise_earlier(self) -> None:
         """Calls raise their errors themselves."""
 
+    def is_quiet(self) -> bool:
+        return False
+
     def check_ids(self, topk_idx: torch.Tensor, num_experts: int) -> None:
         """Refuse ids that are neither experts nor -1."""
         place = cpu.first_wrong_id(topk_idx.numpy(), num_experts)

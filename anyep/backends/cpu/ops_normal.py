@@ -127,6 +127,10 @@ class CpuNormalOps(Generic[CR]):
     def check_config(self, config: Config) -> None:
         """Any number of channels works: they are iterations of a loop."""
 
+    def is_quiet(self) -> bool:
+        """Every call is made step by step."""
+        return False
+
     def dispatch_again(self, x: Any, handle: Any, config: Config) -> None:
         """Every call is made step by step."""
 

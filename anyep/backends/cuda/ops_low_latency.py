@@ -14,7 +14,7 @@ each other only to unmask them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -51,6 +51,17 @@ from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
 
 ErrorOf = Callable[[Call, int, int], AnyEPError]
 MAX_PLANS: Final = 256
+# Plain numbers: those of an enumeration take longer.
+SEND: Final = int(Phase.SEND)
+IDLE: Final = int(Phase.IDLE)
+OF_DISPATCH: Final = (
+    *("state", "x", "topk_idx", "packed_x", "packed_scales", "src_info", "layout_range", "counts"),
+    *("expert_stats", "wait_stats"),
+)
+OF_COMBINE: Final = (
+    *("state", "x", "topk_idx", "topk_weights", "src_info", "layout_range", "out", "wait_stats"),
+)
+"""The inputs of both calls, in the order in which they are passed; those that are numbers follow."""
 
 
 class Reporter(Protocol):
@@ -69,24 +80,29 @@ class WorkingControl(LowLatencyControl, Protocol):
 
 class Plan(NamedTuple):
     """What calls that differ in addresses only have in common: their batches, and the inputs that are
-    numbers."""
+    numbers, which follow the others."""
 
     both: Prepared
     """Of both halves."""
     send: Prepared
     receive: Prepared
-    numbers: dict[str, int]
+    numbers: tuple[int, ...]
 
 
 class Work(NamedTuple):
     """What both halves of a call need."""
 
     plan: Plan
-    values: dict[str, Any]
-    """Of the inputs."""
+    values: tuple[Any, ...]
+    """Of the inputs; the first one is the call's state."""
     stream: int
     """The caller's, when the call was made."""
-    release: Callable[[], None]
+    call: Call
+    release_with: Callable[[Call, torch.Tensor], None]
+
+    @property
+    def release(self) -> Callable[[], None]:
+        return partial(self.release_with, self.call, self.values[0])
 
 
 class GpuLowLatencyOps(ending.Part):
@@ -115,6 +131,8 @@ class GpuLowLatencyOps(ending.Part):
         self._unheard: AnyEPError | None = None
         """The error of an earlier call, for the next one to raise."""
         self._report = self._gpu.words(constants.REPORTED_HEADERS + records.NUM_WORDS * self._num_ranks)
+        self._report_words = self._report.data
+        """The same, for a look that takes less time."""
         reports.add(self._report, self._error_of)
         self._words = self._constants()
         self._device_constants = self._gpu.table(self._words)
@@ -210,7 +228,7 @@ class GpuLowLatencyOps(ending.Part):
     def allocator(self, outlines: Sequence[Outline]) -> Callable[[], Sequence[torch.Tensor]]:
         templates = [template(self._gpu, *outline) for outline in outlines]
         empty_like = self._gpu.empty_like
-        return lambda: [empty_like(template) for template in templates]
+        return lambda: [*map(empty_like, templates)]
 
     # Work
 
@@ -226,21 +244,13 @@ class GpuLowLatencyOps(ending.Part):
             words = tokens.num_scale_words
             movers = self._kernels.of_dispatch(at, travel, num_tokens, num_topk, words, has_stats)
             signature = _signature(records.header_of(call.kind, sizes, travel))
-            plan = self._new_plan(key, at, signature, movers, wait_stats is not None)
-        values = {
-            **plan.numbers,
-            "state": self._state_of(call),
-            "x": x,
-            "topk_idx": topk_idx,
-            "packed_x": results.x,
-            "packed_scales": results.scales,
-            "src_info": results.src_info,
-            "layout_range": results.layout_range,
-            "counts": results.counts,
-            "expert_stats": expert_stats,
-            "wait_stats": wait_stats,
-        }
-        return self._new_work(call, plan, values)
+            plan = self._new_plan(key, at, signature, movers, wait_stats is not None, OF_DISPATCH)
+        packed_x, packed_scales, counts, src_info, layout_range = results
+        values = (
+            *(self._state_of(call), x, topk_idx, packed_x, packed_scales, src_info, layout_range, counts),
+            *(expert_stats, wait_stats, *plan.numbers),
+        )
+        return Work(plan, values, self._stream.caller(), call, self._release)
 
     def combine(self, call: Call, combined: LowLatencyInput, out: torch.Tensor) -> Work:
         at, (num_tokens, num_topk) = self._at, combined.topk_idx.shape
@@ -252,20 +262,13 @@ class GpuLowLatencyOps(ending.Part):
             movers = self._kernels.of_combine(at, use_logfmt, zero_copy, num_tokens, num_topk)
             travel = Format.LOGFMT if use_logfmt else Format.BF16
             signature = _signature(records.header_of(call.kind, combined.sizes, travel))
-            plan = self._new_plan(key, at, signature, movers, wait_stats is not None)
-        values = {
-            **plan.numbers,
-            "state": self._state_of(call),
-            # With zero copy no kernel reads it.
-            "x": combined.x,
-            "topk_idx": combined.topk_idx,
-            "topk_weights": combined.topk_weights,
-            "src_info": combined.src_info,
-            "layout_range": combined.layout_range,
-            "out": out,
-            "wait_stats": wait_stats,
-        }
-        return self._new_work(call, plan, values)
+            plan = self._new_plan(key, at, signature, movers, wait_stats is not None, OF_COMBINE)
+        # With zero copy no kernel reads x.
+        values = (
+            *(self._state_of(call), combined.x, combined.topk_idx, combined.topk_weights),
+            *(combined.src_info, combined.layout_range, out, wait_stats, *plan.numbers),
+        )
+        return Work(plan, values, self._stream.caller(), call, self._release)
 
     def _new_plan(
         self,
@@ -274,15 +277,17 @@ class GpuLowLatencyOps(ending.Part):
         signature: Signature,
         movers: Movers,
         has_wait_stats: bool,
+        inputs: tuple[str, ...],
     ) -> Plan:
         kernels = self._kernels
         send = ((kernels.open_call, signature), movers.send)
         receive = ((kernels.receive_records, at.slots.num_local_experts, has_wait_stats), movers.take)
-        both, first, second = (Prepared(self._batches, each) for each in (send + receive, send, receive))
+        order, batches = (*inputs, *movers.numbers), self._batches
+        both, first, second = (Prepared(batches, each, order) for each in (send + receive, send, receive))
         if len(self._plans) >= MAX_PLANS:
             # The oldest one.
             del self._plans[next(iter(self._plans))]
-        plan = self._plans[key] = Plan(both, first, second, movers.numbers)
+        plan = self._plans[key] = Plan(both, first, second, tuple(movers.numbers.values()))
         return plan
 
     def _state_of(self, call: Call) -> torch.Tensor:
@@ -293,22 +298,17 @@ class GpuLowLatencyOps(ending.Part):
             return new_state(self._gpu, at.slots.sizes.num_experts)
         return at.states[call.number % NUM_SLOT_SETS]
 
-    def _new_work(self, call: Call, plan: Plan, values: dict[str, Any]) -> Work:
-        release = partial(self._release, call, values["state"])
-        return Work(plan, values, self._stream.caller(), release)
-
     def run(self, call: Call, work: Work, run_async: bool, on_end: Callable[[], None]) -> EventHandle | None:
         self._begin(call)
-        plan, values, *_ = work
-        moment = self._stream.moment(True, not run_async)
-        self._order.run(plan.both, moment, values, call.is_captured)
-        event: EventHandle | None = None
+        stream, event = self._stream, None
+        moment = stream.moment(True, False) if run_async else stream.whole_call()
+        self._order.run(work.plan.both, moment, work.values, call.is_captured)
         if run_async:
-            event = self._stream.end(True)
-            self._keep(values)
+            event = stream.end(True)
+            self._keep(work.values)
         # The next call runs after this one, whatever the host knows about it.
         on_end()
-        self._control.end(call)
+        self._control.publish(call.number, call.kind, IDLE)
         return event
 
     def send(self, call: Call, work: Work) -> None:
@@ -316,21 +316,22 @@ class GpuLowLatencyOps(ending.Part):
         self._order.run(work.plan.send, Moment(work.stream), work.values, call.is_captured)
         if not call.is_captured:
             self._work_in_flight[call.number] = work
-        self._control.end(call)
+        self._control.publish(call.number, call.kind, IDLE)
 
     def receive(self, call: Call, work: Work, on_end: Callable[[], None]) -> None:
-        self._control.check_works()
-        self._control.enter(call, Phase.RECEIVE)
-        plan, values, sent_on, _ = work
+        control = self._control
+        control.check_works()
+        control.enter(call, Phase.RECEIVE)
         stream = self._stream.caller()
         try:
-            self._order.run(plan.receive, Moment(stream), values, self._stream.is_capturing())
+            is_captured = self._stream.is_capturing()
+            self._order.run(work.plan.receive, Moment(stream), work.values, is_captured)
         finally:
             self._work_in_flight.pop(call.number, None)
             on_end()
-        if stream != sent_on:
-            self._keep(values)
-        self._control.end(call)
+        if stream != work.stream:
+            self._keep(work.values)
+        control.publish(call.number, call.kind, IDLE)
 
     def _release(self, call: Call, state: torch.Tensor) -> None:
         """Let the senders go on whose rows will not be received."""
@@ -342,9 +343,9 @@ class GpuLowLatencyOps(ending.Part):
         self.agreement.holds = True
         self._calls_with_slots += 1
 
-    def _keep(self, values: Mapping[str, Any]) -> None:
+    def _keep(self, values: Sequence[Any]) -> None:
         """Keep the memory of what two streams use until both are done with it."""
-        for value in values.values():
+        for value in values:
             if isinstance(value, torch.Tensor):
                 self._gpu.used_by_both(value)
 
@@ -410,9 +411,15 @@ class GpuLowLatencyOps(ending.Part):
 
     def listen(self) -> None:
         """Check for errors of earlier calls; one that ends this rank's part in them is raised at once."""
-        words = self._report
-        if words[constants.NUM_REPORTS] != words[constants.NUM_READ]:
+        if self._has_news():
             self._unheard = self._unheard or self._reported()
+
+    def _has_news(self) -> bool:
+        words = self._report_words
+        return bool(words[constants.NUM_REPORTS] != words[constants.NUM_READ])
+
+    def is_quiet(self) -> bool:
+        return self._unheard is None and not self._has_news()
 
     def raise_earlier(self) -> None:
         error, self._unheard = self._unheard, None

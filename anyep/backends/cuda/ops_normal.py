@@ -6,10 +6,11 @@ can be captured in CUDA graphs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -49,6 +50,8 @@ from anyep.sizes import SOURCE_META_BYTES, Config
 
 log = logging.getLogger("anyep")
 MAX_LAYOUTS: Final = 256
+OF_LAYOUT: Final = "topk_idx", "by_rank", "by_expert", "in_rank", "by_node", "num_tokens"
+"""The inputs of a layout, in the order in which they are passed."""
 
 
 class Reporter(Protocol):
@@ -72,10 +75,9 @@ class Sms(Protocol):
 class _Layout(NamedTuple):
     """What layouts of the same sizes have in common."""
 
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """Templates: tokens per rank and per expert, and which token goes to which rank."""
-    per_node: torch.Tensor | None
-    """A template: tokens per node, where there are several."""
+    results: Sequence[torch.Tensor]
+    """Templates: tokens per rank and per expert, which token goes to which rank, and, where there are several
+    nodes, tokens per node."""
     kernel: Prepared
 
 
@@ -200,19 +202,17 @@ class GpuNormalOps:
         return known[1]
 
     def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
-        return self.repeats.dispatch(x, handle, config, self._is_quiet)
+        return self.repeats.dispatch(x, handle, config, self.is_quiet)
 
     def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
-        return self.repeats.combine(x, handle, config, self._is_quiet)
+        return self.repeats.combine(x, handle, config, self.is_quiet)
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
     ) -> Callable[[Call], CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]] | None:
         return self.counted_repeats.start(self, tokens, config) if self._has_no_error() else None
 
-    def _is_quiet(self) -> bool:
-        """Whether calls work, no earlier one has failed, and nothing follows their phases or captures them
-        in a graph."""
+    def is_quiet(self) -> bool:
         return (
             self._has_no_error()
             and not self.gpu.stream.is_capturing()
@@ -287,37 +287,24 @@ class GpuNormalOps:
     def layout(
         self, topk_idx: torch.Tensor, num_experts: int, previous: EventOverlap | None, run_async: bool
     ) -> DispatchLayout:
-        self._raise_layout()
+        if not self._layouts_were_right():
+            self._raise_layout()
+        gpu, stream = self.gpu, self.gpu.stream
         num_tokens, num_topk = topk_idx.shape
         kind = num_tokens, num_topk, num_experts
         known = self._layouts.get(kind) or self._new_layout(kind)
-        by_node = None
-        if previous is None:
-            per_rank, per_expert, in_rank = map(self.gpu.empty_like, known.results)
-            if known.per_node is not None:
-                by_node = self.gpu.empty_like(known.per_node)
-        else:
-            with self.gpu.on_communication_stream():
-                per_rank, per_expert, in_rank = map(self.gpu.empty_like, known.results)
-                if known.per_node is not None:
-                    by_node = self.gpu.empty_like(known.per_node)
-        values = {
-            "topk_idx": topk_idx,
-            "by_rank": per_rank,
-            "by_expert": per_expert,
-            "in_rank": in_rank,
-            "by_node": by_node,
-            "num_tokens": num_tokens,
-        }
-        stream = self.gpu.stream
-        # No peer takes part: if nothing is to overlap, the kernel runs on the caller's stream.
-        if run_async or previous is not None or stream.is_capturing():
-            moment = stream.moment(True, not run_async, previous)
-        else:
-            moment = stream.beside_caller()
-        known.kernel.run(moment, values)
         if not run_async and previous is None:
+            per_rank, per_expert, in_rank, *rest = map(gpu.empty_like, known.results)
+            by_node = rest[0] if rest else None
+            # No peer takes part: as nothing is to overlap, the kernel runs on the caller's stream.
+            moment = stream.moment(True, True) if stream.is_capturing() else stream.beside_caller()
+            known.kernel.run(moment, (topk_idx, per_rank, per_expert, in_rank, by_node, num_tokens))
             return DispatchLayout(per_rank, by_node, per_expert, in_rank, None)
+        with gpu.on_communication_stream() if previous is not None else contextlib.nullcontext():
+            per_rank, per_expert, in_rank, *rest = map(gpu.empty_like, known.results)
+        by_node = rest[0] if rest else None
+        moment = stream.moment(True, not run_async, previous)
+        known.kernel.run(moment, (topk_idx, per_rank, per_expert, in_rank, by_node, num_tokens))
         self.keep(run_async, previous, topk_idx, per_rank, by_node, per_expert, in_rank)
         event = stream.end(True) if run_async else None
         return DispatchLayout(per_rank, by_node, per_expert, in_rank, event)
@@ -325,21 +312,20 @@ class GpuNormalOps:
     def _new_layout(self, kind: tuple[int, int, int]) -> _Layout:
         num_tokens, num_topk, num_experts = kind
         gpu, num_ranks = self.gpu, self.num_ranks
-        results = (
+        results = [
             template(gpu, (num_ranks,), torch.int32),
             template(gpu, (num_experts,), torch.int32),
             template(gpu, (num_tokens, num_ranks), torch.bool),
-        )
+        ]
         recipes: Recipes = ((self.kernels.count_layout, num_topk, num_experts // num_ranks, self._told),)
-        per_node = None
         if self._nodes is not None:
-            per_node = template(gpu, (self.topology.num_nodes,), torch.int32)
+            results.append(template(gpu, (self.topology.num_nodes,), torch.int32))
             recipes += ((self._nodes.count_nodes,),)
         if len(self._layouts) >= MAX_LAYOUTS:
             # The oldest one.
             del self._layouts[next(iter(self._layouts))]
         made = self._layouts[kind] = _Layout(
-            results, per_node, Prepared(self.device_control.batches, recipes)
+            results, Prepared(self.device_control.batches, recipes, OF_LAYOUT)
         )
         return made
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from typing import Any, Final
 
 from anyep.backends.cuda.batch import Prepared
@@ -29,23 +28,26 @@ class Order:
         """The graph that the last captured batch belongs to, and its stream."""
         self._lock = threading.Lock()
 
-    def run(self, batch: Prepared, moment: Moment, values: Mapping[str, Any], is_captured: bool) -> None:
+    def run(self, batch: Prepared, moment: Moment, values: Any, is_captured: bool) -> None:
         """Run a batch after everything that was launched before; an event follows it, for which the stream
         waits that waits for the end of `moment`. `is_captured`: in the graph that is being captured."""
         stream, event_before, stream_before, _, _, stream_after = moment
         with self._lock:
-            graph = (self._stream.graph() or UNKNOWN_GRAPH) if is_captured else 0
-            done = self._raw_done_in_graph if graph else self._raw_done
-            if graph:
-                # A graph can only wait for its own work; the caller orders its replays.
-                last_graph, last_stream = self._last_in_graph
-                is_elsewhere = graph == last_graph != UNKNOWN_GRAPH and stream != last_stream
-            else:
-                # Whatever was captured meanwhile: a graph does not wait for what ran before it.
-                is_elsewhere = stream != self._last_stream
-            also = done if is_elsewhere else 0
+            if is_captured:
+                self._run_captured(batch, moment, values)
+                return
+            # Whatever was captured meanwhile: a graph does not wait for what ran before it.
+            done = self._raw_done
+            also = done if stream != self._last_stream else 0
             batch.run(Moment(stream, event_before, stream_before, also, done, stream_after), values)
-            if graph:
-                self._last_in_graph = graph, stream
-            else:
-                self._last_stream = stream
+            self._last_stream = stream
+
+    def _run_captured(self, batch: Prepared, moment: Moment, values: Any) -> None:
+        graph, stream = self._stream.graph() or UNKNOWN_GRAPH, moment.stream
+        # A graph can only wait for its own work; the caller orders its replays.
+        last_graph, last_stream = self._last_in_graph
+        is_elsewhere = graph == last_graph != UNKNOWN_GRAPH and stream != last_stream
+        done = self._raw_done_in_graph
+        also = done if is_elsewhere else 0
+        batch.run(moment._replace(also_wait_for=also, event_after=done), values)
+        self._last_in_graph = graph, stream

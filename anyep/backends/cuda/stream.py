@@ -34,6 +34,7 @@ class Stream:
         """The stream as the driver knows it."""
         self._known: dict[int, Any] = {}
         self._whole_calls: dict[int, Moment] = {}
+        self._beside: dict[int, Moment] = {}
 
     def current(self) -> Any:
         """The caller's stream. It is cached: torch's own query takes longer than a kernel launch."""
@@ -101,7 +102,11 @@ class Stream:
         """A batch runs on the caller's stream. Calls of this Buffer wait for it, even those that wait for an
         earlier event of the caller and not for its stream."""
         caller: int = torch._C._cuda_getCurrentRawStream(self._device)
-        return Moment(caller, event_after=self._raw_begin, stream_after=self.raw)
+        found = self._beside.get(caller)
+        if found is None:
+            moment = Moment(caller, event_after=self._raw_begin, stream_after=self.raw)
+            found = self._beside[caller] = moment
+        return found
 
     def is_capturing(self) -> bool:
         """Whether calls are recorded into a CUDA graph instead of being run."""
