@@ -1,6 +1,6 @@
 """AnyEP moves the tokens of Mixture-of-Experts models to the ranks that hold their experts, and back.
 
-Importing this package is cheap: torch and Numba are loaded when `Buffer`, an event, `anyep.autograd` or
+Importing this package is cheap: torch and Numba are loaded when a buffer, an event, `anyep.autograd` or
 `anyep.nn` is first used.
 """
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from anyep import topology as topology
     from anyep import training as training
     from anyep.api.buffer import Buffer
+    from anyep.api.elastic import ElasticBuffer
+    from anyep.api.elastic_handle import EPHandle
     from anyep.deep_ep_modules import install_as_deep_ep
     from anyep.events import EventHandle, EventOverlap
     from anyep.sizes import Config
@@ -54,6 +56,8 @@ __all__ = [
     "BufferBroken",
     "Config",
     "Disagreement",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "InvalidCall",
@@ -69,6 +73,8 @@ __all__ = [
 _LOADED_WHEN_USED = {
     "Buffer": ("anyep.api.buffer", "Buffer"),
     "Config": ("anyep.sizes", "Config"),
+    "EPHandle": ("anyep.api.elastic_handle", "EPHandle"),
+    "ElasticBuffer": ("anyep.api.elastic", "ElasticBuffer"),
     "EventHandle": ("anyep.events", "EventHandle"),
     "EventOverlap": ("anyep.events", "EventOverlap"),
     "install_as_deep_ep": ("anyep.deep_ep_modules", "install_as_deep_ep"),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from anyep.errors import NotSupported
-from anyep.settings import REPLACE_DEEP_EP
+from anyep.settings import DEEP_EP_API, REPLACE_DEEP_EP
 
 FOLDER: Final = Path(__file__).parent / "as_deep_ep"
 TOP_LEVEL: Final = ("deep_ep", "deep_ep_cpp")
@@ -31,6 +31,16 @@ REPLACE: Final = REPLACE_DEEP_EP.name
 """If set to 1, AnyEP replaces another deep_ep; child processes inherit it."""
 OURS: Final = "from anyep import"
 """Only the files of the drop-in contain this text, wherever they were installed."""
+
+
+V1: Final = "1.2.1"
+V2: Final = "2.1.0"
+"""The versions of deep_ep whose names the drop-in has, as programs parse and compare them."""
+
+
+def has_v2_names() -> bool:
+    """Whether the drop-in has the names of version 2; with `ANYEP_DEEP_EP_API=v1` it does not."""
+    return DEEP_EP_API.choose().value == "v2"
 
 
 def install_as_deep_ep(replace: bool = False) -> None:

@@ -122,7 +122,10 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         session = self._session()
         if topology.num_nodes > 1:
             self._buffer.destroy()
-            raise NotSupported("ElasticBuffer does not work on several nodes yet: use anyep.Buffer")
+            raise NotSupported(
+                "ElasticBuffer does not work on several nodes yet: use anyep.Buffer; programs written for"
+                " deep_ep choose it where ANYEP_DEEP_EP_API=v1 hides ElasticBuffer from them"
+            )
         self._calls = ElasticCalls(session.normal, session.elastic, self._buffer.rank, num_ranks)
         self.group = group
         self.rank_idx, self.num_ranks = self._buffer.rank, num_ranks
@@ -262,7 +265,8 @@ class ElasticBuffer(SizeHints, AbsentCalls):
 
         Args:
             x: Rows [tokens, hidden], or a pair of 1-byte data and its scales.
-            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". The experts of a token are distinct.
+            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". A token's experts are distinct;
+                GPUs do not check it.
             topk_weights: float32 [tokens, top-k]; on all ranks or on none.
             cumulative_local_expert_recv_stats: int32 [local experts]; the received counts are added.
             num_experts: The experts of all ranks together; with a handle it may be left out.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -14,9 +14,6 @@ from anyep.core import elastic_sizes
 from anyep.core.elastic_sizes import Domains
 from anyep.errors import whole_number
 from anyep.settings import RANKS_PER_NODE
-
-LOCAL_WORLD_SIZE: Final = "LOCAL_WORLD_SIZE"
-"""Launchers such as torchrun tell with it how many ranks of a job are on each host."""
 
 
 def domains_of(group: Any, allow_hybrid_mode: bool = True) -> Domains:
@@ -35,7 +32,8 @@ def domains_of(group: Any, allow_hybrid_mode: bool = True) -> Domains:
 
 
 def _local_world_size() -> int:
-    text = os.environ.get(LOCAL_WORLD_SIZE, "")
+    """Launchers such as torchrun tell how many ranks of a job are on each host."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdigit() else 0
 
 

@@ -16,6 +16,7 @@ from anyep.cli.interrupts import INTERRUPTED, TERMINATED, Terminated
 from anyep.cli.plan import plan
 from anyep.cli.run import run
 from anyep.cli.selftest.command import selftest
+from anyep.cli.simulate import simulate_command
 from anyep.cli.tune.command import tune
 from anyep.cli.warmup import warmup
 from anyep.errors import AnyEPError, InvalidCall
@@ -46,6 +47,7 @@ def _hearing_interrupts(command: Callable[..., None]) -> Callable[..., None]:
 
 
 app.command()(_hearing_interrupts(plan))
+app.command("simulate")(_hearing_interrupts(simulate_command))
 app.command()(_hearing_interrupts(demo))
 app.command()(_hearing_interrupts(bench))
 app.command()(_hearing_interrupts(tune))

@@ -25,6 +25,11 @@ DISPATCH_WORDS: Final = {**SIGNATURE_WORDS, Field.ROUTING: "the terms of the dis
 """The same for a dispatch without a handle."""
 
 
+def words_of(kind: int) -> dict[Field, str]:
+    """What ranks that disagree about a call of this kind are told."""
+    return DISPATCH_WORDS if kind == Kind.DISPATCH else SIGNATURE_WORDS
+
+
 def word_for_people(field: int, header: Sequence[int]) -> str:
     """A word of a header's signature, as error messages show it.
 

@@ -22,10 +22,10 @@ from anyep.backends import cpu
 from anyep.backends.cpu.heap import Block
 from anyep.control.blame import Blame
 from anyep.control.liveness import Processes
-from anyep.control.notify import DISPATCH_WORDS, SIGNATURE_WORDS, word_for_people
+from anyep.control.notify import word_for_people, words_of
 from anyep.control.status import RankStatus, State, StatusBlock
 from anyep.core import diagnosis
-from anyep.core.calls import Array, Call, Kind, Phase, Stall, Topic
+from anyep.core.calls import Array, Call, Phase, Stall, Topic
 from anyep.core.headers import NUM_WORDS, SIGNATURE, Field, signature
 from anyep.core.traffic import Traffic
 from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
@@ -249,8 +249,7 @@ class ControlPlane(ending.Part):
         self._wait_for_counters(call, mailboxes, call.number, Topic.NOTIFY + box, "notify message")
         self._last_seen = call.number
         if not cpu.read_headers(mailboxes, header, *AGREEING_WORDS, self.headers):
-            words = DISPATCH_WORDS if call.kind == Kind.DISPATCH else SIGNATURE_WORDS
-            raise self.disagreement(call, self.headers, box, words, word_for_people)
+            raise self.disagreement(call, self.headers, box, words_of(call.kind), word_for_people)
         return self.headers
 
     def read_counts(self, call: Call, matrix: Array, by_channel: Array, by_expert: Array) -> None:

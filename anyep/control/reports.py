@@ -16,7 +16,7 @@ import numpy as np
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.control.liveness import Watch
-from anyep.control.notify import SIGNATURE_WORDS, word_for_people
+from anyep.control.notify import word_for_people, words_of
 from anyep.control.plane import ControlPlane
 from anyep.core import diagnosis, outcomes
 from anyep.core.calls import Array, Call, Phase, Stall, Topic
@@ -201,7 +201,7 @@ class Reports:
             if (refused == code).any():
                 return diagnosis.refused_by_kernel(int(np.flatnonzero(refused == code)[0]), call, reason)
         text = max(0, int(refused.max()) - 1)
-        return self.control.disagreement(call, headers, text, SIGNATURE_WORDS, word_for_people)
+        return self.control.disagreement(call, headers, text, words_of(call.kind), word_for_people)
 
     # The end
 

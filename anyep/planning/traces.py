@@ -22,7 +22,7 @@ NO_EXPERT: Final = -1
 RANK_DIMS, STEP_DIMS, TRACE_DIMS = 2, 3, 4
 """Of [token, top-k], [rank, token, top-k] and [step, rank, token, top-k]."""
 SCORES_AT_ONCE: Final = 1 << 24
-MOST_SCORES: Final = 1 << 25
+MOST_SCORES: Final = 1 << 26
 SHAPES: Final = "[ranks, tokens, topk], [steps, ranks, tokens, topk], or [tokens, topk] in one file per rank"
 
 
@@ -86,20 +86,39 @@ def draw_trace(
     ranks, tokens, topk = shape
     rng = np.random.default_rng(seed)
     log_weights = -skew * np.log(rng.permutation(num_experts) + 1.0).astype(np.float32)
-    drawn = max(1, min(tokens, MOST_SCORES // (num_steps * ranks * num_experts)))
+    is_even = skew == 0 and topk * topk <= num_experts
+    scores = num_steps * ranks * (topk if is_even else num_experts)
+    drawn = max(1, min(tokens, MOST_SCORES // scores))
     steps = []
     for _ in range(num_steps):
         step = np.empty((ranks * drawn, topk), np.int32)
-        at_once = max(1, SCORES_AT_ONCE // num_experts)
-        for first in range(0, len(step), at_once):
-            some = step[first : first + at_once]
-            # The largest of log weights plus Gumbel noise are draws without repetition.
-            noise = rng.standard_exponential((len(some), num_experts), np.float32)
-            scores = log_weights - np.log(np.maximum(noise, np.float32(1e-30)))
-            some[:] = np.argpartition(-scores, topk - 1, axis=1)[:, :topk]
+        if is_even:
+            _draw_evenly(rng, step, num_experts)
+        else:
+            _draw_by_weight(rng, step, log_weights)
         steps.append(step.reshape(ranks, drawn, topk))
     counts = tuple(np.full(ranks, drawn, np.int64) for _ in steps)
     return Trace(tuple(steps), counts, tokens / drawn)
+
+
+def _draw_evenly(rng: np.random.Generator, choices: Array, num_experts: int) -> None:
+    """All sets of experts are equally likely: whole tokens are drawn again while they repeat an expert."""
+    wrong = np.arange(len(choices))
+    while len(wrong):
+        choices[wrong] = rng.integers(0, num_experts, (len(wrong), choices.shape[1]))
+        ascending = np.sort(choices[wrong], axis=1)
+        wrong = wrong[(ascending[:, 1:] == ascending[:, :-1]).any(axis=1)]
+
+
+def _draw_by_weight(rng: np.random.Generator, choices: Array, log_weights: Array) -> None:
+    """The largest of log weights plus Gumbel noise are draws without repetition."""
+    topk, num_experts = choices.shape[1], len(log_weights)
+    at_once = max(1, SCORES_AT_ONCE // num_experts)
+    for first in range(0, len(choices), at_once):
+        some = choices[first : first + at_once]
+        noise = rng.standard_exponential((len(some), num_experts), np.float32)
+        scores = log_weights - np.log(np.maximum(noise, np.float32(1e-30)))
+        some[:] = np.argpartition(-scores, topk - 1, axis=1)[:, :topk]
 
 
 def _of_ranks(ranks: list[Array]) -> Trace:

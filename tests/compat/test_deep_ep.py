@@ -34,8 +34,10 @@ assert Config is cpp_config is anyep.Config
 assert EventOverlap is utils_overlap is deep_ep.utils.EventOverlap is anyep.EventOverlap
 assert EventHandle is cpp_handle is deep_ep.EventHandle is anyep.EventHandle
 assert topk_idx_t is torch.int64
-assert deep_ep.__version__ == anyep.__version__
-assert not hasattr(deep_ep, "ElasticBuffer") and not hasattr(deep_ep, "HybridEPBuffer")
+assert deep_ep.__version__ == "2.1.0" and not hasattr(deep_ep, "HybridEPBuffer")
+from deep_ep import ElasticBuffer, EPHandle
+from deep_ep.buffers.elastic import ElasticBuffer as buffers_elastic
+assert ElasticBuffer is anyep.ElasticBuffer is buffers_elastic and EPHandle is anyep.EPHandle
 for name in ("deep_ep", "deep_ep.buffer", "deep_ep.utils", "deep_ep_cpp"):
     assert importlib.util.find_spec(name).name == name
 """
@@ -67,6 +69,22 @@ def another(tmp_path: Path) -> Path:
 
 def test_the_folder_of_the_distribution_on_the_path() -> None:
     succeeds("-c", IMPORTS, path=(DISTRIBUTION,))
+
+
+def test_without_the_names_of_version_2() -> None:
+    code = (
+        "import deep_ep; assert deep_ep.__version__ == '1.2.1' and deep_ep.Buffer\n"
+        "assert not hasattr(deep_ep, 'ElasticBuffer') and not hasattr(deep_ep, 'EPHandle')\n"
+        "import deep_ep.buffers.legacy, deep_ep.utils.refs\n"
+        "try: import deep_ep.buffers.elastic\nexcept ImportError as error: print(error)\n"
+    )
+    told = succeeds("-c", code, path=(DISTRIBUTION,), ANYEP_DEEP_EP_API="v1")
+    assert told.startswith("ANYEP_DEEP_EP_API=v1 leaves out deep_ep.buffers.elastic: unset it")
+
+
+def test_a_version_that_there_is_not() -> None:
+    finished = python("-c", "import deep_ep", path=(DISTRIBUTION,), ANYEP_DEEP_EP_API="v3")
+    assert finished.stderr.splitlines()[-1].endswith("ANYEP_DEEP_EP_API is 'v3': it must be v1 or v2")
 
 
 def test_installed_in_a_process(tmp_path: Path) -> None:

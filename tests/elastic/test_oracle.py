@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -51,16 +54,24 @@ EXPANDED = {
 
 
 PLACES = [Place("cpu", 4), Place("simulated", 4), Place("cuda", 4)]
+SLOW_IN_THE_INTERPRETER = ("asynchronous", "without weights, nothing chosen", "column-major scales")
 
 
-@pytest.mark.parametrize("place", [place.param() for place in PLACES])
-@pytest.mark.parametrize("name", EXPANDED)
+def everywhere(names: Iterable[str]) -> Any:
+    found = []
+    for place, name in product(PLACES, names):
+        is_slow = place.device == "simulated" and name in SLOW_IN_THE_INTERPRETER
+        marks = [pytest.mark.slow] if is_slow else []
+        found.append(place.param(name, marks=marks, name=f"{place}-{name}"))
+    return pytest.mark.parametrize(("place", "name"), found)
+
+
+@everywhere(EXPANDED)
 def test_expanded(place: Place, name: str) -> None:
     place.world().run(check_case, EXPANDED[name])
 
 
-@pytest.mark.parametrize("place", [place.param() for place in PLACES])
-@pytest.mark.parametrize("name", CASES)
+@everywhere(CASES)
 def test_compact(place: Place, name: str) -> None:
     place.world().run(check_case, CASES[name])
 
@@ -88,13 +99,19 @@ def elastic_cases(draw: st.DrawFn, num_ranks: int) -> ElasticCase:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_any_case(num_ranks: int) -> None:
+ANYWHERE = [*(Place("cpu", size) for size in (1, 2, 3, 8)), Place("simulated", 2)]
+ON_A_GPU = [Place("cuda", size) for size in (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [*(place.param(marks=pytest.mark.slow) for place in ANYWHERE), *(place.param() for place in ON_A_GPU)],
+)
+def test_any_case(place: Place) -> None:
     @examples(8, deep=60)
-    @given(elastic_cases(num_ranks))
+    @given(elastic_cases(place.num_ranks))
     def check(case: ElasticCase) -> None:
-        get_world(num_ranks).run(check_case, case)
+        place.world().run(check_case, case)
 
     check()
 

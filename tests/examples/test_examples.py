@@ -126,6 +126,15 @@ def test_outputs_of_the_docs(tmp_path: Path, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_expanded_rows_of_the_docs(tmp_path: Path, num_ranks: int) -> None:
+    script = tmp_path / "elastic.py"
+    script.write_text(code_of("docs/elastic.md"))
+    finished = run_script(script, num_ranks=num_ranks)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count(f"rows of {8 // num_ranks} experts") == num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_layer_of_the_docs_runs(tmp_path: Path, num_ranks: int) -> None:
     script = tmp_path / "layer.py"
     script.write_text(code_of("docs/layers.md"))

@@ -152,12 +152,15 @@ def test_a_drawn_routing_follows_its_power_law() -> None:
     counts = np.sort(sum(np.bincount(step.reshape(-1), minlength=16) for step in trace.steps))[::-1]
     expected = np.arange(1, 17) ** -1.0
     assert counts / counts.sum() == pytest.approx(expected / expected.sum(), rel=0.15)
-    several = draw_trace((2, 64, 8), 16, skew=2.0, seed=4)
-    assert all(len(set(token)) == 8 for token in several.steps[0].reshape(-1, 8).tolist())
+    for skew, experts in ((2.0, 16), (0.0, 16), (0.0, 64)):
+        several = draw_trace((2, 64, 8), experts, skew, seed=4)
+        assert all(len(set(token)) == 8 for token in several.steps[0].reshape(-1, 8).tolist())
+    even = draw_trace((8, 4096, 2), 8, skew=0.0, seed=4)
+    assert np.bincount(even.steps[0].reshape(-1)) == pytest.approx(8192, rel=0.05)
 
 
 def test_large_routings_are_sampled() -> None:
-    trace = draw_trace((2048, 4096, 1), 4096, skew=0.0, seed=1, num_steps=1)
+    trace = draw_trace((2048, 4096, 1), 4096, skew=0.1, seed=1, num_steps=1)
     assert trace.scale == 4096 / trace.steps[0].shape[1] > 1
 
 
