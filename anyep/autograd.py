@@ -10,7 +10,7 @@ on all ranks, and a rank that received no rows still takes part.
 
 In a compiled function the number of received rows is a data-dependent size; with `num_worst_tokens` it is
 always that number. Operators accept integers but not Buffers, so a Buffer is passed as its key in a table
-that does not keep it alive.
+that does not keep it alive. `elastic_dispatch` and `elastic_combine` do the same with an `ElasticBuffer`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from torch.nn import functional
 
 from anyep.api.buffer import Buffer
 from anyep.api.normal_arguments import Handle
+from anyep.elastic_autograd import ElasticReceived as ElasticReceived
+from anyep.elastic_autograd import elastic_combine as elastic_combine
+from anyep.elastic_autograd import elastic_dispatch as elastic_dispatch
 from anyep.errors import BufferBroken, InvalidCall
 from anyep.sizes import SOURCE_META_BYTES
 

@@ -41,6 +41,8 @@ class Options:
     ranks_per_node: int | None
     num_window_bytes: int | None
     network: str | None = None
+    heap: str = "auto"
+    """Where ranks on GPUs keep what they share; one of `settings.HEAPS`."""
     timeout_s: float = TIMEOUT_S.default
     api: str = "Buffer"
     """The class that was made; messages name it."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.heap import SymmetricBlock
+from anyep.backends.cuda.host_heap import HostBlock
 from anyep.backends.cuda.mps import MultiProcessService
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.connection import (
@@ -29,6 +31,8 @@ from anyep.control.reports import Reports
 from anyep.core.calls import Call
 from anyep.errors import NotSupported
 from anyep.join.rendezvous import Rendezvous
+from anyep.machine import free_memory_bytes
+from anyep.settings import HEAP
 from anyep.sizes import align
 
 FIRST_WINDOW_BYTES: Final = 64 << 20
@@ -78,8 +82,16 @@ class GpuConnection:
         # The same on all ranks, because each rank decides by it on its own whether windows grow.
         least_free = min(free for _, _, free in gpus_of_ranks)
         share = least_free // SHARE_OF_FREE_MEMORY // max(ranks_by_gpu.values())
+        self.is_on_host = self._is_heap_on_host(options.heap, list(ranks_by_gpu))
+        """Whether the heap is in memory of the host. There are no windows then: rings move rows to the host
+        and from there at the same time."""
         self._most_window_bytes = share if options.num_window_bytes is None else options.num_window_bytes
-        self.heap = self._new_block(
+        first_bytes = min(FIRST_WINDOW_BYTES, share) // BLOCK_BYTES * BLOCK_BYTES
+        if options.num_window_bytes is not None:
+            first_bytes = options.num_window_bytes
+        if self.is_on_host:
+            first_bytes = self._most_window_bytes = 0
+        self.heap = self._new_heap(
             connection.region.num_bytes
             + options.num_nvl_bytes
             + options.num_rdma_bytes * rdma_parts(options, connection.topology),
@@ -87,9 +99,6 @@ class GpuConnection:
         )
         self.windows = GpuWindows(gpu)
         self._begun = ExitStack()
-        first_bytes = min(FIRST_WINDOW_BYTES, share) // BLOCK_BYTES * BLOCK_BYTES
-        if options.num_window_bytes is not None:
-            first_bytes = options.num_window_bytes
 
         def start_reports() -> Reports:
             device_control = DeviceControl(gpu, control, connection.region, self.heap)
@@ -107,6 +116,20 @@ class GpuConnection:
         except BaseException:
             self.close()
             raise
+
+    def _is_heap_on_host(self, heap: str, identities: Sequence[str]) -> bool:
+        """Where the heaps of all ranks are, given what the user asked for: the same on all of them."""
+        if heap == "host":
+            return True
+        reasons = on_all_ranks(self._rendezvous, lambda: self._gpu.why_not_shared(identities))
+        why = next(filter(None, reasons), "")
+        if why and heap == "device":
+            raise NotSupported(
+                f"heap is 'device', but {why}: pass heap='host' ({HEAP.name}=host), or leave it out"
+            )
+        if why and self._rendezvous.rank == 0:
+            log.warning("rows go through memory of the host, because %s", why)
+        return bool(why)
 
     def _warn_without_service(self) -> None:
         """Warn about the cost if ranks share a GPU without NVIDIA's multi-process service."""
@@ -146,6 +169,32 @@ class GpuConnection:
         first = self.windows.add(self._new_block(num_bytes, 0))
         on_all_ranks(self._rendezvous, lambda: self.device_control.set_window_bases(self.windows.addresses()))
         return first
+
+    def _new_heap(self, num_bytes: int, num_zeros: int) -> SymmetricBlock | HostBlock:
+        return (
+            self._new_block_on_host(num_bytes) if self.is_on_host else self._new_block(num_bytes, num_zeros)
+        )
+
+    def _new_block_on_host(self, num_bytes: int) -> HostBlock:
+        """Memory of the host, for this rank, opened by all ranks. It takes the memory at once."""
+        rendezvous = self._rendezvous
+
+        def check() -> None:
+            total, free = num_bytes * rendezvous.num_ranks, free_memory_bytes()
+            if total > free:
+                raise NotSupported(
+                    f"heaps in memory of the host take {total:,} bytes, {num_bytes:,} for each of"
+                    f" {rendezvous.num_ranks} ranks, and {free:,} are free: pass Buffer smaller num_nvl_bytes"
+                    " and num_rdma_bytes, which `anyep plan` tells"
+                )
+
+        # Before any rank takes its part.
+        on_all_ranks(rendezvous, check)
+        block = made_on_all_ranks(rendezvous, lambda: HostBlock(self._gpu, num_bytes, rendezvous.rank))
+        shared = on_all_ranks(rendezvous, block.share)
+        on_all_ranks(rendezvous, lambda: block.connect(shared))
+        block.close()
+        return block
 
     def _new_block(self, num_bytes: int, num_zeros: int) -> SymmetricBlock:
         """Memory of this rank, opened by all ranks; its first `num_zeros` bytes are zeros."""

@@ -203,6 +203,17 @@ NETWORK: Final[Setting[str | None]] = Setting(
     None,
     "nixl between hosts, shared memory (loopback) within one",
 )
+HEAPS: Final = ("auto", "device", "host")
+"""Where ranks on GPUs can keep what they share."""
+HEAP: Final[Setting[str]] = Setting(
+    "ANYEP_HEAP",
+    "heap",
+    "where ranks on GPUs keep what they share",
+    "auto, device or host",
+    _one_of(*HEAPS),
+    "auto",
+    "auto: memory of the GPUs where they can reach each other's, else of the host",
+)
 TIMEOUT_S: Final[Setting[float]] = Setting(
     "ANYEP_TIMEOUT_S",
     "",
@@ -244,6 +255,7 @@ SETTINGS: Final[tuple[Setting[Any], ...]] = (
     RANKS_PER_NODE,
     NUM_WINDOW_BYTES,
     NETWORK,
+    HEAP,
     TIMEOUT_S,
     CACHE_DIR,
     REPLACE_DEEP_EP,

@@ -81,8 +81,11 @@ class Buffer:
         num_window_bytes: Bytes of the windows that results lie in. By default they grow to what calls need,
             up to a quarter of the memory that is free now; 0 means rings only.
         network: The engine between nodes, "nixl" or "loopback"; by default what reaches the other ranks.
+        heap: Where ranks on GPUs keep what they share: in memory of the GPUs ("device"), or of the host
+            ("host"), where there are no windows. By default ("auto") the host's if some GPU cannot reach
+            another one's memory.
 
-    `device`, `ranks_per_node`, `num_window_bytes` and `network` default to environment variables
+    `device`, `ranks_per_node`, `num_window_bytes`, `network` and `heap` default to environment variables
     (docs/settings.md) first.
     """
 
@@ -109,6 +112,7 @@ class Buffer:
         ranks_per_node: int | None = None,
         num_window_bytes: int | None = None,
         network: str | None = None,
+        heap: str | None = None,
     ) -> None:
         self.runtime: Session | None = None
         """What this Buffer owns; None after `destroy`."""
@@ -137,6 +141,7 @@ class Buffer:
             ranks_per_node,
             num_window_bytes,
             network,
+            heap,
             self._api,
             self._timeout_s,
         )

@@ -24,6 +24,7 @@ class Given(NamedTuple):
     ranks_per_node: int | None
     num_window_bytes: int | None
     network: str | None
+    heap: str | None = None
     api: str = "Buffer"
     timeout_s: float | None = None
     """The deadline of waits, unless the environment has one."""
@@ -39,6 +40,7 @@ def chosen_options(given: Given) -> tuple[torch.device, Options]:
         "ranks_per_node": settings.RANKS_PER_NODE.choose(given.ranks_per_node),
         "num_window_bytes": settings.NUM_WINDOW_BYTES.choose(given.num_window_bytes),
         "network": settings.NETWORK.choose(given.network),
+        "heap": settings.HEAP.choose(given.heap),
         "timeout_s": _timeout_s(given.timeout_s),
     }
     try:
@@ -48,6 +50,11 @@ def chosen_options(given: Given) -> tuple[torch.device, Options]:
     if given.network not in (None, *NETWORKS):
         raise InvalidCall(
             f"network is {given.network!r}: it must be {' or '.join(map(repr, NETWORKS))}, or left out"
+        )
+    if given.heap not in (None, *settings.HEAPS):
+        raise InvalidCall(
+            f"heap is {given.heap!r}: it must be {', '.join(map(repr, settings.HEAPS[:-1]))} or"
+            f" {settings.HEAPS[-1]!r}, or left out"
         )
     window_bytes = chosen["num_window_bytes"].value
     return device, Options(
@@ -59,6 +66,7 @@ def chosen_options(given: Given) -> tuple[torch.device, Options]:
         chosen["ranks_per_node"].value,
         None if window_bytes is None else check_num_bytes("num_window_bytes", window_bytes),
         chosen["network"].value,
+        chosen["heap"].value,
         chosen["timeout_s"].value,
         given.api,
         {name: setting.source for name, setting in chosen.items()},

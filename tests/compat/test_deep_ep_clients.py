@@ -30,7 +30,7 @@ SIGNATURES = {
     "__init__": "self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24,"
     " allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, use_fabric=False, explicitly_destroy=False,"
     " enable_shrink=False, comm=None, *, device=None, ranks_per_node=None, num_window_bytes=None,"
-    " network=None",
+    " network=None, heap=None",
     "set_num_sms": "new_num_sms",
     "capture": "",
     "is_sm90_compiled": "",

@@ -39,6 +39,8 @@ FOUR = Place("cpu", 4)
 NODES = Place("cpu", 4, num_nodes=2)
 HOSTS = Place("cpu", 4, num_nodes=2, hosts=True)
 SIMULATED, GPU = Place("simulated", 3), Place("cuda", 3)
+SIMULATED_WITH_HOST_HEAP = Place("simulated", 3, heap="host")
+GPU_WITH_HOST_HEAP = Place("cuda", 3, heap="host")
 SIMULATED_NODES, GPU_NODES = Place("simulated", 4, num_nodes=2), Place("cuda", 4, num_nodes=2)
 LOW_LATENCY: Any = "low latency"
 NUM_PAIRS = {"cpu": 6, "simulated": 2, "cuda": 4}
@@ -195,6 +197,8 @@ def check_rows(rank: int, case: Case, received: torch.Tensor, absent: frozenset[
         fault(2, 2, "send", place=NODES).param(),
         fault(1, 2, "send", place=SIMULATED).param(),
         fault(1, 3, "send", place=GPU).param(),
+        fault(1, 2, "send", place=SIMULATED_WITH_HOST_HEAP).param(marks=[pytest.mark.slow]),
+        fault(1, 3, "send", place=GPU_WITH_HOST_HEAP).param(),
         fault(2, 3, "send", place=GPU_NODES).param(),
         *(
             slow.param(marks=[pytest.mark.slow])
@@ -435,6 +439,8 @@ def plan(*faults: Fault, slow: bool = False) -> Any:
         plan(fault(2, 3, "send", place=NODES), fault(3, 3, "send", place=NODES)),
         plan(fault(1, 1, "send", place=SIMULATED)),
         plan(fault(1, 3, "send", place=GPU)),
+        plan(fault(1, 1, "send", place=SIMULATED_WITH_HOST_HEAP), slow=True),
+        plan(fault(1, 3, "send", place=GPU_WITH_HOST_HEAP)),
         plan(fault(2, 3, "send", place=GPU_NODES), fault(3, 3, "send", place=GPU_NODES)),
         plan(
             fault(2, 2, "send", place=SIMULATED_NODES), fault(3, 2, "send", place=SIMULATED_NODES), slow=True

@@ -54,6 +54,7 @@ NODES = Place("cpu", 4, num_nodes=2)
 HOSTS = Place("cpu", 4, num_nodes=2, hosts=True)
 SIMULATED = Place("simulated", 3)
 GPU = Place("cuda", 3)
+GPU_WITH_HOST_HEAP = Place("cuda", 3, heap="host")
 FUNCTIONS = ("dispatch", "cached dispatch", "combine")
 RING = {"path": "ring"}
 
@@ -96,6 +97,8 @@ def each(places: Iterable[Place], slow: Iterable[Place] = ()) -> list[Any]:
             Fault(SIMULATED, 1, CACHED),
             Fault(GPU, 1, CACHED),
             Fault(GPU, 1, COMBINE),
+            Fault(GPU_WITH_HOST_HEAP, 1, CACHED),
+            Fault(GPU_WITH_HOST_HEAP, 1, COMBINE),
         ],
         slow=[
             Fault(ONE, 1, CACHED, "notify"),
@@ -138,7 +141,7 @@ def test_a_killed_rank(fault: Fault) -> None:
         assert died or (fault.place.hosts and f"rank {fault.rank} is out of reach" in outcome.message)
         assert outcome.later.startswith("BufferBroken: this Buffer is broken since an earlier call: rank")
         assert is_far or f"{name} is dead" in outcome.status.splitlines()
-    if fault.place == GPU:
+    if fault.place.device == "cuda":
         # The GPU works as before.
         Place("cuda", 2).world().run(run_case, Case((5, 6), num_biases=1), timeout=200)
     assert not Path(f"/proc/{pid}").exists()

@@ -50,6 +50,9 @@ def draw(place: Place, quick: int, deep: int, slow: bool = False) -> Any:
         draw(Place("simulated", 4), 2, 4, slow=True),
         draw(Place("simulated", 2, num_nodes=2), 2, 8),
         draw(Place("simulated", 4, num_nodes=2), 1, 4),
+        draw(Place("simulated", 2, heap="host"), 1, 10),
+        draw(Place("cuda", 2, heap="host"), 20, 40),
+        draw(Place("cuda", 8, heap="host"), 10, 20),
         draw(Place("cuda", 2), 60, 60),
         draw(Place("cuda", 4), 40, 40),
         draw(Place("cuda", 8), 25, 25),
@@ -88,6 +91,7 @@ SIZES = {
     Place("simulated", 2): Case((5, 3), hidden=512),
     Place("simulated", 4, num_nodes=2): Case((5, 0, 1, 3), hidden=512),
     Place("cuda", 4): replace(REAL, tokens=(128, 60, 128, 1), max_tokens=128),
+    Place("cuda", 4, heap="host"): replace(REAL, tokens=(128, 60, 128, 1), max_tokens=128),
     Place("cuda", 4, num_nodes=2): replace(REAL, tokens=(128, 60, 128, 1), max_tokens=128),
 }
 

@@ -45,10 +45,13 @@ class Place:
     hosts: bool = False
     other_defaults: bool = False
     """Whether torch's default dtype is bfloat16, and its default device "meta", or "cuda" on a GPU."""
+    heap: str = ""
+    """Where Buffers on GPUs keep what ranks share, if the place decides."""
 
     def __str__(self) -> str:
         nodes = "" if self.num_nodes == 1 else f"-{self.num_nodes}{'hosts' if self.hosts else 'nodes'}"
-        return f"{self.device}-{self.num_ranks}{nodes}{'-defaults' if self.other_defaults else ''}"
+        heap = f"-{self.heap}" if self.heap else ""
+        return f"{self.device}-{self.num_ranks}{nodes}{'-defaults' if self.other_defaults else ''}{heap}"
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -78,7 +81,7 @@ class Place:
 
     def world(self) -> World:
         """The ranks of this place that all tests share; virtual nodes use those of one node."""
-        key = (self.device, self.num_ranks, self.hosts)
+        key = (self.device, self.num_ranks, self.hosts, self.heap)
         return shared_world((*key, "other defaults") if self.other_defaults else key, self.new_world)
 
     def new_world(self) -> World:
@@ -103,6 +106,8 @@ class Place:
 
 def _become(place: Place, variables: dict[str, str], rank: int) -> None:
     """What makes a process a rank of a place; even its process group is made under other defaults."""
+    if place.heap:
+        os.environ["ANYEP_HEAP"] = place.heap
     if place.device == "simulated":
         become_simulated(rank)
     elif place.device == "cuda":

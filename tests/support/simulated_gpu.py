@@ -9,12 +9,14 @@ a process that has not loaded any kernels yet.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import math
 import os
 import pickle
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -30,6 +32,8 @@ from anyep.events import EventHandle, EventOverlap
 from tests.support.depth import IS_DEEP
 
 _numbers = itertools.count()
+registered: list[int] = []
+"""Memory of the host that kernels may use."""
 _lenders: dict[int, SimulatedBlock] = {}
 """They live as long as what they lent."""
 
@@ -154,10 +158,26 @@ class SimulatedGpu:
         return np.zeros(count, np.int64)
 
     def let_kernels_read(self, address: int, num_bytes: int) -> bool:
+        registered.append(address)
         return True
 
     def let_no_kernel_read(self, address: int) -> None:
-        pass
+        registered.remove(address)
+
+    def lend_at(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        block: object,
+        on_death: Callable[[], None],
+    ) -> torch.Tensor:
+        memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+        weakref.finalize(memory, lambda _: on_death(), block)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def why_not_shared(self, identities: Iterable[str]) -> str:
+        return ""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # Whatever is read before it is written should be noticed.

@@ -70,6 +70,7 @@ def environment(**variables: str) -> Iterator[None]:
         ("ANYEP_NUM_WINDOW_BYTES", "auto", None),
         ("ANYEP_NETWORK", "nixl", "nixl"),
         ("ANYEP_NETWORK", "loopback", "loopback"),
+        ("ANYEP_HEAP", "host", "host"),
         ("ANYEP_TIMEOUT_S", "2.5", 2.5),
         ("ANYEP_CACHE_DIR", "/some/where", "/some/where"),
         ("ANYEP_REPLACE_DEEP_EP", "1", True),
@@ -94,6 +95,7 @@ WRONG = [
     ("ANYEP_NUM_WINDOW_BYTES", "100", "it must be auto, or bytes as a multiple of 128"),
     ("ANYEP_NUM_WINDOW_BYTES", "-128", "it must be auto, or bytes as a multiple of 128"),
     ("ANYEP_NETWORK", "tcp", "it must be nixl or loopback"),
+    ("ANYEP_HEAP", "gpu", "it must be auto, device or host"),
     ("ANYEP_TIMEOUT_S", "soon", "it must be a number of seconds above 0"),
     ("ANYEP_TIMEOUT_S", "nan", "it must be a number of seconds above 0"),
 ]
@@ -110,7 +112,7 @@ def make(context: RankContext, variables: list[dict[str, str]], arguments: dict[
         buffer.destroy()
         return (
             f"{options.device} {options.ranks_per_node} {options.num_window_bytes} {options.network}"
-            f" {options.timeout_s:g}"
+            f" {options.heap} {options.timeout_s:g}"
         )
 
 
@@ -127,11 +129,12 @@ def test_a_buffer_by_the_environment() -> None:
         "ANYEP_RANKS_PER_NODE": "1",
         "ANYEP_NUM_WINDOW_BYTES": "1MiB",
         "ANYEP_NETWORK": "loopback",
+        "ANYEP_HEAP": "host",
         "ANYEP_TIMEOUT_S": "7",
     }
-    assert get_world(2).run(make, [variables] * 2, {}) == ["cpu 1 1048576 loopback 7"] * 2
-    given = {"device": "cpu", "ranks_per_node": 2, "num_window_bytes": 0}
-    assert get_world(2).run(make, [variables] * 2, given) == ["cpu 2 0 loopback 7"] * 2
+    assert get_world(2).run(make, [variables] * 2, {}) == ["cpu 1 1048576 loopback host 7"] * 2
+    given = {"device": "cpu", "ranks_per_node": 2, "num_window_bytes": 0, "heap": "auto"}
+    assert get_world(2).run(make, [variables] * 2, given) == ["cpu 2 0 loopback auto 7"] * 2
 
 
 def test_nodes_that_do_not_fit() -> None:
@@ -173,6 +176,11 @@ def test_a_device_that_is_not_there() -> None:
             [{"ANYEP_NETWORK": "loopback"}, *[{}] * 3],
             {},
             "network: loopback on rank 0 (ANYEP_NETWORK); none on ranks 1, 2, 3 (default)",
+        ),
+        (
+            [{"ANYEP_HEAP": "host"}, *[{}] * 3],
+            {},
+            "heap: host on rank 0 (ANYEP_HEAP); auto on ranks 1, 2, 3 (default)",
         ),
         (
             [{}, {}, {"ANYEP_TIMEOUT_S": "3"}, {"ANYEP_TIMEOUT_S": "3"}],
@@ -237,7 +245,7 @@ def test_hints_go_by_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_variables(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("ANYEP_RANK_PER_NODE", "2")
-    monkeypatch.setenv("ANYEP_XYZ", "2")
+    monkeypatch.setenv("ANYEP_WWWWWWWWWWWWW", "2")
     monkeypatch.setenv("ANYEP_SOAK_PAIRS", "2")
     monkeypatch.setattr(settings, "_warned", set())
     with caplog.at_level(logging.WARNING, "anyep"):
@@ -245,7 +253,7 @@ def test_unknown_variables(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
         settings.warn_of_unknown_variables()
     assert caplog.messages == [
         "ANYEP_RANK_PER_NODE is set, but AnyEP has no such setting: is ANYEP_RANKS_PER_NODE meant?",
-        "ANYEP_XYZ is set, but AnyEP has no such setting; docs/settings.md lists them",
+        "ANYEP_WWWWWWWWWWWWW is set, but AnyEP has no such setting; docs/settings.md lists them",
     ]
 
 

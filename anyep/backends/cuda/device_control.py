@@ -23,6 +23,7 @@ from anyep.backends.cuda.batch import Batches
 from anyep.backends.cuda.control_kernels import ControlKernels
 from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.heap import SymmetricBlock
+from anyep.backends.cuda.host_heap import HostBlock
 from anyep.backends.cuda.kernels.groups import Tables
 from anyep.backends.cuda.pinned import Headers
 from anyep.core.calls import Array
@@ -45,7 +46,9 @@ log = logging.getLogger("anyep")
 class DeviceControl:
     """The tables of one rank. `heap` is this rank's connected heap; its control region is all zeros."""
 
-    def __init__(self, gpu: Gpu, control: Control, region: ControlRegion, heap: SymmetricBlock) -> None:
+    def __init__(
+        self, gpu: Gpu, control: Control, region: ControlRegion, heap: SymmetricBlock | HostBlock
+    ) -> None:
         self.gpu = gpu
         self.control = control
         self.region = region

@@ -73,6 +73,14 @@ def address_of(name: str) -> int:
     return int(ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0)
 
 
+def attribute(number: int, device: int) -> int:
+    """An attribute of a GPU (CU_DEVICE_ATTRIBUTE_...)."""
+    value, handle = ctypes.c_int(), ctypes.c_int()
+    check(_library().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+    check(_library().cuDeviceGetAttribute(ctypes.byref(value), number, handle), "cuDeviceGetAttribute")
+    return int(value.value)
+
+
 def function(name: str, *types: Any) -> Callable[..., int]:
     """A function of the driver with arguments of these types; AttributeError if it does not have one."""
     return ctypes.CFUNCTYPE(ctypes.c_int, *types)(address_of(name))

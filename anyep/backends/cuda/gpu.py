@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from anyep.backends.cpu.kernels.driver_calls import NO_STREAM
-from anyep.backends.cuda import driver, postponed
-from anyep.backends.cuda.heap import SymmetricBlock
+from anyep.backends.cuda import driver, postponed, reach
+from anyep.backends.cuda.heap import SymmetricBlock, lent
 from anyep.backends.cuda.pinned import Array, pinned_words
 from anyep.backends.cuda.stream import Stream
 from anyep.sizes import align
@@ -72,7 +72,7 @@ class Gpu:
             return pinned_words(count)
 
     def let_kernels_read(self, address: int, num_bytes: int) -> bool:
-        """Let kernels read memory of the host that begins at a page; return whether they can."""
+        """Let kernels read and write memory of the host that begins at a page; return whether they can."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         whole_pages = align(num_bytes, mmap.PAGESIZE)
         if runtime.cudaHostRegister(address, whole_pages, REGISTER_MAPPED) == runtime.cudaError.success:
@@ -87,6 +87,22 @@ class Gpu:
         with torch.cuda.device(self.device):
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             runtime.cudaHostUnregister(address)
+
+    def lend_at(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        block: object,
+        on_death: Callable[[], None],
+    ) -> torch.Tensor:
+        """A tensor of this GPU over memory of the host that its kernels use; it keeps the memory's block."""
+        return lent(block, address, shape, dtype, self.device, on_death)
+
+    def why_not_shared(self, identities: Iterable[str]) -> str:
+        """Why the kernels of GPUs with these identities cannot use each other's memory, as far as CUDA tells;
+        empty if they can."""
+        return reach.why_not_shared(self.index, identities)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -72,14 +72,26 @@ class SymmetricBlock:
         self, offset: int, shape: tuple[int, ...], dtype: torch.dtype, on_death: Callable[[], None]
     ) -> torch.Tensor:
         """A tensor with a storage of its own; `on_death` is called when it and all its views are gone."""
-        known_as = TYPES.get(dtype)
-        loan = _Loan(self, offset, shape, known_as or TYPES_BY_SIZE[dtype.itemsize], on_death)
-        tensor = torch.as_tensor(loan, device=self._memory.device)
-        return tensor if known_as else tensor.view(dtype)
+        return lent(self, self.address + offset, shape, dtype, self._memory.device, on_death)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
             postpone(partial(_let_go, self._handle, self._memory))
+
+
+def lent(
+    block: object,
+    address: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    on_death: Callable[[], None],
+) -> torch.Tensor:
+    """A tensor of a GPU over memory that its kernels reach at an address; it keeps this memory's block."""
+    known_as = TYPES.get(dtype)
+    loan = _Loan(block, address, shape, known_as or TYPES_BY_SIZE[dtype.itemsize], on_death)
+    tensor = torch.as_tensor(loan, device=device)
+    return tensor if known_as else tensor.view(dtype)
 
 
 class _Loan:
@@ -87,8 +99,8 @@ class _Loan:
 
     def __init__(
         self,
-        block: SymmetricBlock,
-        offset: int,
+        block: object,
+        address: int,
         shape: tuple[int, ...],
         typestr: str,
         on_death: Callable[[], None],
@@ -98,7 +110,7 @@ class _Loan:
         self.__cuda_array_interface__ = {
             "shape": shape,
             "typestr": typestr,
-            "data": (block.address + offset, False),
+            "data": (address, False),
             "version": 2,
         }
 

@@ -10,6 +10,7 @@ import torch
 
 from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.heap import SymmetricBlock
+from anyep.backends.cuda.host_heap import HostBlock
 from anyep.core.calls import Array
 from anyep.layout import ControlRegion
 
@@ -20,7 +21,7 @@ class GpuMasks:
     def __init__(
         self,
         region: ControlRegion,
-        heap: SymmetricBlock,
+        heap: SymmetricBlock | HostBlock,
         gpu: Gpu,
         num_ranks: int,
         tell_kernels: Callable[[int, int], None],
