@@ -52,6 +52,8 @@ class Setup:
     against: str = ""
     """A library with the same API whose calls are measured too."""
     sweep_tokens: bool = False
+    api: str = "buffer"
+    """The class whose calls are measured."""
 
     @property
     def row_bytes(self) -> int:
@@ -193,8 +195,9 @@ def lines_of(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def description_of(setup: Setup, first: RankReport) -> str:
+    calls = "ElasticBuffer" if setup.api == "elastic" else f"{setup.mode} mode"
     return (
-        f"{setup.mode} mode, {setup.ranks} ranks{first.place}, {setup.tokens} tokens per rank,"
+        f"{calls}, {setup.ranks} ranks{first.place}, {setup.tokens} tokens per rank,"
         f" hidden {setup.hidden} bf16, top-{setup.topk} of {setup.experts} experts"
         f"{limit_in_words(setup.nodes.num_nodes, setup.nodes.topk_nodes)}; {first.method}"
     )

@@ -18,6 +18,7 @@ from tests.support.checks import (
     casts,
     commands,
     expand,
+    node_parts,
     normal,
     notify,
     origins,
@@ -26,6 +27,9 @@ from tests.support.checks import (
     rings,
     slots,
 )
+
+
+MODULES = (casts, commands, expand, node_parts, normal, notify, origins, parts, relays, rings, slots)
 
 
 def checks_for(backend: str) -> list[Any]:
@@ -38,7 +42,7 @@ def checks_for(backend: str) -> list[Any]:
             id=f"{backend}-{module.__name__.rpartition('.')[2]}-{name.removeprefix('check_')}",
             marks=[pytest.mark.property] if check in DEEPER else [],
         )
-        for module in (casts, commands, expand, normal, notify, origins, parts, relays, rings, slots)
+        for module in MODULES
         for name, check, argument in checks_of(module)
         if argument in wanted
     ]
