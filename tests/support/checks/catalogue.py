@@ -28,7 +28,6 @@ from tests.support.checks import (
     slots,
 )
 
-
 MODULES = (casts, commands, expand, node_parts, normal, notify, origins, parts, relays, rings, slots)
 
 
