@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from anyep.api.buffer import Buffer
 from anyep.backends.cuda import driver, reach
+from anyep.cli import doctor
 from anyep.errors import AnyEPError
 from tests.support.gpu_scenarios import attempt, warnings_heard
 from tests.support.low_latency_cases import Case, check_case
@@ -183,6 +184,36 @@ def test_why_gpus_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reach.why_not_shared(0, ["a", "a GPU that is not visible"]) == ""
     gpus(monkeypatch, all_pairs, {reach.SHARES_MEMORY: 0})
     assert "GPU 1 cannot be shared with other processes" in reach.why_not_shared(1, "b")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "are_apart", "state", "words"),
+    [
+        ("", False, "ok", "ranks share memory of the GPUs"),
+        ("device", False, "ok", "ranks share memory of the GPUs"),
+        ("host", False, "ok", "as ANYEP_HEAP says; ranks on these GPUs could share their own as well"),
+        ("host", True, "ok", "could not share their own, because GPU 1 and GPU 2 cannot reach"),
+        ("auto", True, "note", "share memory of the host, because GPU 1 and GPU 2 cannot reach each other's"),
+        (
+            "device",
+            True,
+            "note",
+            "ANYEP_HEAP is device, but GPU 1 and GPU 2 cannot reach each other's memory",
+        ),
+        ("gpu", True, "", ""),
+    ],
+)
+def test_doctor(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, are_apart: bool, state: str, words: str
+) -> None:
+    all_pairs = {(one, other) for one in range(3) for other in range(3)}
+    gpus(monkeypatch, all_pairs - ({(2, 1)} if are_apart else set()), {})
+    monkeypatch.setenv("ANYEP_HEAP", wanted)
+    findings = list(doctor.check_heap())
+    assert [finding.state for finding in findings] == ([state] if state else [])
+    for finding in findings:
+        assert finding.name == "heap"
+        assert words in finding.detail
 
 
 def test_a_heap_that_is_nowhere() -> None:
