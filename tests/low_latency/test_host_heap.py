@@ -1,8 +1,7 @@
 """Heaps in memory of the host, for GPUs that cannot reach each other's memory: when they are chosen, what is
 there, and that nothing is left behind.
 
-On a simulated GPU, which has no rings, and therefore no normal mode where there are no windows. Results are
-compared in the oracles' tests, ranks are killed in those of faults.
+On a simulated GPU. More results are compared in the oracles' tests, ranks are killed in those of faults.
 """
 
 from __future__ import annotations
@@ -20,6 +19,9 @@ from anyep.api.buffer import Buffer
 from anyep.backends.cuda import driver, reach
 from anyep.cli import doctor
 from anyep.errors import AnyEPError
+from tests.support.cases import NVL_BYTES
+from tests.support.cases import Case as NormalCase
+from tests.support.cases import check_case as check_normal_case
 from tests.support.gpu_scenarios import attempt, warnings_heard
 from tests.support.low_latency_cases import Case, check_case
 from tests.support.places import Place
@@ -95,7 +97,7 @@ def make_where_gpus_are_apart(context: RankContext, heap: str | None) -> tuple[s
         Gpu.why_not_shared = usual  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("heap", [None, "auto"])
+@pytest.mark.parametrize("heap", [None, pytest.param("auto", marks=pytest.mark.slow)])
 def test_gpus_that_cannot_reach_each_other(heap: str | None) -> None:
     (first, heard), other = PLACE.world().run(make_where_gpus_are_apart, heap)
     assert (first, other) == ("HostBlock", ("HostBlock", []))
@@ -145,7 +147,7 @@ def fail_to_make(context: RankContext, what: str) -> tuple[list[str], tuple[int,
     ("what", "reason"),
     [
         ("memory", "heaps in memory of the host take 1"),
-        ("its own", "rank 1 could not let its GPU use 5,"),
+        pytest.param("its own", "rank 1 could not let its GPU use 5,", marks=pytest.mark.slow),
         ("the other one's", "rank 1 could not let its GPU use 5,"),
     ],
 )
@@ -155,6 +157,30 @@ def test_heaps_that_cannot_be_made(what: str, reason: str) -> None:
         assert message.startswith(f"NotSupported: {prefix}{reason}")
         assert "num_nvl_bytes" in message
         assert left == (0, 0, 0)
+
+
+# Normal mode, with few rows: on a simulated GPU no ring can be emptied while it is filled
+
+
+def run_normal_mode(context: RankContext, case: NormalCase) -> None:
+    with Buffer(context.group, NVL_BYTES, device="cuda", heap="host", num_window_bytes=1 << 20) as buffer:
+        assert buffer.runtime is not None
+        assert buffer.runtime.windows.num_bytes == 0
+        check_normal_case(context, case, buffer)
+        dist.barrier(group=context.group)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        NormalCase((3, 2), hidden=64),
+        pytest.param(
+            NormalCase((2, 3), hidden=128, num_biases=1, worst=True), marks=pytest.mark.slow, id="worst"
+        ),
+    ],
+)
+def test_normal_mode(case: NormalCase) -> None:
+    PLACE.world().run(run_normal_mode, case)
 
 
 # What CUDA says

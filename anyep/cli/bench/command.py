@@ -12,6 +12,7 @@ from typing import Annotated, Final
 
 import typer
 
+from anyep import settings
 from anyep.cli import options
 from anyep.cli.bench.measure import measure
 from anyep.cli.bench.records import Report, Setup
@@ -80,6 +81,7 @@ def bench(
         typer.Option("--sweep-tokens", help="Also measure with 1, 4, 16 ... --tokens tokens per rank."),
     ] = False,
     network: options.Network = None,
+    heap: options.Heap = None,
     against: Annotated[
         str | None,
         typer.Option(help="Also run the cases through an installed library with the same API: deep_ep."),
@@ -110,7 +112,7 @@ def bench(
     )
     check_sizes(setup)
     by_node = nodes_of(counts, device, mode, topk, setup.experts, topk_nodes, network)
-    setup = replace(setup, nodes=by_node)
+    setup = replace(setup, nodes=by_node, heap=_checked_heap(heap, device))
     setup = replace(setup, against=_checked_library(against, setup))
     _check_sms(setup)
     _check_sweep_of_tokens(setup)
@@ -139,6 +141,14 @@ def check_sizes(setup: Setup) -> None:
     if setup.mode == "low-latency":
         check_fp8_hidden(setup.hidden, name="--hidden")
     check_experts(setup.experts, setup.ranks, setup.topk)
+
+
+def _checked_heap(heap: str | None, device: str) -> str:
+    if heap is not None and heap not in settings.HEAPS:
+        raise InvalidCall(f"--heap is {heap!r}: choose one of {', '.join(settings.HEAPS)}")
+    if heap is not None and device == "cpu":
+        raise InvalidCall("--heap is for GPUs: add --device cuda, or leave it out")
+    return str(settings.HEAP.choose(heap).value)
 
 
 def _checked_library(name: str | None, setup: Setup) -> str:
