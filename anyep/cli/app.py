@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from anyep.cli.bench.command import bench
+from anyep.cli.calibrate import calibrate
 from anyep.cli.demo.command import demo
 from anyep.cli.doctor import doctor
 from anyep.cli.interrupts import INTERRUPTED, TERMINATED, Terminated
@@ -48,6 +49,7 @@ def _hearing_interrupts(command: Callable[..., None]) -> Callable[..., None]:
 
 app.command()(_hearing_interrupts(plan))
 app.command("simulate")(_hearing_interrupts(simulate_command))
+app.command()(_hearing_interrupts(calibrate))
 app.command()(_hearing_interrupts(demo))
 app.command()(_hearing_interrupts(bench))
 app.command()(_hearing_interrupts(tune))

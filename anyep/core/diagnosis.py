@@ -92,12 +92,16 @@ def gave_up_before(rank: int, call: Call) -> BufferBroken:
     )
 
 
-def too_many_rows(rank: int, limit: int, arriving: int | None) -> InvalidCall:
-    """The error for a receiver without room for all arriving rows; a kernel does not report how many."""
+def too_many_rows(rank: int, limit: int, arriving: int | None, relays: bool = False) -> InvalidCall:
+    """The error for a receiver without room for all arriving rows; a kernel does not report how many, nor
+    whether a rank that also `relays` rows would relay too many."""
     what = f"{arriving} rows would arrive there" if arriving is not None else "more rows would arrive there"
+    which = ""
+    if relays:
+        what, which = f"{what}, or it would relay more", " at any rank of the node"
     return InvalidCall(
         f"num_worst_tokens is {limit} on rank {rank}, but {what}:"
-        f" nothing was sent; pass at least the largest number of rows that can arrive"
+        f" nothing was sent; pass at least the largest number of rows that can arrive{which}"
     )
 
 

@@ -117,9 +117,7 @@ class GpuNormalOps:
         """Only between nodes."""
         self.source_bytes = SOURCE_INDEX_BYTES
         if all_rings.network is not None:
-            # All rows go through the rings between nodes, which have pieces in flight.
-            node_tiles = tiles_for(self.num_ranks, has_windows=False)
-            self._nodes = NodeKernels(device_control, self.rows, all_rings.network, node_tiles)
+            self._nodes = NodeKernels(device_control, self.rows, all_rings.network)
             self.source_bytes = SOURCE_META_BYTES
         self.repeats = Repeats(device_control, gpu_windows)
         self.counted_repeats = CountedRepeats(device_control, gpu_windows)

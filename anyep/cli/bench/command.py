@@ -25,6 +25,7 @@ from anyep.layout import check_num_sms
 from anyep.sizes import check_fp8_hidden, check_row_bytes
 
 MODES: Final = ("normal", "low-latency")
+APIS: Final = ("buffer", "elastic")
 LIBRARIES: Final = ("deep_ep",)
 RECORDS: Final = "the records"
 PLOT: Final = "the plot"
@@ -49,6 +50,12 @@ USUAL: Final = {
 
 def bench(
     mode: Annotated[str, typer.Option(metavar="normal|low-latency", help="The calls to measure.")] = "normal",
+    api: Annotated[
+        str,
+        typer.Option(
+            metavar="buffer|elastic", help="The class: Buffer, or ElasticBuffer on CPUs of one node."
+        ),
+    ] = "buffer",
     device: options.Device = "cpu",
     ranks: Annotated[
         int | None,
@@ -109,11 +116,13 @@ def bench(
         sms,
         sweep_sms,
         sweep_tokens=sweep_tokens,
+        api=api,
     )
     check_sizes(setup)
     by_node = nodes_of(counts, device, mode, topk, setup.experts, topk_nodes, network)
     setup = replace(setup, nodes=by_node, heap=_checked_heap(heap, device))
     setup = replace(setup, against=_checked_library(against, setup))
+    _check_api(setup)
     _check_sms(setup)
     _check_sweep_of_tokens(setup)
     _check_files(json_file, plot_file)
@@ -165,6 +174,16 @@ def _checked_library(name: str | None, setup: Setup) -> str:
             f" the Python that runs anyep ({sys.executable})"
         )
     return name
+
+
+def _check_api(setup: Setup) -> None:
+    if setup.api not in APIS:
+        raise InvalidCall(f"--api is {setup.api!r}: choose {' or '.join(APIS)}")
+    is_usual = (setup.device, setup.mode, setup.against) == ("cpu", "normal", "")
+    if setup.api == "elastic" and (not is_usual or setup.nodes.are_several):
+        raise InvalidCall(
+            "--api elastic measures on CPUs of one node: leave out --mode, --device, --nodes and --against"
+        )
 
 
 def _check_sms(setup: Setup) -> None:

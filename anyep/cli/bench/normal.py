@@ -62,6 +62,29 @@ class Traffic:
         marks = torch.zeros(self.num_tokens, self._num_ranks, dtype=torch.bool, device=experts.device)
         return marks.scatter_(1, experts // (self._setup.experts // self._num_ranks), True)
 
+    @property
+    def num_ranks(self) -> int:
+        return self._num_ranks
+
+    @property
+    def local_experts(self) -> torch.Tensor:
+        """int64 [received rows, top-k]: the local experts of each row, -1 for those of other ranks."""
+        num_local = self._setup.experts // self._num_ranks
+        experts = self._arriving(lambda source: self._topk_of(source)[1])
+        return torch.where(experts // num_local == self._rank, experts % num_local, -1)
+
+    @property
+    def combined_by_rank(self) -> torch.Tensor:
+        """The same as `combined`, where a rank returns a row for each of a token's experts, which are added
+        up there and rounded; no later sum is inexact."""
+        num_local = self._setup.experts // self._num_ranks
+        owners = self.topk_idx // num_local
+        total = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device)
+        for rank in range(self._num_ranks):
+            copies = (owners == rank).sum(dim=1, keepdim=True)
+            total += (copies * self.x.float()).bfloat16().float()
+        return total.bfloat16()
+
     def _arriving(self, of: Callable[[int], torch.Tensor]) -> torch.Tensor:
         return torch.cat(
             [of(source)[self._in_ranks[source][:, self._rank]] for source in range(self._num_ranks)]

@@ -52,6 +52,8 @@ class Setup:
     against: str = ""
     """A library with the same API whose calls are measured too."""
     sweep_tokens: bool = False
+    api: str = "buffer"
+    """The class whose calls are measured."""
     heap: str = "auto"
     """Where ranks on GPUs keep what they share."""
 
@@ -201,9 +203,10 @@ def lines_of(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def description_of(setup: Setup, first: RankReport) -> str:
+    calls = "ElasticBuffer" if setup.api == "elastic" else f"{setup.mode} mode"
     heap = ", heaps in memory of the host" if setup.is_on_host else ""
     return (
-        f"{setup.mode} mode, {setup.ranks} ranks{first.place}{heap}, {setup.tokens} tokens per rank,"
+        f"{calls}, {setup.ranks} ranks{first.place}{heap}, {setup.tokens} tokens per rank,"
         f" hidden {setup.hidden} bf16, top-{setup.topk} of {setup.experts} experts"
         f"{limit_in_words(setup.nodes.num_nodes, setup.nodes.topk_nodes)}; {first.method}"
     )
