@@ -209,8 +209,8 @@ class GpuNormalOps:
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]] | None:
-        return self.counted_repeats.start(self, tokens, config) if self._has_no_error() else None
+    ) -> CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts] | None:
+        return self.counted_repeats.dispatch(self, tokens, config)
 
     def is_quiet(self) -> bool:
         return (
