@@ -12,6 +12,7 @@ from typing import Annotated, Final
 
 import typer
 
+from anyep import settings
 from anyep.cli import options
 from anyep.cli.bench.measure import measure
 from anyep.cli.bench.records import Report, Setup
@@ -87,6 +88,7 @@ def bench(
         typer.Option("--sweep-tokens", help="Also measure with 1, 4, 16 ... --tokens tokens per rank."),
     ] = False,
     network: options.Network = None,
+    heap: options.Heap = None,
     against: Annotated[
         str | None,
         typer.Option(help="Also run the cases through an installed library with the same API: deep_ep."),
@@ -118,7 +120,7 @@ def bench(
     )
     check_sizes(setup)
     by_node = nodes_of(counts, device, mode, topk, setup.experts, topk_nodes, network)
-    setup = replace(setup, nodes=by_node)
+    setup = replace(setup, nodes=by_node, heap=_checked_heap(heap, device))
     setup = replace(setup, against=_checked_library(against, setup))
     _check_api(setup)
     _check_sms(setup)
@@ -148,6 +150,14 @@ def check_sizes(setup: Setup) -> None:
     if setup.mode == "low-latency":
         check_fp8_hidden(setup.hidden, name="--hidden")
     check_experts(setup.experts, setup.ranks, setup.topk)
+
+
+def _checked_heap(heap: str | None, device: str) -> str:
+    if heap is not None and heap not in settings.HEAPS:
+        raise InvalidCall(f"--heap is {heap!r}: choose one of {', '.join(settings.HEAPS)}")
+    if heap is not None and device == "cpu":
+        raise InvalidCall("--heap is for GPUs: add --device cuda, or leave it out")
+    return str(settings.HEAP.choose(heap).value)
 
 
 def _checked_library(name: str | None, setup: Setup) -> str:
