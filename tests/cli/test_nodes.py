@@ -178,7 +178,10 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("demo", "--ranks-per-node", "3"), "8 ranks do not fill nodes of 3 evenly: say --nodes, too"),
         (("demo", "--nodes", "0"), "nodes is 0"),
         (("demo", "--nodes", "2", "--ranks-per-node", "-1"), "ranks-per-node is -1"),
-        (("demo", "--nodes", "2", "--device", "cuda"), "normal mode works between nodes on the CPU so far"),
+        (
+            ("demo", "--nodes", "2", "--device", "cuda", "--network", "nixl"),
+            "--network nixl is for the CPU so far: leave it out, or --device cuda",
+        ),
         (
             (*("demo", "--mode", "low-latency", "--nodes", "2"), "--device", "cuda", "--network", "nixl"),
             "--network nixl is for the CPU so far: leave it out, or --device cuda",
@@ -195,7 +198,6 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("demo", "--nodes", "2", "--network", "string"), "--network is 'string': choose one of auto"),
         (("demo", "--network", "nixl"), "--network is for several nodes"),
         (("bench", "--nodes", "2", "--ranks", "7"), "7 ranks do not fill 2 nodes evenly"),
-        (("bench", "--nodes", "2", "--device", "cuda"), "normal mode works between nodes on the CPU so far"),
         (("bench", "--nodes", "2", "--network", "string"), "--network is 'string': choose one of auto"),
     ],
 )
