@@ -12,7 +12,7 @@ import numpy as np
 
 from anyep.core.calls import FUNCTIONS, Array, Call, name_of_call
 from anyep.core.headers import Field
-from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
+from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, PeerLost
 
 DERIVED_FIELDS: Final = frozenset({Field.RING_ROWS})
 """These fields always differ if the rows or the channels do, and then explain nothing."""
@@ -114,12 +114,26 @@ def no_window(call: Call, rank: int | None) -> InvalidCall:
     )
 
 
-def masked_out(rank: int) -> Masked:
+def masked_out(rank: int, can_return: bool = True) -> Masked:
     """The error on a rank that the others have masked."""
+    back = (
+        f"all of them together can take it back by low_latency_update_mask_buffer({rank}, mask=False)"
+        if can_return
+        else "between hosts it cannot be taken back so far: make a new Buffer"
+    )
     return Masked(
         f"the other ranks go on without rank {rank}: it did not answer in time, or was masked by a"
-        f" call; all of them together can take it back by"
-        f" low_latency_update_mask_buffer({rank}, mask=False)"
+        f" call; {back}"
+    )
+
+
+def cut_off(rank: int, masked: Sequence[int], reason: str) -> PeerLost:
+    """The error on a rank that cannot know whether those that it does not reach go on without it."""
+    why = f" ({reason})" if reason else ""
+    return PeerLost(
+        f"rank {rank} cannot go on without {listed(masked)}: they may be going on without this host, since"
+        f" the ranks that are left are not on most of the hosts, nor on half of them with rank 0's; make a"
+        f" new Buffer, of the ranks that reach each other{why}"
     )
 
 

@@ -62,7 +62,7 @@ def train(rank: Rank, job: Job) -> list[StepReport]:
     local = job.experts // job.ranks
     experts = all_experts[rank.rank * local : (rank.rank + 1) * local]
     reference = Reference(job) if rank.rank == 0 else None
-    reports = []
+    reports: list[StepReport] = []
     windows = job.num_window_bytes
     buffer = TimedBuffer(rank.group, device=job.device, num_window_bytes=windows, **settings)
     with buffer:
