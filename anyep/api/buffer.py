@@ -386,8 +386,7 @@ class Buffer:
             rows and event are None.
         """
         session, checks = self._check_usable()
-        streams = Streams(previous_event, async_finish, allocate_on_comm_stream)
-        mode = session.normal
+        mode, streams = session.normal, (previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
             if streams == AT_ONCE and topk_idx is None and topk_weights is None:
                 again = checks.dispatch_again(x, handle, config, self.get_dispatch_config)
@@ -396,7 +395,7 @@ class Buffer:
             call = session.control.begin(Kind.CACHED_DISPATCH)
             try:
                 cached, previous = checks.cached_dispatch(
-                    x, handle, topk_idx, topk_weights, config, self.get_dispatch_config, streams
+                    x, handle, topk_idx, topk_weights, config, self.get_dispatch_config, Streams(*streams)
                 )
             except BaseException as error:
                 session.refuse(call, error, mode.ops.refuse)
@@ -424,7 +423,7 @@ class Buffer:
                     num_worst_tokens,
                     config,
                     self.get_dispatch_config,
-                    streams,
+                    Streams(*streams),
                 )
             except BaseException as error:
                 session.refuse(call, error, mode.ops.refuse)
@@ -472,8 +471,7 @@ class Buffer:
             The sums [tokens, hidden], the sums of weights (None without `topk_weights`), and an event.
         """
         session, checks = self._check_usable()
-        mode = session.normal
-        streams = Streams(previous_event, async_finish, allocate_on_comm_stream)
+        mode, streams = session.normal, (previous_event, async_finish, allocate_on_comm_stream)
         if streams == AT_ONCE and topk_weights is None and bias is None:
             again = checks.combine_again(x, handle, config, self.get_combine_config)
             if again is not None:
@@ -481,7 +479,7 @@ class Buffer:
         call = session.control.begin(Kind.COMBINE)
         try:
             request, previous = checks.combine(
-                x, handle, topk_weights, bias, config, self.get_combine_config, streams
+                x, handle, topk_weights, bias, config, self.get_combine_config, Streams(*streams)
             )
         except BaseException as error:
             session.refuse(call, error, mode.ops.refuse)

@@ -15,10 +15,17 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from anyep.api.elastic_arguments import Streams, Tokens
-from anyep.api.elastic_handle import EPHandle, fill_metadata, order_of_ranks, rows_at_owners
-from anyep.api.elastic_nodes import Origin, with_tokens, without_tokens
+from anyep.api.elastic_handle import EPHandle
+from anyep.api.elastic_nodes import Source, fold, with_tokens, without_tokens
 from anyep.backends.base import CombineInput, Payload, Rows
-from anyep.backends.expanded import ElasticOps, ExpertPlaces, RowTensors, empty_scales
+from anyep.backends.expanded import (
+    ElasticOps,
+    ExpertPlaces,
+    Origins,
+    OriginTensors,
+    RowTensors,
+    empty_scales,
+)
 from anyep.core import elastic_sizes
 from anyep.core.calls import Call
 from anyep.core.terms import Terms
@@ -107,8 +114,8 @@ class ElasticCalls:
             assert done.scales is not None
             scales, sources = without_tokens(done.scales)
             done = done._replace(scales=scales)
-        origin = Origin.of(handle.routing, self._rank, sources)
-        fill = partial(self._fill_handle, handle, done, origin, tokens.topk_idx, first.stats)
+        source = Source.of(handle.routing, sources)
+        fill = partial(self._fill_handle, handle, done, source, tokens.topk_idx, first.stats)
         received = self._finish(done, handle, layout, has_weights, streams, fill)
         handle.filled = received.event
         self._last = (handle.routing, done.routing)
@@ -248,34 +255,39 @@ class ElasticCalls:
             psum_num_recv_tokens_per_scaleup_rank=empty(self._ranks_per_node),
             psum_num_recv_tokens_per_expert=empty(num_local),
             num_unaligned_recv_tokens_per_expert=empty(num_local),
-            recv_src_metadata=torch.full((num_rows, 2 + num_topk), -1, dtype=torch.int32, device=ids.device),
+            recv_src_metadata=empty((num_rows, 2 + num_topk)),
             dst_buffer_slot_idx=empty(tuple(tokens.topk_idx.shape)),
             routing=done.routing.tensors(),
             # Of the compact layout the caller gets them, and may change them.
             recv_topk_idx=empty((0, num_topk), dtype=ids.dtype) if layout.expands else torch.empty_like(ids),
-            # Not of the kept ids, which may be the caller's and may change.
-            order=order_of_ranks(tokens.topk_idx, tokens.num_experts, self._num_ranks),
+            order=empty((tokens.topk_idx.shape[0], self._num_ranks)),
         )
 
     def _fill_handle(
         self,
         handle: EPHandle,
         done: Dispatched[Any],
-        origin: Origin,
+        source: Source,
         topk_idx: torch.Tensor,
         stats: torch.Tensor | None,
     ) -> None:
         ids = done.topk_idx
         assert ids is not None
         received = handle.psum_num_recv_tokens_per_scaleup_rank
-        origin.fill_ends_by_index(received)
+        # Not of the kept ids, which may be the caller's and may change.
+        origins = Origins(
+            *(*source, topk_idx, ids, self._rank, handle.num_experts, handle.num_max_tokens_per_rank)
+        )
+        kept_ids = None if handle.do_expand else handle.recv_topk_idx
+        by_rank = torch.empty_like(source.rank_prefix[0]) if self._has_nodes else received
+        tensors = OriginTensors(
+            by_rank, handle.recv_src_metadata, handle.dst_buffer_slot_idx, handle.order, kept_ids
+        )
+        self._ops.tell_origins(origins, tensors)
+        if self._has_nodes:
+            fold(by_rank, received)
         places = _places_of(handle)
         self._ops.place(ids, received, handle.expert_alignment, places, handle.do_expand)
-        metadata, most = handle.recv_src_metadata, handle.num_max_tokens_per_rank
-        fill_metadata(metadata, origin.tokens, ids, origin.ends.contiguous(), most)
-        if not handle.do_expand:
-            handle.recv_topk_idx.copy_(ids)
-        handle.dst_buffer_slot_idx.copy_(rows_at_owners(topk_idx, origin.heads, handle.num_experts))
         if stats is not None:
             stats.add_(places.counts)
 

@@ -45,29 +45,32 @@ def without_tokens(scales: torch.Tensor) -> tuple[torch.Tensor | None, torch.Ten
     return scales[:, :-1] if scales.shape[1] > 1 else None, numbers
 
 
-class Origin(NamedTuple):
-    """Where received rows came from, and where this rank's went."""
+class Source(NamedTuple):
+    """Where received rows came from, and where this rank's went: the first parts of `Origins`."""
 
-    ends: torch.Tensor
-    """int32 [ranks]: inclusive prefix sums of the rows from each rank."""
-    tokens: torch.Tensor
-    """int32 [rows]: the token of each row, by its number at its source."""
-    heads: torch.Tensor
-    """int32 [tokens, ranks]: the row of each token there, or -1; between nodes [tokens, nodes]: its number
-    among the tokens for that node."""
+    rank_prefix: torch.Tensor
+    recv_src_idx: torch.Tensor
+    send_head: torch.Tensor
+    """Between nodes [tokens, nodes]: each token's number among those for a node, or -1."""
 
     @staticmethod
-    def of(routing: tuple[torch.Tensor, ...], rank: int, tokens: torch.Tensor | None) -> Origin:
+    def of(routing: tuple[torch.Tensor, ...], tokens: torch.Tensor | None) -> Source:
         """From the handle of a dispatch; between nodes it needs the tokens' numbers."""
         if len(routing) == ONE_NODE:
-            return Origin(routing[RANK_PREFIX][:, rank], routing[RECV_SRC_IDX], routing[SEND_HEAD])
+            return Source(routing[RANK_PREFIX], routing[RECV_SRC_IDX], routing[SEND_HEAD])
         assert tokens is not None
-        return Origin(routing[NODES_RECV_RANK_PREFIX], tokens, routing[NODES_SEND_HEAD])
+        ends = routing[NODES_RECV_RANK_PREFIX]
+        # What other ranks receive is not known here, and not needed.
+        return Source(ends[:, None].expand(-1, len(ends)), tokens, routing[NODES_SEND_HEAD])
 
-    def fill_ends_by_index(self, out: torch.Tensor) -> None:
-        """Fill the prefix sums over the ranks of a node, for the rows from all nodes together."""
-        if len(out) == len(self.ends):
-            out.copy_(self.ends)
-            return
-        counts = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
-        out.copy_(counts.view(-1, len(out)).sum(dim=0).cumsum(dim=0))
+
+def fold(ends: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill the prefix sums by rank of a node, over all nodes, from the prefix sums by rank.
+
+    >>> out = torch.empty(2, dtype=torch.int32, device="cpu")
+    >>> fold(torch.tensor([1, 3, 6, 10], dtype=torch.int32, device="cpu"), out)
+    >>> out.tolist()
+    [4, 10]
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    out.copy_(counts.view(-1, len(out)).sum(dim=0).cumsum(dim=0))

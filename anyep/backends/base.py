@@ -192,6 +192,7 @@ class CountedDispatch(NamedTuple, Generic[R_co]):
 class StartedDispatch(NamedTuple, Generic[R, C]):
     """Such a dispatch after its notify messages were sent; its totals are still to be read."""
 
+    started: Call
     call: NormalCall[R, C]
     payload: Payload
     counts: C
@@ -404,7 +405,7 @@ class NormalOps(Protocol[R, C]):
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch[R] | StartedDispatch[R, C]] | None:
+    ) -> CountedDispatch[R] | StartedDispatch[R, C] | None:
         """The same for a dispatch that counts its rows."""
 
     def aligned_payload(self, payload: Payload) -> Payload:

@@ -117,9 +117,7 @@ class GpuNormalOps:
         """Only between nodes."""
         self.source_bytes = SOURCE_INDEX_BYTES
         if all_rings.network is not None:
-            # All rows go through the rings between nodes, which have pieces in flight.
-            node_tiles = tiles_for(self.num_ranks, has_windows=False)
-            self._nodes = NodeKernels(device_control, self.rows, all_rings.network, node_tiles)
+            self._nodes = NodeKernels(device_control, self.rows, all_rings.network)
             self.source_bytes = SOURCE_META_BYTES
         self.repeats = Repeats(device_control, gpu_windows)
         self.counted_repeats = CountedRepeats(device_control, gpu_windows)
@@ -211,8 +209,8 @@ class GpuNormalOps:
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]] | None:
-        return self.counted_repeats.start(self, tokens, config) if self._has_no_error() else None
+    ) -> CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts] | None:
+        return self.counted_repeats.dispatch(self, tokens, config)
 
     def is_quiet(self) -> bool:
         return (
