@@ -211,7 +211,13 @@ def lack_windows(context: RankContext, of_rank_2: int) -> list[str]:
 NO_WINDOW = (
     r"InvalidCall: {} has no window for its rows in dispatch \(call {}\): between nodes rows on GPUs go to"
     " windows only, and nothing was sent; pass a larger num_window_bytes, or free results of earlier"
-    " dispatches"
+    r" dispatches \(there are no windows with heap='host'\)"
+)
+
+
+WITHOUT_WINDOWS = (
+    "InvalidCall: between nodes rows on GPUs go to windows, and this Buffer has none: leave out"
+    " num_window_bytes=0 and heap='host'"
 )
 
 
@@ -236,6 +242,8 @@ SCENARIOS = {
     "more rows to relay than the worst case allows": Scenario(
         relay_too_much, (), lambda rank: ["fine", re.escape(too_many(2 * TOKENS - 1)), "fine"]
     ),
-    "no windows": Scenario(lack_windows, (0,), heard_of_windows),
+    "no windows": Scenario(
+        lack_windows, (0,), lambda rank: [WITHOUT_WINDOWS, WITHOUT_WINDOWS, "fine", WITHOUT_WINDOWS]
+    ),
     "small windows": Scenario(lack_windows, (256,), heard_of_windows),
 }
