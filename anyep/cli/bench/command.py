@@ -52,9 +52,7 @@ def bench(
     mode: Annotated[str, typer.Option(metavar="normal|low-latency", help="The calls to measure.")] = "normal",
     api: Annotated[
         str,
-        typer.Option(
-            metavar="buffer|elastic", help="The class: Buffer, or ElasticBuffer on CPUs of one node."
-        ),
+        typer.Option(metavar="buffer|elastic", help="The class: Buffer, or ElasticBuffer on one node."),
     ] = "buffer",
     device: options.Device = "cpu",
     ranks: Annotated[
@@ -179,10 +177,11 @@ def _checked_library(name: str | None, setup: Setup) -> str:
 def _check_api(setup: Setup) -> None:
     if setup.api not in APIS:
         raise InvalidCall(f"--api is {setup.api!r}: choose {' or '.join(APIS)}")
-    is_usual = (setup.device, setup.mode, setup.against) == ("cpu", "normal", "")
+    chosen = setup.mode, setup.against, setup.sms, setup.sweep_sms
+    is_usual = chosen == ("normal", "", None, False)
     if setup.api == "elastic" and (not is_usual or setup.nodes.are_several):
         raise InvalidCall(
-            "--api elastic measures on CPUs of one node: leave out --mode, --device, --nodes and --against"
+            "--api elastic measures on one node: leave out --mode, --nodes, --against and --sms"
         )
 
 

@@ -336,7 +336,7 @@ class NormalCases:
         return Case(label, copy, equals(source), barrier=barrier)
 
     def _graph_too(self, case: Case) -> list[Case]:
-        return [case, _in_graph(case)] if self._clock.has_graphs else [case]
+        return [case, in_graph(case)] if self._clock.has_graphs else [case]
 
     def _notify(self, there: Prepared) -> Case:
         """A dispatch of no tokens: what remains are the notify messages."""
@@ -369,7 +369,7 @@ class NormalCases:
             there,
             lambda: there.buffer.dispatch(traffic.x, num_worst_tokens=most_rows, **there.routing),
         )
-        return _in_graph(replace(case, is_right=lambda result: torch.equal(result[0][: len(rows)], rows)))
+        return in_graph(replace(case, is_right=lambda result: torch.equal(result[0][: len(rows)], rows)))
 
     def _in_fp8(self, there: Prepared) -> list[Case]:
         """A cached dispatch of FP8 data and scales."""
@@ -399,7 +399,7 @@ class NormalCases:
         ]
 
 
-def _in_graph(case: Case) -> Case:
+def in_graph(case: Case) -> Case:
     """The same call, captured once and replayed."""
     return replace(case, label=replace(case.label, path=f"{case.label.path}, graph"), in_graph=True)
 
