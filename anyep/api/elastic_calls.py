@@ -15,9 +15,16 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from anyep.api.elastic_arguments import Streams, Tokens
-from anyep.api.elastic_handle import EPHandle, fill_metadata, order_of_ranks, rows_at_owners
+from anyep.api.elastic_handle import EPHandle
 from anyep.backends.base import Payload, Rows
-from anyep.backends.expanded import ElasticOps, ExpertPlaces, RowTensors, empty_scales
+from anyep.backends.expanded import (
+    ElasticOps,
+    ExpertPlaces,
+    Origins,
+    OriginTensors,
+    RowTensors,
+    empty_scales,
+)
 from anyep.core import elastic_sizes
 from anyep.core.calls import Call
 from anyep.core.terms import Terms
@@ -179,13 +186,12 @@ class ElasticCalls:
             psum_num_recv_tokens_per_scaleup_rank=empty(self._num_ranks),
             psum_num_recv_tokens_per_expert=empty(num_local),
             num_unaligned_recv_tokens_per_expert=empty(num_local),
-            recv_src_metadata=torch.full((num_rows, 2 + num_topk), -1, dtype=torch.int32, device=ids.device),
+            recv_src_metadata=empty((num_rows, 2 + num_topk)),
             dst_buffer_slot_idx=empty(tuple(tokens.topk_idx.shape)),
             routing=done.routing.tensors(),
             # Of the compact layout the caller gets them, and may change them.
             recv_topk_idx=empty((0, num_topk), dtype=ids.dtype) if layout.expands else torch.empty_like(ids),
-            # Not of the kept ids, which may be the caller's and may change.
-            order=order_of_ranks(tokens.topk_idx, tokens.num_experts, self._num_ranks),
+            order=empty((tokens.topk_idx.shape[0], self._num_ranks)),
         )
 
     def _fill_handle(
@@ -195,14 +201,18 @@ class ElasticCalls:
         assert ids is not None
         rank_prefix, _, _, recv_src_idx, _, send_head = handle.routing
         received = handle.psum_num_recv_tokens_per_scaleup_rank
-        received.copy_(rank_prefix[:, self._rank])
+        # Not of the kept ids, which may be the caller's and may change.
+        origins = Origins(
+            *(rank_prefix, recv_src_idx, send_head, topk_idx, ids),
+            *(self._rank, handle.num_experts, handle.num_max_tokens_per_rank),
+        )
+        kept_ids = None if handle.do_expand else handle.recv_topk_idx
+        tensors = OriginTensors(
+            received, handle.recv_src_metadata, handle.dst_buffer_slot_idx, handle.order, kept_ids
+        )
+        self._ops.tell_origins(origins, tensors)
         places = _places_of(handle)
         self._ops.place(ids, received, handle.expert_alignment, places, handle.do_expand)
-        metadata, most = handle.recv_src_metadata, handle.num_max_tokens_per_rank
-        fill_metadata(metadata, recv_src_idx, ids, received, most)
-        if not handle.do_expand:
-            handle.recv_topk_idx.copy_(ids)
-        handle.dst_buffer_slot_idx.copy_(rows_at_owners(topk_idx, send_head, handle.num_experts))
         if stats is not None:
             stats.add_(places.counts)
 

@@ -69,13 +69,15 @@ def calibrate(
     device: options.Device = "cpu",
     ranks: Annotated[
         int | None,
-        typer.Option(help="Number of ranks; one for each core, at most 8, or for each GPU, at least 2."),
+        typer.Option(
+            help="Number of ranks; default: one for each core, at most 8; one for each GPU, at least 2."
+        ),
     ] = None,
     hidden: Annotated[int, typer.Option(help="Hidden size, in bf16 values.")] = 7168,
     tokens: Annotated[
-        int | None, typer.Option(help="Most tokens per rank in normal mode; 256, on cuda 4096.")
+        int | None, typer.Option(help="Most tokens per rank in normal mode; default: 256, on cuda 4096.")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Repeats of each call; medians count.")] = 7,
+    repeats: Annotated[int, typer.Option(help="Repeats of each call; medians are used.")] = 7,
     name: Annotated[str, typer.Option(help="What the machine is called.")] = "this machine",
     output: Annotated[Path, typer.Option(help="The file to write, which must end in .toml.")] = Path(
         "this-machine.toml"

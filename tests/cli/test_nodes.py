@@ -197,6 +197,8 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("bench", "--nodes", "2", "--ranks", "7"), "7 ranks do not fill 2 nodes evenly"),
         (("bench", "--nodes", "2", "--device", "cuda"), "normal mode works between nodes on the CPU so far"),
         (("bench", "--nodes", "2", "--network", "string"), "--network is 'string': choose one of auto"),
+        (("bench", "--heap", "gpu"), "--heap is 'gpu': choose one of auto, device, host"),
+        (("bench", "--heap", "host"), "--heap is for GPUs: add --device cuda, or leave it out"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:

@@ -32,6 +32,9 @@ from anyep.backends.cuda.expand_kernels import (
     EXPAND_TILE,
     EXPAND_WARPS,
     GATHERED_ROWS,
+    ORDERED_RANKS,
+    ORIGIN_ROWS,
+    ORIGIN_WARPS,
     PLACE_WARPS,
     PLACED_EXPERTS,
     PLACED_ROWS,
@@ -46,6 +49,7 @@ from anyep.backends.cuda.kernels import (
     node_counts,
     node_handles,
     notify,
+    origins,
     relay_combine,
     relay_dispatch,
     rings,
@@ -357,6 +361,19 @@ def reduce_expanded(dtype: int, topk_block: int) -> Source:
     )
 
 
+ORIGINS = {
+    **dict.fromkeys(
+        ("rank_prefix", "sources", "received", "metadata", "send_head", "slots", "order"), "*i32"
+    ),
+    **dict.fromkeys(("ids", "kept_ids", "topk_idx"), "*i64"),
+}
+
+
+def of_origins(kernel: Any, **how: Any) -> Source:
+    options = {"num_warps": ORIGIN_WARPS, **OPTIONS}
+    return Source(kernel, ORIGINS, {"NUM_RANKS": 8, **how}, options, (needs_no_more_registers,))
+
+
 COUNTING = {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 32, "TILE_TOKENS": 2048}
 
 # Rings
@@ -590,6 +607,9 @@ KERNELS: dict[str, Source] = {
         windows.unpack_window, 4, NUM_RANKS=8, PAD=False, IF_ALL_FIT=True, BLOCK=1024
     ),
     "digest_handle": normal(digests.digest_handle, 16, NUM_RANKS=8, CHANNEL_BLOCK=16, TILE_ROWS=2048),
+    "origins": of_origins(origins.tell_origins, EXPANDS=False, TILE_ROWS=ORIGIN_ROWS),
+    "origins of expanded rows": of_origins(origins.tell_origins, EXPANDS=True, TILE_ROWS=ORIGIN_ROWS),
+    "order of ranks": of_origins(origins.order_ranks, RANK_BLOCK=8, TILE_TOKENS=ORDERED_RANKS // 8),
     "sums of bf16 between 2": pull(2, 32, cpu.BF16, 0),
     "sums of bf16 between 4": pull(4, 8, cpu.BF16, 0),
     "sums of bf16 between 8": pull(8, 16, cpu.BF16, 2),
