@@ -331,6 +331,7 @@ def measure_on_simulated(context: RankContext, setup: Setup) -> tuple[RankReport
         pytest.param("low-latency", Nodes(2, 1, topk_nodes=1), "auto", marks=pytest.mark.slow),
         pytest.param("normal", Nodes(1, 2), "host", marks=pytest.mark.slow),
         pytest.param("low-latency", Nodes(1, 2), "host", marks=pytest.mark.slow),
+        pytest.param("normal", Nodes(2, 1, topk_nodes=1), "auto", marks=pytest.mark.slow),
     ],
 )
 def test_every_case_on_a_simulated_gpu(mode: str, nodes: Nodes, heap: str) -> None:
@@ -343,6 +344,13 @@ def test_every_case_on_a_simulated_gpu(mode: str, nodes: Nodes, heap: str) -> No
     assert {record.median_s for record in records} == {5e-4 if sweeps else 1e-3}
     cases = [(record.case, record.path, record.tokens) for record in records if not record.swept]
     paths = (PATHS_ON_HOST if is_on_host else NORMAL_PATHS) if sweeps else LOW_LATENCY_PATHS
+    if nodes.are_several:
+        paths = tuple((case, path) for case, path in paths if path != "ring")
+        # With one rank per node, a plain all-to-all sends the same rows.
+        sent = [record.bytes_between_nodes for record in records if record.case == "combine"]
+        plain = [record.all_to_all_bytes_between_nodes for record in records if record.case == "combine"]
+        assert not sweeps or None not in sent
+        assert sent == plain
     assert cases == [(case, path, tokens) for tokens in (3, 1) for case, path in paths]
     swept = [(record.case, record.path, record.sms) for record in records if record.swept == "sms"]
     calls = ("cached_dispatch", "combine")

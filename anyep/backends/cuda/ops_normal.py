@@ -43,7 +43,7 @@ from anyep.backends.cuda.tuned import Key, with_tuned
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.core.calls import Call
 from anyep.core.rings import Rings
-from anyep.errors import AnyEPError, no_expert
+from anyep.errors import AnyEPError, InvalidCall, no_expert
 from anyep.events import EventOverlap
 from anyep.layout import SOURCE_INDEX_BYTES
 from anyep.sizes import SOURCE_META_BYTES, Config
@@ -173,6 +173,11 @@ class GpuNormalOps:
 
     def check_config(self, config: Config) -> None:
         """Warn once if this rank has fewer SMs than `num_sms`; any number of channels works."""
+        if self._nodes is not None and not self.windows.num_bytes:
+            raise InvalidCall(
+                "between nodes rows on GPUs go to windows, and this Buffer has none: leave out"
+                " num_window_bytes=0 and heap='host'"
+            )
         num_sms = config.num_sms
         if num_sms <= self._sms.share_of_sms or num_sms in self._warned_sms:
             return

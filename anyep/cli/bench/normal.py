@@ -116,6 +116,14 @@ class Traffic:
         here = topology.ranks_on(topology.node_of(self._rank))
         return int(self.in_rank.sum() - self.in_rank[:, list(here)].sum()) * self._setup.row_bytes
 
+    @property
+    def crossing_bytes(self) -> int:
+        """The bytes of rows that this rank sends to other nodes, one row per node."""
+        topology = self._setup.nodes.topology
+        shape = (len(self.in_rank), topology.num_nodes, topology.ranks_per_node)
+        by_node: list[int] = self.in_rank.reshape(shape).any(2).sum(0).tolist()
+        return (sum(by_node) - by_node[topology.node_of(self._rank)]) * self._setup.row_bytes
+
     def combined(self, ranks_per_node: int) -> torch.Tensor:
         """The expected result of combine when every rank returns its received rows unchanged.
 
@@ -310,6 +318,10 @@ class NormalCases:
     def _crossing(self, there: Prepared, work: Callable[[], Any], rows_moved: int) -> Crossing | None:
         if not self._setup.nodes.are_several:
             return None
+        if self._setup.device != "cpu":
+            # Only the CPU counts what it sends.
+            rows = self._traffic
+            return Crossing(rows_moved * rows.crossing_bytes, rows_moved * rows.bytes_elsewhere)
         session = there.buffer.runtime
         assert session is not None
         before = session.traffic.bytes_between_nodes
@@ -407,7 +419,11 @@ def in_graph(case: Case) -> Case:
 def groups_of(rank: Rank, setup: Setup, clock: Clock, tokens: int) -> Sequence[Group]:
     """Every case at one number of tokens."""
     cases = NormalCases(rank, setup, clock, tokens)
-    groups = [cases.by_window()] if setup.is_on_host else [cases.by_window(), cases.by_ring()]
+    groups = [cases.by_window()]
+    # On such heaps, and between nodes on GPUs, rows go to windows only.
+    windows_only = setup.is_on_host or (setup.device == "cuda" and setup.nodes.are_several)
+    if not windows_only:
+        groups.append(cases.by_ring())
     groups += [cases.by_rival()] if clock.rival else []
     return groups + ([cases.by_installed()] if setup.against else [])
 
