@@ -22,10 +22,10 @@ from anyep.api.arguments import check_config, check_devices, check_payload, chec
 from anyep.api.buffer import Buffer
 from anyep.api.elastic_absent import AbsentCalls
 from anyep.api.elastic_arguments import Streams
-from anyep.api.elastic_calls import ElasticCalls, First, Layout, Received, wait_for
+from anyep.api.elastic_calls import ElasticCalls, First, Layout, Outputs, Received, wait_for
 from anyep.api.elastic_handle import EPHandle
 from anyep.api.elastic_hints import SizeHints
-from anyep.backends.base import CombineInput, Payload, Rows
+from anyep.backends.base import Payload, Rows
 from anyep.connection import ELASTIC
 from anyep.control.status import RankStatus
 from anyep.core import elastic_sizes
@@ -63,8 +63,9 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         num_topk: The choices of a token; 0 is 32.
         use_fp8_dispatch: Whether dispatched rows have values of 1 byte.
         deterministic: Accepted: the order of rows is always the same.
-        allow_hybrid_mode: Accepted: on one node both modes are the same.
-        allow_multiple_reduction: Accepted: rows of the compact layout are rounded once on one node.
+        allow_hybrid_mode: Must be True on several nodes; on one both modes are the same.
+        allow_multiple_reduction: Must be True on several nodes, where sums of a node are rounded, and for
+            expanded rows.
         prefer_overlap_with_compute: Whether `get_theoretical_num_sms` may be less than 64.
         sl_idx: Accepted and ignored.
         num_allocated_qps: The most that `get_theoretical_num_qps` returns; 0: as many as DeepEP V2 allocates.
@@ -73,8 +74,9 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         num_gpu_timeout_secs: Accepted and ignored.
         explicitly_destroy: Warn if the buffer is dropped without a call of `destroy`.
         device: As for `Buffer`.
-        ranks_per_node: Must be left out, or the number of ranks.
+        ranks_per_node: As for `Buffer`; several nodes work on CPUs.
         num_window_bytes: As for `Buffer`.
+        network: As for `Buffer`.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         device: str | torch.device | None = None,
         ranks_per_node: int | None = None,
         num_window_bytes: int | None = None,
+        network: str | None = None,
     ) -> None:
         if num_cpu_bytes:
             raise NotSupported("num_cpu_bytes is for remote tables, which AnyEP does not have: pass 0")
@@ -112,21 +115,21 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         self._buffer = _Connected(
             float(whole_number("num_cpu_timeout_secs", num_cpu_timeout_secs, minimum=1)),
             group,
-            checks.ring_bytes(self.num_bytes, hidden, num_ranks),
+            *checks.ring_bytes(self.num_bytes, hidden, group, ranks_per_node),
             explicitly_destroy=explicitly_destroy,
             device=device,
             ranks_per_node=ranks_per_node,
             num_window_bytes=num_window_bytes,
+            network=network,
         )
         topology = self._buffer.topology
         session = self._session()
-        if topology.num_nodes > 1:
+        try:
+            checks.check_nodes(topology, self._device, allow_hybrid_mode, allow_multiple_reduction)
+        except NotSupported:
             self._buffer.destroy()
-            raise NotSupported(
-                "ElasticBuffer does not work on several nodes yet: use anyep.Buffer; programs written for"
-                " deep_ep choose it where ANYEP_DEEP_EP_API=v1 hides ElasticBuffer from them"
-            )
-        self._calls = ElasticCalls(session.normal, session.elastic, self._buffer.rank, num_ranks)
+            raise
+        self._calls = ElasticCalls(session.normal, session.elastic, topology, self._buffer.rank)
         self.group = group
         self.rank_idx, self.num_ranks = self._buffer.rank, num_ranks
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
@@ -367,7 +370,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         ops.before(run_async)
         weights = tokens.topk_weights
         sent = weights if weights is not None else torch.zeros_like(tokens.topk_idx, dtype=torch.float32)
-        payload = check_payload(x, tokens.topk_idx, sent, ops.source_bytes)
+        payload = self._calls.sent(check_payload(x, tokens.topk_idx, sent, ops.source_bytes))
         config = self._config(num_sms, None)
         session.normal.check_rings(config, payload.token)
         layout = ops.layout(tokens.topk_idx, tokens.num_experts, None, False)
@@ -444,7 +447,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         session = self._session()
         call = session.control.begin(Kind.COMBINE)
 
-        def check() -> tuple[CombineInput[Any], EventOverlap | None]:
+        def check() -> tuple[Outputs, EPHandle, Config]:
             streams = checks.checked_streams(
                 previous_event, previous_event_before_epilogue, async_with_compute_stream
             )
@@ -461,13 +464,14 @@ class ElasticBuffer(SizeHints, AbsentCalls):
                 )
             routing = self._calls.routing_of(known)
             config = self._config(0, routing.num_channels)
+            has_weights = weights is not None
             compact, weights, ready = self._calls.prepared(rows, weights, known, streams)
-            combined = CombineInput(compact, routing, weights, biases, config, known.order)
-            session.normal.check_rings(config, combined.token)
-            return combined, ready
+            outputs = Outputs(compact, weights, biases, routing, ready, has_weights)
+            session.normal.check_rings(config, self._calls.input_of(outputs, known, config).token)
+            return outputs, known, config
 
-        combined, ready = self._checked(session, call, check)
-        done = session.normal.combine(call, combined, ready, async_with_compute_stream)
+        checked = self._checked(session, call, check)
+        done = self._calls.combine(call, *checked, async_with_compute_stream)
         return done.x, done.topk_weights, EventOverlap(done.event)
 
     # The end

@@ -160,6 +160,9 @@ class CombineInput(NamedTuple, Generic[R_co]):
     order: torch.Tensor | None = None
     """int32 [tokens, ranks]: the ranks in the order in which their rows are added; by default ascending. Rows
     from other nodes are added in no other order."""
+    is_keyed: bool = False
+    """Between nodes on CPUs: whether the last column of `topk_weights` is no weight, but the order: at each
+    step rows are added with ascending ones, and a sum has the last of its rows'."""
 
     @property
     def token(self) -> TokenLayout:
