@@ -78,6 +78,8 @@ class Connection:
     """The bytes that this rank may keep for results that no peer writes to."""
     transport: Transport | None = None
     """The transport to ranks whose memory cannot be mapped here; their heaps are outboxes."""
+    hosts: tuple[int, ...] = ()
+    """If there is a transport, the host of each rank; virtual nodes count as hosts where it connects them."""
 
 
 def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
@@ -99,8 +101,6 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
     if topology.num_nodes > 1 and own.device == "cpu":
         on_all_ranks(rendezvous, lambda: cpu.compile_kernels(cpu.Group.NODES))
     remote = _remote_ranks(topology, hosts, rendezvous.rank, own.network)
-    if remote and own.enable_shrink:
-        raise NotSupported("enable_shrink is for ranks of one host so far: leave it out")
     share = _memory_share_bytes(hosts.count(hosts[rendezvous.rank]))
     region = ControlRegion(topology.num_ranks, topology.ranks_per_node)
     made: list[OwnBlock] = []
@@ -134,7 +134,13 @@ def connect(rendezvous: Rendezvous, check: Callable[[], Options]) -> Connection:
         # Where address space is limited, a user who asks for small windows wants other results small, too.
         num_result_bytes = min(share, own.num_window_bytes)
     all_heaps = [heaps[rank] for rank in range(topology.num_ranks)]
-    return Connection(own, topology, region, all_heaps, windows, pids, num_result_bytes, transport)
+    apart: tuple[int, ...] = ()
+    if transport is not None:
+        is_by_node = own.network == NIXL
+        apart = tuple(
+            topology.node_of(rank) if is_by_node else hosts.index(host) for rank, host in enumerate(hosts)
+        )
+    return Connection(own, topology, region, all_heaps, windows, pids, num_result_bytes, transport, apart)
 
 
 def _check_nodes_of_gpus(topology: Topology, hosts: list[str], options: Options) -> None:

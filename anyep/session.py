@@ -140,7 +140,7 @@ class Session:
         self.elastic = CpuElasticOps(stream, Expander(team), memory)
         if options.low_latency_mode:
             start = self.region.num_bytes + options.num_nvl_bytes
-            masks = Masks(control, self.region)
+            masks = Masks(control, self.region, hosts=connection.hosts)
             remote = None
             if connection.transport is not None:
                 remote = LowLatencyTransport(
@@ -149,6 +149,7 @@ class Session:
                     control.rank,
                     self.heap.address,
                     self.traffic.low_latency,
+                    masks.masked,
                 )
             low_latency_ops = CpuLowLatencyOps(
                 control,

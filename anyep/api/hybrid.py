@@ -116,13 +116,14 @@ class HybridEPBuffer:
         self._num_topk = whole_number("num_topk", num_topk, minimum=0) or DEFAULT_TOPK
         self._num_sms = whole_number("num_sms_dispatch_api", num_sms_dispatch_api or 0, minimum=0)
         # Ranks may have been told different numbers of tokens, on which nothing here depends.
-        num_bytes = align(ring_bytes(MOST_BYTES, hidden, group.size()), BUFFER_ALIGNMENT)
+        domain = num_of_hybrid_ep_ranks_per_nvlink_domain
+        within, _ = ring_bytes(MOST_BYTES, hidden, group, domain)
         self._elastic = ElasticBuffer(
             group,
-            num_bytes,
+            align(within, BUFFER_ALIGNMENT),
             hidden=hidden,
             device=device,
-            ranks_per_node=num_of_hybrid_ep_ranks_per_nvlink_domain,
+            ranks_per_node=domain,
             num_window_bytes=num_window_bytes,
         )
         self.group = group

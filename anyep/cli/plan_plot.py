@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from anyep.cli.plan_times import Row, TimesAsked
 
 COLOURS: Final = {DISPATCH: "#2e86ab", COMBINE: "#8367c7"}
-MARKERS: Final = {"start": "D", "SMs": "s", "NVLink": "o", "network": "^"}
+MARKERS: Final = {"start": "D", "SMs": "s", "NVLink": "o", "memory": "o", "network": "^"}
 GREY: Final = "#555555"
 FAINT: Final = "#d9dee3"
 
@@ -63,8 +63,10 @@ def _draw_times(axes: Any, rows: list[Row], title: str) -> None:
         axes.plot(ranks, middle, color=colour, label=what)
         for row in chosen:
             times = row.prediction.times
-            axes.plot(row.call.num_ranks, times.total_us, MARKERS[times.bound], color=colour, markersize=6)
-    used = dict.fromkeys(row.prediction.times.bound for row in rows)
+            axes.plot(
+                row.call.num_ranks, times.total_us, MARKERS[row.prediction.bound], color=colour, markersize=6
+            )
+    used = dict.fromkeys(row.prediction.bound for row in rows)
     for bound in used:
         axes.plot([], [], MARKERS[bound], color=GREY, label=f"bound by {bound}")
     if any(row.prediction.is_range for row in rows):

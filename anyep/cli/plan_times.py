@@ -17,6 +17,7 @@ from anyep.planning.times import COMBINE, DISPATCH, LOW_LATENCY, NORMAL, Call
 from anyep.topology import check_nodes
 
 PLOT_ENDINGS = (".png", ".svg", ".pdf")
+LEAST_WHOLE_RATE = 10
 MODE_NAMES = {NORMAL: "normal", LOW_LATENCY: "low latency"}
 
 
@@ -222,15 +223,20 @@ def _cells(row: Row, mode: str, with_overlap: bool) -> list[str]:
         str(call.num_nodes),
         call.what,
         range_text(prediction.us),
-        prediction.times.bound,
-        range_text(prediction.logical_gbs),
-        range_text(prediction.physical_gbs),
+        prediction.bound,
+        _rate_text(prediction.logical_gbs),
+        _rate_text(prediction.physical_gbs),
     ]
     if mode == NORMAL:
-        cells.append(str(prediction.enough_sms))
+        cells.append("-" if prediction.enough_sms is None else str(prediction.enough_sms))
     if with_overlap and prediction.overlap:
         cells.append(range_text(prediction.overlap.exposed_us))
     return cells
+
+
+def _rate_text(pair: Range) -> str:
+    """Slow links have rates of a few GB/s, or less."""
+    return range_text(pair, digits=0 if pair[0] >= LEAST_WHOLE_RATE else 1)
 
 
 def _notes(asked: TimesAsked, rows: list[Row]) -> list[str]:

@@ -60,17 +60,17 @@ def simulate_command(
     skew: Annotated[
         float, typer.Option(help="The n-th most popular expert has a weight of n ** -skew.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the routing and of jitter.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the routing and of jitter.")] = 0,
     chunk: Annotated[
-        int | None, typer.Option(help="Tokens that move at a time; those of the tuned config.")
+        int | None, typer.Option(help="Tokens that move at a time; default: as in the tuned config.")
     ] = None,
     net_ring: Annotated[
-        int | None, typer.Option(help="Rows of a ring between nodes; those of the tuned config.")
+        int | None, typer.Option(help="Rows of a ring between nodes; default: as in the tuned config.")
     ] = None,
     nvl_ring: Annotated[
-        int | None, typer.Option(help="Rows of a ring within a node; those of the tuned config.")
+        int | None, typer.Option(help="Rows of a ring within a node; default: as in the tuned config.")
     ] = None,
-    network_latency_us: Annotated[float, typer.Option(help="Of a chunk, and of a credit.")] = 5.0,
+    network_latency_us: Annotated[float, typer.Option(help="Latency of a chunk, and of a credit.")] = 5.0,
     slow_rank: Annotated[
         int | None, typer.Option(help="A rank whose SMs are slower, or that is late.")
     ] = None,

@@ -483,14 +483,19 @@ class ControlPlane(ending.Part):
                     raise self.blame.too_late(call, stall, self._phase())
                 # A peer that waits for a third rank may be released when its own wait ends: try once more.
                 periods += 1
-                to_blame = [peer for peer in stall.peers if periods > 1 or not self._waits_for_other(peer)]
+                to_blame = [peer for peer in stall.peers if periods > 1 or not self._may_still_come(peer)]
                 if to_blame:
                     late = self.blame.too_late(call, stall._replace(peers=to_blame), self._phase())
                     give_up(to_blame, late)
                 deadline = time.monotonic() + self.timeout_s
 
-    def _waits_for_other(self, peer: int) -> bool:
-        return self.blame.waits_for(peer) not in (None, self.rank)
+    def _may_still_come(self, peer: int) -> bool:
+        """Whether a peer waits for a third rank. Between hosts, where not all wait for the same ranks, it may
+        also have done so until a moment ago."""
+        status = self._statuses[peer].read(True)
+        if status.waits_for not in (None, self.rank):
+            return True
+        return self.transport is not None and status.seconds_in_phase < self.timeout_s / 2
 
     def _phase(self) -> str:
         return self._own.read(True).phase

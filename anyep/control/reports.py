@@ -140,7 +140,8 @@ class Reports:
             return self._disagreement(call)
         if code == outcomes.TOO_MANY:
             limit = int(self._headers()[rank, Field.RESULT_ROWS])
-            return diagnosis.too_many_rows(rank, limit, None)
+            relays = self.device_control.topology.num_nodes > 1
+            return diagnosis.too_many_rows(rank, limit, None, relays)
         if code == outcomes.NO_WINDOW:
             return diagnosis.no_window(call, rank)
         if code == outcomes.BAD_HANDLE:

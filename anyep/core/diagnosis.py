@@ -12,7 +12,7 @@ import numpy as np
 
 from anyep.core.calls import FUNCTIONS, Array, Call, name_of_call
 from anyep.core.headers import Field
-from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked
+from anyep.errors import AnyEPError, BufferBroken, Disagreement, InvalidCall, Masked, PeerLost
 
 DERIVED_FIELDS: Final = frozenset({Field.RING_ROWS})
 """These fields always differ if the rows or the channels do, and then explain nothing."""
@@ -92,12 +92,16 @@ def gave_up_before(rank: int, call: Call) -> BufferBroken:
     )
 
 
-def too_many_rows(rank: int, limit: int, arriving: int | None) -> InvalidCall:
-    """The error for a receiver without room for all arriving rows; a kernel does not report how many."""
+def too_many_rows(rank: int, limit: int, arriving: int | None, relays: bool = False) -> InvalidCall:
+    """The error for a receiver without room for all arriving rows; a kernel does not report how many, nor
+    whether a rank that also `relays` rows would relay too many."""
     what = f"{arriving} rows would arrive there" if arriving is not None else "more rows would arrive there"
+    which = ""
+    if relays:
+        what, which = f"{what}, or it would relay more", " at any rank of the node"
     return InvalidCall(
         f"num_worst_tokens is {limit} on rank {rank}, but {what}:"
-        f" nothing was sent; pass at least the largest number of rows that can arrive"
+        f" nothing was sent; pass at least the largest number of rows that can arrive{which}"
     )
 
 
@@ -106,16 +110,30 @@ def no_window(call: Call, rank: int | None) -> InvalidCall:
     return InvalidCall(
         f"{'a rank' if rank is None else f'rank {rank}'} has no window for its rows in {call}: between nodes"
         f" rows on GPUs go to windows only, and nothing was sent; pass a larger num_window_bytes, or free"
-        f" results of earlier dispatches"
+        f" results of earlier dispatches (there are no windows with heap='host')"
     )
 
 
-def masked_out(rank: int) -> Masked:
+def masked_out(rank: int, can_return: bool = True) -> Masked:
     """The error on a rank that the others have masked."""
+    back = (
+        f"all of them together can take it back by low_latency_update_mask_buffer({rank}, mask=False)"
+        if can_return
+        else "between hosts it cannot be taken back so far: make a new Buffer"
+    )
     return Masked(
         f"the other ranks go on without rank {rank}: it did not answer in time, or was masked by a"
-        f" call; all of them together can take it back by"
-        f" low_latency_update_mask_buffer({rank}, mask=False)"
+        f" call; {back}"
+    )
+
+
+def cut_off(rank: int, masked: Sequence[int], reason: str) -> PeerLost:
+    """The error on a rank that cannot know whether those that it does not reach go on without it."""
+    why = f" ({reason})" if reason else ""
+    return PeerLost(
+        f"rank {rank} cannot go on without {listed(masked)}: they may be going on without this host, since"
+        f" the ranks that are left are not on most of the hosts, nor on half of them with rank 0's; make a"
+        f" new Buffer, of the ranks that reach each other{why}"
     )
 
 

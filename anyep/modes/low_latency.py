@@ -131,7 +131,7 @@ class LowLatencyMode:
         if self._slots is not None and sizes is self._slots.sizes:
             return
         self.check_room(sizes)
-        may_change = not self.ops.agreement.holds and self._num_open == 0
+        may_change = not self.ops.agreement.holds and self._num_open == 0 and not self.masks.may_put
         if self._slots is not None and sizes != self._slots.sizes and not may_change:
             raise InvalidCall(
                 f"this call is for {_in_words(sizes)}, but the slots are for {_in_words(self._slots.sizes)}:"
@@ -303,6 +303,11 @@ class LowLatencyMode:
 
         def whole_call() -> None:
             self.ops.clean(call, sizes)
+            if self._slots is not None and sizes != self._slots.sizes and self.masks.may_put:
+                raise InvalidCall(
+                    "the sizes cannot change any more: a masked rank on another host may still put rows where"
+                    " the slots are now; make a new Buffer"
+                )
             self._num_cleanings += 1
             self._slots_for(sizes)
             self.ops.agreement.holds = True
@@ -372,6 +377,7 @@ class LowLatencyMode:
 
     def unmask(self, ranks: Sequence[int]) -> None:
         """Unmask ranks, together with all unmasked ranks and with those ranks themselves."""
+        self.masks.check_can_return()
         self.ops.before_unmask()
         self.masks.adopt()
         self._forget_dropped_hooks()

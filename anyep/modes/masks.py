@@ -12,6 +12,10 @@ rank does not know how many rounds it has missed, which ranks were masked, or wh
 takes all this, and the ranks to unmask, from the requests that name it. Its own request counts once it agrees
 with those: an older request may be left from a time when no other rank wanted a round, and from a rank that
 has given up since.
+
+Where a network connects the ranks, masks are sent to those on other hosts, and arrive later. A host that
+hears nothing from another cannot know whether that one is gone. So ranks go on only if they are on most
+hosts, or on half of them with rank 0's: never do two groups of ranks go on, each without the other.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from anyep.backends import cpu
 from anyep.control.plane import ControlPlane
 from anyep.core import diagnosis
 from anyep.core.calls import CALLS_PER_ROUND, Array, Call, Phase, Stall, Topic
-from anyep.errors import AnyEPError, Disagreement, Masked
+from anyep.core.majority import has_majority
+from anyep.errors import AnyEPError, Disagreement, Masked, NotSupported
 from anyep.layout import NUM_SLOT_SETS, REJOIN_HEADER_BYTES, ControlRegion
 
 NUM_HEADER_WORDS: Final = REJOIN_HEADER_BYTES // 8
@@ -59,15 +64,24 @@ class Masks:
     """One rank's view of which ranks are masked."""
 
     def __init__(
-        self, control: ControlPlane, region: ControlRegion, kernels: KernelMasks | None = None
+        self,
+        control: ControlPlane,
+        region: ControlRegion,
+        kernels: KernelMasks | None = None,
+        hosts: Sequence[int] = (),
     ) -> None:
-        """`kernels` are those of this rank's GPU, if there is one: they mask ranks, too."""
+        """`kernels` are those of this rank's GPU, if there is one: they mask ranks, too. `hosts` are the
+        ranks' hosts, where some are reached over a network."""
         self.control = control
         self._kernels = kernels
+        self._hosts = hosts
+        self._transport = control.transport
         self.rank = control.rank
         self.num_ranks = control.num_ranks
         mask, request = region.blocks.mask, region.blocks.rejoin
         self._at_peers = control.peer_counters(mask)
+        self._told_at = mask.offset(control.rank)
+        """Where this rank's words lie in every rank's heap."""
         self._own = int(control.own_counters(mask)[0])
         self._stride = mask.stride
         sets = range(NUM_SLOT_SETS)
@@ -75,6 +89,10 @@ class Masks:
         self.own_requests = [control.own_counters(request, turn) for turn in sets]
         self.generations = np.zeros(self.num_ranks, np.int64)
         self._changed = np.zeros(self.num_ranks, np.bool_)
+        self._far = np.zeros(self.num_ranks, np.bool_)
+        """The ranks that are reached over a network."""
+        if self._transport is not None:
+            self._far[list(self._transport.ranks)] = True
         self.round = 0
         # The caller calls `look` before a call, while the stream may still be running another one.
         self._lock = threading.Lock()
@@ -103,7 +121,8 @@ class Masks:
     def adopt_from_hosts(self) -> None:
         """The same, without masks that only kernels have published."""
         with self._lock:
-            if cpu.adopt_masks(self._own, self._stride, self.generations, self.masked, self._changed):
+            state = self.generations, self.masked, self._changed
+            if cpu.adopt_masks(self._own, self._stride, self._far, *state):
                 for rank in np.flatnonzero(self._changed):
                     self._tell(int(rank))
 
@@ -115,11 +134,34 @@ class Masks:
     def _raise_if_masked_out(self) -> None:
         if self.is_masked_out:
             raise self.masked_out()
+        self._check_majority((), "")
+
+    def _check_majority(self, lost: Sequence[int], reason: str) -> None:
+        """Raise if this rank cannot go on without these ranks and those that are masked: ranks on other hosts
+        may be alive, and go on without this one."""
+        masked = self.masked.copy()
+        masked[list(lost)] = True
+        if self._hosts and not has_majority(self._hosts, masked.tolist()):
+            raise diagnosis.cut_off(self.rank, np.flatnonzero(masked).tolist(), reason)
+
+    @property
+    def may_put(self) -> bool:
+        """Whether ranks are masked that may still put rows into memory of others, over a network."""
+        return self._transport is not None and bool(self.masked.any())
+
+    def check_can_return(self) -> None:
+        """Raise where ranks cannot be taken back."""
+        if self._transport is not None:
+            raise NotSupported(
+                "masked ranks cannot be taken back so far where a network connects the ranks: make a new"
+                " Buffer"
+            )
 
     def mask(self, ranks: Sequence[int], reason: str) -> None:
         """Mask ranks, and tell every rank; kernels are not asked, as they may be waiting for these ranks."""
         self.adopt_from_hosts()
         self._raise_if_masked_out()
+        self._check_majority(ranks, reason)
         for rank in ranks:
             if not self.masked[rank]:
                 self.mask_in(rank, 2 * self.round + 1, reason)
@@ -144,11 +186,15 @@ class Masks:
             self._kernels.tell(rank, int(self.generations[rank]))
 
     def _tell_hosts(self, rank: int) -> None:
-        self.control.signal(self._at_peers + 8 * rank, Topic.MASK, int(self.generations[rank]))
+        generation = int(self.generations[rank])
+        self.control.signal(self._at_peers + 8 * rank, Topic.MASK, generation)
+        if self._transport is not None:
+            for peer in self._transport.ranks:
+                self._transport.send(peer, [], [(self._told_at + 8 * rank, generation)])
 
     def masked_out(self) -> Masked:
         """The error that a masked rank raises."""
-        return diagnosis.masked_out(self.rank)
+        return diagnosis.masked_out(self.rank, can_return=self._transport is None)
 
     def take_back(self, call: Call, ranks: Sequence[int], layout: Layout) -> tuple[int, Layout]:
         """Unmask ranks, in a round of these ranks and all unmasked ones; some may not be masked at all.
@@ -166,7 +212,7 @@ class Masks:
 
     def refuse_round(self) -> None:
         """End the others' round at once, with no rank unmasked, because this rank's call was wrong."""
-        if not self.is_masked_out:
+        if not self.is_masked_out and self._transport is None:
             _Round(self, [], Layout(0, (0, 0, 0)))
             self.round += 1
 

@@ -28,7 +28,7 @@ LIKE: Final = 1.25
 """How far a constant may be off that is another machine's, where this one has figures of its own."""
 ASSUMED: Final = 2.0
 """How far it may be off where no figure of this machine, library and mode is known."""
-ALIKE: Final = ("network_gbs", "softness", "once_per_node", "host_sync_us")
+ALIKE: Final = ("network_gbs", "softness", "once_per_node", "host_sync_us", "places", "without_sms")
 """Constants that do not depend on the GPU: the NICs of all machines have 400 Gb/s."""
 Tables = dict[str, dict[str, dict[str, "Constant"]]]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from anyep.planning.machines import Machine
-from anyep.planning.times import DISPATCH, NORMAL, Call, Load, Times, time_of
+from anyep.planning.times import DISPATCH, NORMAL, Call, Load, Times, shared_constants, time_of
 
 MOST_NODES: Final = 8
 """No published figure has more."""
@@ -55,6 +55,8 @@ class Overlap(NamedTuple):
 
 class Prediction(NamedTuple):
     times: Times
+    bound: str
+    """The part that takes longest; on CPUs, whose ranks copy in memory, that is "memory"."""
     us: Range
     doubts: tuple[str, ...]
     """Why it is a range; empty where it is a number."""
@@ -88,7 +90,7 @@ class Prediction(NamedTuple):
             "predicted_us": None if self.is_range else low,
             "range_us": [low, high],
             "doubts": list(self.doubts),
-            "bound": times.bound,
+            "bound": self.bound,
             "parts_us": {name: round(us, 2) for name, us in parts.items()},
             "logical_gbs": _rounded(self.logical_gbs),
             "physical_gbs": _rounded(self.physical_gbs),
@@ -105,14 +107,17 @@ class Prediction(NamedTuple):
 
 def predict(question: Question) -> Prediction:
     """The time of the slowest rank, and everything that follows from it."""
-    call, constants = question.call, question.constants
-    times = time_of(call, constants, question.load)
+    call = question.call
+    constants = shared_constants(call, question.constants)
+    times = time_of(call, question.constants, question.load)
     us, doubts = _range(question, times)
     start = constants.get(f"{call.what}_start_us", 0.0)
     logical, physical = counted_bytes(call)
     host = _host_sync(question)
+    has_sms = call.mode == NORMAL and not constants.get("without_sms")
     return Prediction(
         times,
+        "memory" if constants.get("without_sms") and times.bound == "NVLink" else times.bound,
         us,
         doubts,
         _rates(logical, us),
@@ -120,7 +125,7 @@ def predict(question: Question) -> Prediction:
         start,
         times.start_us - start,
         host,
-        enough_sms(question) if call.mode == NORMAL else None,
+        enough_sms(question) if has_sms else None,
         _overlap(question, us) if question.compute_us else None,
     )
 
@@ -193,7 +198,10 @@ def _host_sync(question: Question) -> Range | None:
     call = question.call
     if call.mode != NORMAL or call.what != DISPATCH or "host_sync_us" not in question.constants:
         return None
-    best, worst = question.machine.limits(question.library, call.mode)
+    best, worst = (
+        shared_constants(call, constants)
+        for constants in question.machine.limits(question.library, call.mode)
+    )
     return best["host_sync_us"], worst["host_sync_us"]
 
 

@@ -9,6 +9,7 @@ docs/planning-accuracy.md compares the results with published figures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -109,16 +110,32 @@ def time_of(call: Call, constants: Mapping[str, float], load: Load | None = None
     if load is None:
         load = expected_load(call, bool(constants.get("once_per_node")))
     model = _normal if call.mode == NORMAL else _low_latency
-    return model(call, constants, load)
+    return model(call, shared_constants(call, constants), load)
+
+
+def shared_constants(call: Call, constants: Mapping[str, float]) -> Mapping[str, float]:
+    """The constants of a rank where those of a node share `places`, its cores or GPUs."""
+    share = call.num_ranks / call.num_nodes / constants.get("places", math.inf)
+    if share <= 1:
+        return constants
+    shared = dict(constants)
+    for name in constants:
+        if name.endswith("_us"):
+            shared[name] *= share
+        elif name.endswith(("nvlink_gbs", "cached_gbs", "gbs_per_sm")):
+            shared[name] /= share
+    return shared
 
 
 def _normal(call: Call, constants: Mapping[str, float], load: Load) -> Times:
     what = call.what
     several = call.num_nodes > 1
     near_bytes = load.near_rows * call.row_bytes
-    sm_gbs = constant(constants, f"{what}_relay_gbs_per_sm" if several else f"{what}_gbs_per_sm")
-    sms_us = _us(near_bytes, sm_gbs * call.num_sms)
-    nvlink_us = _us(near_bytes, constant(constants, f"{what}_nvlink_gbs"))
+    sms_us = 0.0
+    if not constants.get("without_sms"):
+        sm_gbs = constant(constants, f"{what}_relay_gbs_per_sm" if several else f"{what}_gbs_per_sm")
+        sms_us = _us(near_bytes, sm_gbs * call.num_sms)
+    nvlink_us = _nvlink_us(near_bytes, what, constants)
     start_us = constant(constants, f"{what}_start_us")
     fill_us = constants.get(f"{what}_fill_us", 0.0)
     network_us = 0.0
@@ -134,7 +151,7 @@ def _normal(call: Call, constants: Mapping[str, float], load: Load) -> Times:
 
 def _low_latency(call: Call, constants: Mapping[str, float], load: Load) -> Times:
     what = call.what
-    nvlink_us = _us(load.near_rows * call.row_bytes, constant(constants, f"{what}_nvlink_gbs"))
+    nvlink_us = _nvlink_us(load.near_rows * call.row_bytes, what, constants)
     start_us = constant(constants, f"{what}_start_us")
     network_us = 0.0
     if call.num_nodes > 1:
@@ -156,6 +173,13 @@ def constant(constants: Mapping[str, float], name: str) -> float:
             f" mode and number of nodes that the file covers"
         )
     return constants[name]
+
+
+def _nvlink_us(num_bytes: float, what: str, constants: Mapping[str, float]) -> float:
+    """On CPUs, the first bytes may be faster than the others: those that caches hold."""
+    cached = min(num_bytes, constants.get(f"{what}_cached_bytes", 0.0))
+    cached_us = _us(cached, constant(constants, f"{what}_cached_gbs")) if cached else 0.0
+    return cached_us + _us(num_bytes - cached, constant(constants, f"{what}_nvlink_gbs"))
 
 
 def _us(num_bytes: float, gbs: float) -> float:

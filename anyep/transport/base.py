@@ -83,6 +83,10 @@ class Engine(Protocol):
     def is_idle(self, peer: int) -> bool:
         """Whether every put to this peer is done here."""
 
+    def drop(self, peer: int, why: str) -> None:
+        """Give up a peer for good: the signals of puts that are under way never arrive there, and nothing
+        more is sent."""
+
     def say(self, peer: int, words: bytes) -> None:
         """Send bytes that the peer's `heard` returns. If they cannot be sent, nothing happens."""
 

@@ -208,6 +208,15 @@ class NixlEngine:
         other = self._peers[peer]
         return other.num_done == other.num_tickets
 
+    def drop(self, peer: int, why: str) -> None:
+        """Give up a peer for good, as if a transfer had failed.
+
+        NIXL sends the notification of a transfer when this rank finds it done: signals of those that are
+        under way never arrive, and so no later ones do.
+        """
+        with self._lock:
+            self._lose(peer, why)
+
     def say(self, peer: int, words: bytes) -> None:
         """Send bytes that the peer's `heard` returns. If they cannot be sent, nothing happens."""
         with self._lock:
@@ -376,12 +385,15 @@ class NixlEngine:
         try:
             yield
         except Exception as error:
-            self.lost.setdefault(peer, f"{type(error).__name__}: {error}")
-            running = self._peers[peer].running
-            while running:
-                _, transfer = running.popleft()
-                with contextlib.suppress(Exception):
-                    self._agent.release_xfer_handle(transfer)
+            self._lose(peer, f"{type(error).__name__}: {error}")
+
+    def _lose(self, peer: int, why: str) -> None:
+        self.lost.setdefault(peer, why)
+        running = self._peers[peer].running
+        while running:
+            _, transfer = running.popleft()
+            with contextlib.suppress(Exception):
+                self._agent.release_xfer_handle(transfer)
 
 
 def join_pieces(pieces: Sequence[Piece]) -> Iterator[Piece]:

@@ -58,13 +58,22 @@ class Transport(ending.Part):
         start = self._outboxes[rank].address
         self.put(rank, [(start + offset, offset, num_bytes) for offset, num_bytes in pieces], signals)
 
-    def put(self, rank: int, pieces: Sequence[Piece], signals: Sequence[Signal] = ()) -> None:
-        """The same, with pieces of any memory: (address, offset there, bytes).
+    def put(self, rank: int, pieces: Sequence[Piece], signals: Sequence[Signal] = ()) -> int:
+        """The same, with pieces of any memory: (address, offset there, bytes). Returns the engine's ticket.
 
         Nothing is sent to a lost rank. A wait for it reports the loss, and its last status.
         """
         with contextlib.suppress(PeerLost):
-            self.engine.put(rank, pieces, list(signals))
+            return self.engine.put(rank, pieces, list(signals))
+        return 0
+
+    def is_sent(self, rank: int, ticket: int) -> bool:
+        """Whether a put is done here, or never will be."""
+        return rank in self.engine.lost or self.engine.num_done(rank) >= ticket
+
+    def drop(self, rank: int, why: str) -> None:
+        """Give up a rank for good: what is under way to it has no effect there, and nothing more is sent."""
+        self.engine.drop(rank, why)
 
     def address(self, rank: int) -> int:
         """Where a rank's outbox begins."""

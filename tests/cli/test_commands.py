@@ -91,6 +91,25 @@ def others_and_swept(
     return others, [(record["case"], record["path"], record["tokens"]) for record in swept]
 
 
+def test_bench_of_the_elastic_api() -> None:
+    """Every case in both layouts; the command checks that their results are right."""
+    sizes = ("--ranks", "2", "--tokens", "8", "--hidden", "64", "--experts", "4", "--topk", "2")
+    finished = anyep("bench", "--api", "elastic", *sizes, "--repeats", "1", "--sweep-tokens", "--json", "-")
+    assert finished.returncode == 0, finished.stderr
+    records, swept = others_and_swept(json.loads(finished.stdout))
+    paths = {
+        "dispatch": ["compact", "compact, no sync", "expanded", "expanded, no sync"],
+        "cached_dispatch": ["compact", "expanded"],
+        "combine": ["compact", "compact, staged", "expanded"],
+    }
+    assert [(record["case"], record["path"], record["tokens"]) for record in records] == [
+        (case, path, tokens) for tokens in (8, 1) for case, of_case in paths.items() for path in of_case
+    ]
+    assert all(record["vs"]["gloo"] > 0 and record["of_copy"] is not None for record in records)
+    cases = [("combine", "expanded"), ("copy", "bf16"), ("copy", "expanded"), ("dispatch", "expanded")]
+    assert sorted(swept) == [(*case, tokens) for case in cases for tokens in (1, 4, 8)]
+
+
 def test_bench(tmp_path: Path) -> None:
     file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     sizes = ("--ranks", "2", "--tokens", "16", "--hidden", "64", "--experts", "4", "--topk", "2")
@@ -207,6 +226,8 @@ def test_bench_prints_json() -> None:
         (("demo", "--path", "road"), "--path is 'road': choose one of auto, window, ring"),
         (("demo", "--tokens", "-1"), "tokens is -1"),
         (("bench", "--mode", "fast"), "--mode is 'fast': choose normal or low-latency"),
+        (("bench", "--api", "v2"), "--api is 'v2': choose buffer or elastic"),
+        (("bench", "--api", "elastic", "--nodes", "2"), "--api elastic measures on one node"),
         (
             ("bench", "--mode", "low-latency", "--hidden", "64"),
             "--hidden is 64: with use_fp8 it must be a multiple of 128",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ from tests.support.hybrid_cases import (
 from tests.support.places import Place
 from tests.support.world import RankContext, get_world
 
-PLACES = [Place("cpu", 4), Place("cuda", 4)]
+PLACES = [Place("cpu", 4), Place("cpu", 4, 2), Place("simulated", 4), Place("cuda", 4)]
+QUICK_IN_THE_INTERPRETER = ("no room at all",)
 PERMUTED = {
     "map": HybridCase((7, 5, 6, 4)),
     "padded, an empty rank": HybridCase((0, 9, 24, 1), pad_multiple=8),
@@ -47,18 +49,22 @@ UNPERMUTED = {
 
 
 def everywhere(names: Any) -> Any:
-    found = [place.param(name, name=f"{place}-{name}") for place in PLACES for name in names]
+    found = []
+    for place, name in product(PLACES, names):
+        is_slow = place.device == "simulated" and name not in QUICK_IN_THE_INTERPRETER
+        marks = [pytest.mark.slow] if is_slow else []
+        found.append(place.param(name, marks=marks, name=f"{place}-{name}"))
     return pytest.mark.parametrize(("place", "name"), found)
 
 
 @everywhere(PERMUTED)
 def test_permuted(place: Place, name: str) -> None:
-    place.world().run(check_permuted, PERMUTED[name])
+    place.world().run(check_permuted, PERMUTED[name], place.num_nodes)
 
 
 @everywhere(UNPERMUTED)
 def test_unpermuted(place: Place, name: str) -> None:
-    place.world().run(check_unpermuted, UNPERMUTED[name])
+    place.world().run(check_unpermuted, UNPERMUTED[name], place.num_nodes)
 
 
 @st.composite

@@ -135,6 +135,15 @@ def test_expanded_rows_of_the_docs(tmp_path: Path, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_padded_rows_of_the_docs(tmp_path: Path, num_ranks: int) -> None:
+    script = tmp_path / "hybrid.py"
+    script.write_text(code_of("docs/hybrid.md"))
+    finished = run_script(script, num_ranks=num_ranks)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("combined (100, 64) from groups of") == num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_layer_of_the_docs_runs(tmp_path: Path, num_ranks: int) -> None:
     script = tmp_path / "layer.py"
     script.write_text(code_of("docs/layers.md"))

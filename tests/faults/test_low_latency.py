@@ -445,6 +445,10 @@ def plan(*faults: Fault, slow: bool = False) -> Any:
         plan(
             fault(2, 2, "send", place=SIMULATED_NODES), fault(3, 2, "send", place=SIMULATED_NODES), slow=True
         ),
+        plan(fault(3, 3, "send", place=HOSTS)),
+        plan(fault(1, 4, "receive", place=HOSTS), fault(2, 3, "acknowledge", place=HOSTS), slow=True),
+        plan(fault(2, 3, "send", place=HOSTS), fault(3, 3, "send", place=HOSTS), slow=True),
+        plan(fault(3, 3, "send", "sleep", HOSTS), slow=True),
         plan(fault(0, 1, "send"), slow=True),
         plan(fault(1, 1, "receive"), slow=True),
         plan(fault(2, 2, "send"), slow=True),
@@ -474,7 +478,8 @@ def test_the_others_go_on(plan: tuple[Fault, ...]) -> None:
         assert outcome.mask == expected
         if rank in struck:
             assert f"the other ranks go on without rank {rank}" in outcome.raised
-            assert f"low_latency_update_mask_buffer({rank}, mask=False)" in outcome.raised
+            again = "make a new Buffer" if place.hosts else f"update_mask_buffer({rank}, mask=False)"
+            assert again in outcome.raised
         else:
             assert not outcome.raised
             # A death is noticed, not timed out; and in the end nobody waits for those that are masked.
@@ -489,8 +494,141 @@ def test_the_others_go_on(plan: tuple[Fault, ...]) -> None:
     # The rank that notices a fault gives the reason; kernels give none.
     for warning, match in heard:
         assert match, warning
-        reason = "died while rank" if struck[int(match[1])] == "kill" else r"rank \d waited"
+        died = "(died|was lost) while rank" if place.hosts else "died while rank"
+        reason = died if struck[int(match[1])] == "kill" else r"rank \d waited"
         assert re.search(reason, match[2]) or place.device != "cpu", warning
+
+
+# Between hosts
+
+
+def go_on_between_hosts(context: RankContext, place: Place, what: str) -> tuple[list[int], str]:
+    """In the third pair host 0 dies, or loses the network, or rank 3 is stopped until the others have gone
+    on for a while. Who is masked at the end, and what was raised; a rank is absent once it is masked."""
+    events, rank = Events(context), context.rank
+    is_timed = what != "host 0 dies"
+    timeout_s = patient_s(context, place, 2.0) if is_timed else UNTIMED_S
+    buffer = new_buffer(context, place, timeout_s)
+    others = {"rank 3 is stopped": {3}}.get(what, {0, 1} if rank >= 2 else {2, 3})
+    # Too large for a notification: what is under way is in this rank's memory.
+    case = Case((7,) * context.num_ranks, hidden=2048, num_topk=8)
+    known = frozenset[int]()
+    for seed in range(7):
+        if seed == 2:
+            dist.barrier(context.group)
+            if what == "host 0 dies" and rank < 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "the link is cut":
+                arm(buffer, [fault(0, 6, "send", "cut", place)])
+            if what == "rank 3 is stopped" and rank == 3:
+                arm(buffer, [fault(3, 6, "send", "stop", place)], nap_s=6 * timeout_s)
+        before = known
+        try:
+            known = echo(buffer, replace(case, seed=seed), rank, frozenset(others))
+        except PeerLost as error:
+            return masked_by_hosts(buffer), str(error)
+        assert before <= known
+    if what == "rank 3 is stopped":
+        events.tell("done", rank)
+    return masked_by_hosts(buffer), ""
+
+
+def masked_by_hosts(buffer: Buffer) -> list[int]:
+    """As far as this rank knows, without looking once more."""
+    assert buffer.runtime.low_latency is not None
+    masked: list[int] = buffer.runtime.low_latency.masks.masked.astype(int).tolist()
+    return masked
+
+
+@pytest.mark.parametrize(
+    ("what", "survivors"),
+    [
+        ("host 0 dies", ()),
+        ("the link is cut", (0, 1)),
+        pytest.param("rank 3 is stopped", (0, 1, 2), marks=pytest.mark.slow),
+    ],
+)
+@group_of(HOSTS)
+def test_hosts_that_do_not_reach_each_other(what: str, survivors: tuple[int, ...]) -> None:
+    world = HOSTS.world()
+    try:
+        outcomes = world.gather(go_on_between_hosts, HOSTS, what, timeout=ANSWER_TIMED_S)
+    finally:
+        if what == "the link is cut":
+            world.mend()
+        world.restart()
+    for rank, outcome in enumerate(outcomes):
+        if isinstance(outcome, RankDied):
+            assert (what, rank < 2) == ("host 0 dies", True)
+            continue
+        assert not isinstance(outcome, BaseException), outcome
+        masked, raised = outcome
+        if rank in survivors:
+            assert (masked, raised) == ([int(other not in survivors) for other in range(4)], "")
+        else:
+            sentence = "cannot go on without rank|the other ranks go on without rank"
+            assert re.match(
+                sentence if "stopped" in what else r"rank \d cannot go on without ranks? .*0", raised
+            )
+            assert "make a new Buffer" in raised
+
+
+def speak_when_masked(context: RankContext, place: Place) -> list[int]:
+    """Host 1 is masked, and then says that host 0 is: it may have lost the network for a while."""
+    buffer, case = new_buffer(context, place), small(context)
+    assert buffer.runtime.low_latency is not None
+    check_case(context.rank, case, buffer)
+    dist.barrier(context.group)
+    if context.rank == 0:
+        for rank in (2, 3):
+            buffer.low_latency_update_mask_buffer(rank, mask=True)
+    wait_until(lambda: masked_by(buffer)[2:] == [1, 1])
+    dist.barrier(context.group)
+    if context.rank >= 2:
+        for rank in (0, 1):
+            buffer.runtime.low_latency.masks.mask_in(rank, 1, "it was out of reach")
+    dist.barrier(context.group)
+    if context.rank < 2:
+        for seed in range(3):
+            check_case(context.rank, replace(case, seed=seed), buffer, frozenset([2, 3]))
+    return masked_by_hosts(buffer)
+
+
+@group_of(HOSTS)
+def test_masked_hosts_are_not_heard() -> None:
+    assert outcomes_of(HOSTS, speak_when_masked) == [[0, 0, 1, 1]] * 2 + [[1] * 4] * 2
+
+
+def keep_what_cannot_change(context: RankContext, place: Place) -> list[str]:
+    """Rank 3 is masked by hand: it cannot come back, and the slots stay where they are."""
+    buffer, case = new_buffer(context, place), small(context)
+    check_case(context.rank, case, buffer)
+    dist.barrier(context.group)
+    if context.rank == 0:
+        buffer.low_latency_update_mask_buffer(3, mask=True)
+    wait_until(lambda: masked_by(buffer)[3] == 1)
+    dist.barrier(context.group)
+    messages = [message_of(buffer.low_latency_clean_mask_buffer)]
+    messages.append(message_of(buffer.low_latency_update_mask_buffer, 3))
+    if context.rank != 3:
+        sizes = (case.max_tokens, case.hidden, case.num_experts)
+        buffer.clean_low_latency_buffer(*sizes)
+        messages.append(message_of(buffer.clean_low_latency_buffer, 2 * sizes[0], *sizes[1:]))
+        for seed in range(3):
+            check_case(context.rank, replace(case, seed=seed), buffer, frozenset([3]))
+    else:
+        messages.append(message_of(dispatch, buffer, case))
+    return messages
+
+
+@group_of(HOSTS)
+def test_what_cannot_change_between_hosts() -> None:
+    for rank, messages in enumerate(outcomes_of(HOSTS, keep_what_cannot_change)):
+        assert all(message.startswith("NotSupported: masked ranks cannot be") for message in messages[:2])
+        last = (
+            "Masked: the other ranks go on" if rank == 3 else "InvalidCall: the sizes cannot change any more"
+        )
+        assert messages[2].startswith(last), messages
 
 
 # Back again

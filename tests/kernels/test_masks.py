@@ -9,11 +9,19 @@ from anyep.backends.cpu.kernels import masks
 from tests.support.arrays import Array
 
 
-def adopt(of_writers: list[list[int]], generations: Array, masked: Array, changed: Array) -> int:
-    """What a rank finds where each writer has written a generation of each rank."""
+def adopt(
+    of_writers: list[list[int]],
+    generations: Array,
+    masked: Array,
+    changed: Array,
+    far: tuple[int, ...] = (),
+) -> int:
+    """What a rank finds where each writer has written a generation of each rank; some writers are far."""
+    is_far = np.zeros(len(of_writers), np.bool_)
+    is_far[list(far)] = True
     words = np.zeros((len(of_writers), 16), np.int64)
     words[:, : len(of_writers[0])] = of_writers
-    return int(masks.adopt_masks(words.ctypes.data, words.strides[0], generations, masked, changed))
+    return int(masks.adopt_masks(words.ctypes.data, words.strides[0], is_far, generations, masked, changed))
 
 
 def test_adopt_masks() -> None:
@@ -27,6 +35,15 @@ def test_adopt_masks() -> None:
     # The same words again are nothing new.
     assert adopt(words, generations, masked, changed) == 0
     assert changed.tolist() == [False, False]
+
+
+@pytest.mark.parametrize(("far", "expected"), [((1,), [False, True]), ((), [True, True])])
+def test_what_a_masked_rank_of_another_host_says(far: tuple[int, ...], expected: list[bool]) -> None:
+    generations = np.zeros(2, np.int64)
+    masked, changed = np.zeros(2, np.bool_), np.zeros(2, np.bool_)
+    assert adopt([[0, 1], [0, 0]], generations, masked, changed, far) == 1
+    adopt([[0, 1], [1, 0]], generations, masked, changed, far)
+    assert masked.tolist() == expected
 
 
 @pytest.mark.parametrize(

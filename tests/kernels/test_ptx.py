@@ -32,6 +32,9 @@ from anyep.backends.cuda.expand_kernels import (
     EXPAND_TILE,
     EXPAND_WARPS,
     GATHERED_ROWS,
+    ORDERED_RANKS,
+    ORIGIN_ROWS,
+    ORIGIN_WARPS,
     PLACE_WARPS,
     PLACED_EXPERTS,
     PLACED_ROWS,
@@ -43,7 +46,10 @@ from anyep.backends.cuda.kernels import (
     counting,
     digests,
     expand,
+    node_counts,
+    node_handles,
     notify,
+    origins,
     relay_combine,
     relay_dispatch,
     rings,
@@ -51,7 +57,7 @@ from anyep.backends.cuda.kernels import (
     sums,
     windows,
 )
-from anyep.backends.cuda.kernels.groups import RingResults
+from anyep.backends.cuda.kernels.groups import NodeHandle, RingResults
 from anyep.backends.cuda.slot_kernels import CAST_BLOCKS
 from anyep.backends.cuda.tiles import RowTile, SumTile
 from anyep.cli.tune.candidates import ROW_TILES, SUM_TILES
@@ -245,7 +251,8 @@ def exchange(num_releases: int, is_combine: bool = False, is_refused: bool = Fal
     totals."""
     how = {"IS_COMBINE": is_combine, "IS_REFUSED": is_refused, "CHANNEL_BLOCK": 0, "EXPERT_BLOCK": 0}
     how["RANKS_PER_NODE"] = BLOCKS["NUM_RANKS"]
-    return normal(notify.exchange_notify, 1, num_releases, True, **BLOCKS, **(how | blocks))
+    types = {"by_node": "*i32"}
+    return normal(notify.exchange_notify, 1, num_releases, True, **BLOCKS, **(how | blocks), types=types)
 
 
 def barrier(ranks_per_node: int) -> Source:
@@ -354,6 +361,19 @@ def reduce_expanded(dtype: int, topk_block: int) -> Source:
     )
 
 
+ORIGINS = {
+    **dict.fromkeys(
+        ("rank_prefix", "sources", "received", "metadata", "send_head", "slots", "order"), "*i32"
+    ),
+    **dict.fromkeys(("ids", "kept_ids", "topk_idx"), "*i64"),
+}
+
+
+def of_origins(kernel: Any, **how: Any) -> Source:
+    options = {"num_warps": ORIGIN_WARPS, **OPTIONS}
+    return Source(kernel, ORIGINS, {"NUM_RANKS": 8, **how}, options, (needs_no_more_registers,))
+
+
 COUNTING = {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 32, "TILE_TOKENS": 2048}
 
 # Rings
@@ -410,7 +430,34 @@ def node_combine(dtype: int, num_biases: int = 0) -> Source:
     return between_nodes(relay_combine.combine_between_nodes, types_of_sums(dtype, num_biases), **kind)
 
 
+WORDS_OF_HANDLES = (
+    *NodeHandle._fields,
+    *("tokens_per_node", "numbers", "channel_counts", "by_channel", "by_node", "expected"),
+)
+
+
+def of_node_handle(kernel: Any, num_warps: int, **blocks: Any) -> Source:
+    """Kernels that fill or read parts of a handle between 2 nodes of 4 ranks; they tell nobody."""
+    types = TYPES | dict.fromkeys(WORDS_OF_HANDLES, "*i32")
+    types |= {"in_rank": "*i8", "handle_in_rank": "*i8", "first_virtual": "*i64", "next_row": "*i64"}
+    shape = {"NUM_NODES": 2, "RANKS_PER_NODE": 4}
+    if "RANKS_PER_NODE" not in kernel.arg_names:
+        del shape["RANKS_PER_NODE"]
+    return Source(kernel, types, shape | blocks, {"num_warps": num_warps}, (partial(releases, 0, 0),))
+
+
 BETWEEN_NODES = {
+    "count_nodes": of_node_handle(node_counts.count_nodes, 32, TILE_TOKENS=2048),
+    "place_in_nodes": of_node_handle(node_counts.place_in_nodes, 32, IS_CHECKED=True, TILE_TOKENS=2048),
+    "post_node_counts": of_node_handle(node_counts.post_node_counts, 4, BLOCK=128),
+    "read_node_counts": of_node_handle(node_counts.read_node_counts, 1, CHANNEL_BLOCK=16),
+    "plan_lanes": of_node_handle(node_counts.plan_lanes, 1, CHANNEL_BLOCK=16),
+    "digest_node_handle": of_node_handle(
+        node_handles.digest_node_handle, 16, CHANNEL_BLOCK=16, TILE_ROWS=2048
+    ),
+    "unpack_meta": of_node_handle(node_handles.unpack_meta, 4, PAD=True, PAD_IDS=True, BLOCK=1024),
+    "exchange of a dispatch": exchange(6, CHANNEL_BLOCK=16, EXPERT_BLOCK=32, RANKS_PER_NODE=2),
+    "exchange of a combine": exchange(5, is_combine=True, RANKS_PER_NODE=2),
     "dispatch": node_dispatch(True),
     "dispatch along a handle, with scales": node_dispatch(False, 64),
     "combine": node_combine(cpu.BF16),
@@ -560,6 +607,9 @@ KERNELS: dict[str, Source] = {
         windows.unpack_window, 4, NUM_RANKS=8, PAD=False, IF_ALL_FIT=True, BLOCK=1024
     ),
     "digest_handle": normal(digests.digest_handle, 16, NUM_RANKS=8, CHANNEL_BLOCK=16, TILE_ROWS=2048),
+    "origins": of_origins(origins.tell_origins, EXPANDS=False, TILE_ROWS=ORIGIN_ROWS),
+    "origins of expanded rows": of_origins(origins.tell_origins, EXPANDS=True, TILE_ROWS=ORIGIN_ROWS),
+    "order of ranks": of_origins(origins.order_ranks, RANK_BLOCK=8, TILE_TOKENS=ORDERED_RANKS // 8),
     "sums of bf16 between 2": pull(2, 32, cpu.BF16, 0),
     "sums of bf16 between 4": pull(4, 8, cpu.BF16, 0),
     "sums of bf16 between 8": pull(8, 16, cpu.BF16, 2),
@@ -592,13 +642,15 @@ KERNELS: dict[str, Source] = {
 }
 
 
-def flags_have_one_thread_each(source: Source) -> None:
+def flags_have_one_thread_each(source: Source, text: str) -> None:
     """No flag is changed by an atomic operation, since it may be in memory of the host; and no two threads
     load or store the same one, since they could find different values."""
-    assert not re.search(r"\b(atom|red)\.(?!\S*shared)\S*\.sys\b", source.ptx())
-    text = source.with_layouts()
-    for shape, layout in re.findall(FLAGS, text):
-        assert not has_copies([int(length) for length in shape.split("x")], layout, text)
+    assert not re.search(r"\b(atom|red)\.(?!\S*shared)\S*\.sys\b", text)
+    if "@p ld.acquire" not in text and "@p st.release" not in text:
+        return
+    layouts = source.with_layouts()
+    for shape, layout in re.findall(FLAGS, layouts):
+        assert not has_copies([int(length) for length in shape.split("x")], layout, layouts)
 
 
 def has_copies(shape: list[int], layout: str, text: str) -> bool:
@@ -616,7 +668,7 @@ def has_copies(shape: list[int], layout: str, text: str) -> bool:
 def test_compiled(name: str) -> None:
     text = KERNELS[name].ptx()
     assert ".local" not in text
-    flags_have_one_thread_each(KERNELS[name])
+    flags_have_one_thread_each(KERNELS[name], text)
     for aspect in KERNELS[name].aspects:
         aspect(text)
 

@@ -93,11 +93,12 @@ def rows_by_token(case: HybridCase, inputs: list[Inputs], rank: int) -> list[tup
     ]
 
 
-def hybrid_buffer(context: RankContext, local_experts: int, num_topk: int = 0) -> HybridEPBuffer:
+def hybrid_buffer(context: RankContext, local_experts: int, num_nodes: int = 1) -> HybridEPBuffer:
     """A buffer that lives as long as the pool."""
-    key = ("hybrid", local_experts, num_topk)
+    key = ("hybrid", local_experts, num_nodes)
     if key not in context.keep:
-        how = {"num_topk": num_topk, "device": buffer_device()}
+        how: dict[str, Any] = {"device": buffer_device()}
+        how["num_of_hybrid_ep_ranks_per_nvlink_domain"] = context.num_ranks // num_nodes
         context.keep[key] = HybridEPBuffer(context.group, HIDDEN, MAX_TOKENS, local_experts, **how)
     buffer: HybridEPBuffer = context.keep[key]
     return buffer
@@ -116,9 +117,13 @@ def value_of(source: int, token: int, expert: int) -> float:
     return float(1 + (5 * source + 3 * token + 7 * expert) % 31)
 
 
-def check_permuted(context: RankContext, case: HybridCase) -> None:
+def check_permuted(context: RankContext, case: HybridCase, num_nodes: int = 1) -> None:
     """A dispatch with permute, the same along its handle, and a combine."""
-    buffer, inputs, rank = hybrid_buffer(context, case.local_experts), inputs_of(case), context.rank
+    buffer, inputs, rank = (
+        hybrid_buffer(context, case.local_experts, num_nodes),
+        inputs_of(case),
+        context.rank,
+    )
     mine, by_expert = inputs[rank], rows_by_expert(case, inputs, rank)
     step = case.pad_multiple or 1
     padded = [-(-len(rows) // step) * step for rows in by_expert]
@@ -182,9 +187,13 @@ def check_permuted(context: RankContext, case: HybridCase) -> None:
     assert back is None or torch.equal(back.cpu(), mine.probs * _mask(mine, kept, rank))
 
 
-def check_unpermuted(context: RankContext, case: HybridCase) -> None:
+def check_unpermuted(context: RankContext, case: HybridCase, num_nodes: int = 1) -> None:
     """A dispatch, the same along its handle, and a combine."""
-    buffer, inputs, rank = hybrid_buffer(context, case.local_experts), inputs_of(case), context.rank
+    buffer, inputs, rank = (
+        hybrid_buffer(context, case.local_experts, num_nodes),
+        inputs_of(case),
+        context.rank,
+    )
     mine, expected = inputs[rank], rows_by_token(case, inputs, rank)
     x = {"hidden": there(mine.hidden), "scaling_factor": there(mine.scales)}
     rows, row_probs, scales, handle = buffer.dispatch(**x, **routing_of(case, mine))
@@ -199,8 +208,10 @@ def check_unpermuted(context: RankContext, case: HybridCase) -> None:
             assert torch.equal(handle[4][row].cpu(), given.routing_map[token, here])
             assert scales is None or torch.equal(scales[row].cpu(), given.scales[token])  # type: ignore[index]
             if row_probs is not None:
-                dense = torch.zeros(case.num_experts, device="cpu")
-                dense[here] = given.probs[token, here]
+                of_node = context.num_ranks // num_nodes * case.local_experts
+                dense = torch.zeros(of_node, device="cpu")
+                first = rank * case.local_experts % of_node
+                dense[first : first + case.local_experts] = given.probs[token, here]
                 assert torch.equal(row_probs[row].cpu(), dense)
 
     check(rows, row_probs, scales)

@@ -32,7 +32,7 @@ from anyep.backends.low_latency import (
     Outline,
 )
 from anyep.core import records
-from anyep.core.calls import Array, Call, Phase, Topic, name_of_call
+from anyep.core.calls import Array, Call, Phase, Stall, Topic, name_of_call
 from anyep.core.records import REFUSAL_TEXTS, Format
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle
@@ -85,6 +85,8 @@ class RemoteReaders(Protocol):
     def rows(self, at: SlotAddresses, slot_set: int, layout_range: Array) -> Pieces: ...
     def post(self, call: Call, pieces: Pieces, num_experts: int, refusal: str = "") -> None: ...
     def tell_packed(self, call: Call) -> None: ...
+    def unsent(self, slot_set: int) -> list[int]: ...
+    def drop(self, ranks: Sequence[int], why: str) -> None: ...
 
 
 class CpuLowLatencyOps:
@@ -317,6 +319,28 @@ class CpuLowLatencyOps:
             slot_set = call.number % NUM_SLOT_SETS
             what = f"receipt of {name_of_call(previous)} (by its hook, if it has one)"
             self._wait(call, self._own_packed[slot_set], previous, Topic.PACKED + slot_set, what)
+            if self._remote is not None and self._can_shrink:
+                self._wait_until_sent(call, self._remote, slot_set)
+
+    def _wait_until_sent(self, call: Call, remote: RemoteReaders, slot_set: int) -> None:
+        """Wait until nothing of a set is under way to masked ranks, or given up for good."""
+        control, unsent = self._control, remote.unsent(slot_set)
+
+        def step(num_spins: int) -> int:
+            control.poll_until_done(lambda: (len(remote.unsent(slot_set)), False))
+            unsent[:] = remote.unsent(slot_set)
+            return len(unsent)
+
+        def give_up(peers: Sequence[int], error: AnyEPError) -> None:
+            remote.drop(peers, str(error))
+
+        if unsent:
+            control.wait_until(
+                call,
+                step,
+                lambda: Stall(tuple(unsent), "receipt of rows that were put", 0, call.number - NUM_SLOT_SETS),
+                give_up=give_up,
+            )
 
     def _send_tokens(self, call: Call, at: SlotAddresses, tokens: LowLatencyTokens) -> Written:
         """Write the tokens' messages, and lists beside them."""

@@ -1,6 +1,6 @@
 """Recipes of the kernels between nodes: counts, handles, and the rows that relays pass on.
 
-nodes = NodeKernels(device_control, rows, rings, tiles)
+nodes = NodeKernels(device_control, rows, rings)
 recipe = (nodes.dispatch, rows.sizes(token, config), strides, experts_per_rank, True)
 batches.run((recipe, ...), moment, {"x": x, "send_rdma_head": ..., ...})
 """
@@ -22,8 +22,9 @@ from anyep.backends.cuda.tiles import (
     COUNTED_TOKENS,
     DIGEST_TILE,
     DIGEST_WARPS,
+    NODE_COMBINE,
+    NODE_DISPATCH,
     UNPACK_BLOCK,
-    Tiles,
     at_most,
     block_of,
 )
@@ -31,7 +32,6 @@ from anyep.core.rings import NetworkRings
 from anyep.layout import NUM_MAX_CHANNELS
 
 POST_BLOCK: Final = 128
-COUNT_BLOCK: Final = NUM_MAX_CHANNELS
 INT8_PARTS: Final = (0,)
 """The parts of a handle that kernels read as bytes; the others as words of 4 bytes."""
 HANDLE: Final = groups.NodeHandle(
@@ -59,10 +59,10 @@ class NodeKernels:
     """The kernels of one rank between nodes. What calls leave in its tables is read in the same call only:
     calls run in the order of the stream."""
 
-    def __init__(self, control: DeviceControl, rows: RowKernels, rings: NetworkRings, tiles: Tiles) -> None:
+    def __init__(self, control: DeviceControl, rows: RowKernels, rings: NetworkRings) -> None:
         self._topology = topology = control.topology
         self._tables, self._state = control.kernels.tables, control.kernels.tables.state
-        self._rows, self._rings, self._tiles = rows, rings, tiles
+        self._rows, self._rings = rows, rings
         self._rounds_in_hardware = control.gpu.rounds_in_hardware
         self._nodes = {"NUM_NODES": topology.num_nodes, "RANKS_PER_NODE": topology.ranks_per_node}
         lanes, gpu = topology.num_nodes * NUM_MAX_CHANNELS, control.gpu
@@ -188,7 +188,7 @@ class NodeKernels:
 
     def dispatch(self, sizes: Sizes, strides: Strides | None, experts_per_rank: int, is_new: bool) -> Launch:
         """Send this rank's tokens to the relays, and relay to the windows of this node."""
-        token, tile = sizes.token, self._tiles.ring_dispatch
+        token, tile = sizes.token, NODE_DISPATCH
         area = self._area(sizes)
         constants = {
             "IS_NEW": is_new,
@@ -220,8 +220,7 @@ class NodeKernels:
 
     def combine(self, sizes: Sizes, dtype: torch.dtype, num_biases: int) -> Launch:
         """Return the sums of this node, and sum what comes from the others."""
-        token = sizes.token
-        tile, tile_values = self._tiles.ring_combine
+        token, tile = sizes.token, NODE_COMBINE
         area = self._area(sizes)
         constants = {
             "DTYPE": DTYPE_CODES[dtype],
@@ -229,7 +228,7 @@ class NodeKernels:
             **self._of_nodes,
             "TOPK_BLOCK": block_of(token.num_topk),
             "TILE_TOKENS": at_most(tile.tokens, area.ring_rows),
-            "TILE_VALUES": tile_values,
+            "TILE_VALUES": tile.values,
             "IN_HARDWARE": self._rounds_in_hardware,
         }
         return Launch(

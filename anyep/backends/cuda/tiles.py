@@ -90,6 +90,11 @@ TILES: Final = {
 """By the largest number of ranks that the tiles are for."""
 
 
+NODE_DISPATCH: Final = RowTile(16, 512, 16, stages=4)
+NODE_COMBINE: Final = SumTile(16, 256, 16)
+"""Between nodes; larger tiles of sums do not fit into registers, with 8 ranks per node. Not measured yet."""
+
+
 def tiles_for(num_ranks: int, has_windows: bool) -> Tiles:
     """The tiles of calls between `num_ranks` ranks.
 

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Final
 
 import torch
 
@@ -22,8 +23,11 @@ from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.backends.cuda.plain import Part
 from anyep.core.freelist import FreeList
 
-Uses = Sequence[Use | None]
-"""How the uses of the tensors over a window ended; None for one that died while a graph was captured."""
+WITHIN: Final = (1 << WINDOW_BLOCK_BITS) - 1
+"""The bits of an offset that say where in its block a window begins."""
+Uses = Sequence[Any]
+"""How the uses of the tensors over a window ended, each a `Use`; or None for one that died while a graph was
+captured."""
 
 
 class GpuWindows:
@@ -92,11 +96,11 @@ class GpuWindows:
 
     def allocate_at(self, offset: int, num_bytes: int) -> None:
         with self._lock:
-            self._free_list(offset).allocate_at(_within(offset), num_bytes)
+            self._free_lists[offset >> WINDOW_BLOCK_BITS].allocate_at(offset & WITHIN, num_bytes)
 
     def free(self, offset: int) -> None:
         with self._lock:
-            self._free_list(offset).free(_within(offset))
+            self._free_lists[offset >> WINDOW_BLOCK_BITS].free(offset & WITHIN)
 
     def give_back(self, window: int, num_bytes: int) -> None:
         """Free a window that only calls on the communication stream have used."""
@@ -109,7 +113,7 @@ class GpuWindows:
         """Tensors in a window, each with its own storage, because a torch custom operator may not return
         views of one storage. The window is returned when the tensors and their views are gone."""
         block = self._blocks[window >> WINDOW_BLOCK_BITS]
-        start = _within(window)
+        start = window & WITHIN
         if self._gpu.stream.is_capturing():
             keep = (self._gpu.stream.graph(), num_bytes)
             loan = _Loan(len(parts), lambda: None, lambda _: self._of_graphs.__setitem__(window, keep))
@@ -130,7 +134,7 @@ class GpuWindows:
     def tensor(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over a window that is not lent."""
         block = self._blocks[window >> WINDOW_BLOCK_BITS]
-        found: torch.Tensor = block.tensor(_within(window), shape, dtype)
+        found: torch.Tensor = block.tensor(window & WITHIN, shape, dtype)
         return found
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
@@ -159,23 +163,20 @@ class GpuWindows:
             self._take_back()
             return sum(free_list.used_bytes for free_list in self._free_lists)
 
-    def _free_list(self, offset: int) -> FreeList:
-        return self._free_lists[offset >> WINDOW_BLOCK_BITS]
-
     def _take_back(self) -> None:
         if not self._returned or self._gpu.stream.is_capturing():
             return
+        gpu, followed = self._gpu, self.followed
         while self._returned:
             window, uses = self._returned.popleft()
-            ended = [use for use in uses if use is not None]
-            if len(ended) < len(uses):
+            if None in uses:
                 # At least one of its tensors died while a graph was captured.
                 continue
-            for use in ended:
-                if use.stream != self.followed:
-                    self._gpu.wait_for_use(use)
-                self._gpu.forget_use(use)
-            self._free_list(window).free(_within(window))
+            for use in uses:
+                if use.stream != followed:
+                    gpu.wait_for_use(use)
+                gpu.forget_use(use)
+            self._free_lists[window >> WINDOW_BLOCK_BITS].free(window & WITHIN)
 
 
 class _Loan:
@@ -195,7 +196,3 @@ class _Loan:
         # Two threads may run this at once, but only one of them pops the 0.
         if self._left.pop() == 0:
             self._on_end(self._uses)
-
-
-def _within(offset: int) -> int:
-    return offset & ((1 << WINDOW_BLOCK_BITS) - 1)

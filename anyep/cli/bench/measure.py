@@ -68,16 +68,14 @@ def measure_on_rank(rank: Rank, setup: Setup, num_gpus: int) -> RankReport:
 
 
 def _timings_of(rank: Rank, setup: Setup, clock: Clock) -> list[Timing]:
-    from anyep.cli.bench import low_latency, normal
+    from anyep.cli.bench import elastic, low_latency, normal
 
     timings: list[Timing] = []
-    is_normal = setup.mode == "normal"
-    groups_of = normal.groups_of if is_normal else low_latency.groups_of
+    cases = elastic if setup.api == "elastic" else normal if setup.mode == "normal" else low_latency
     for tokens in setup.numbers_of_tokens:
-        timings += clock.time(tokens, groups_of(rank, setup, clock, tokens))
+        timings += clock.time(tokens, cases.groups_of(rank, setup, clock, tokens))
     if setup.sweep_sms:
         timings += clock.time(setup.tokens, normal.sweep_over_sms(rank, setup, clock))
-    sweep_over_tokens = normal.sweep_over_tokens if is_normal else low_latency.sweep_over_tokens
     for tokens in setup.swept_tokens:
-        timings += clock.time(tokens, sweep_over_tokens(rank, setup, clock, tokens))
+        timings += clock.time(tokens, cases.sweep_over_tokens(rank, setup, clock, tokens))
     return timings

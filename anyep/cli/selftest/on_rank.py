@@ -79,13 +79,17 @@ class RankOfTest:
     def _why_not(self, place: Place) -> str:
         """Why nothing can be tested in a place; empty if it can."""
         needs_network = place.nodes.network == "nixl" or place.hosts > 1
+        if place.nodes.are_several and needs_network and place.device == "cuda":
+            return "nodes of GPUs are connected by memory only, so far"
         if place.nodes.are_several and needs_network and None in self.everyone(find_nixl(None)):
             return "NIXL is not installed on all hosts"
         return ""
 
     def _test_normal(self, place: Place) -> None:
         cases = self.plan.normal_cases(place.device)
-        for uses_rings in (False, True):
+        # Between nodes on GPUs rows go to windows only.
+        windows_only = place.device == "cuda" and place.nodes.are_several
+        for uses_rings in (False,) if windows_only else (False, True):
             these = [case for case in cases if case.uses_rings == uses_rings]
             new_buffer = partial(self._normal_buffer, place, uses_rings)
             run = partial(self._run_normal, place)

@@ -7,12 +7,14 @@ from anyep.backends.cpu.kernels.compiler import kernel
 from anyep.backends.cpu.kernels.memory import int64_at
 
 
-@kernel("int64(int64, int64, int64[::1], boolean[::1], boolean[::1])")
-def adopt_masks(words, writer_stride, generations, masked, changed):
+@kernel("int64(int64, int64, boolean[::1], int64[::1], boolean[::1], boolean[::1])")
+def adopt_masks(words, writer_stride, far, generations, masked, changed):
     """Adopt the newest generation of each rank that any writer stored here; returns how many ranks changed.
 
     Word r of writer w is the generation in which w knows r to be masked. The fence orders all earlier reads
     before these: a rank that calls this at the end of a call knows whether rows may have been overwritten.
+    What writers write that are far, on other hosts, does not count once they are masked: they may have found
+    this rank out of reach at the same time.
 
     Example:
         With generations [0, 2] and the words [0, 3] and [0, 1] (of two writers), rank 1 is masked in
@@ -24,7 +26,8 @@ def adopt_masks(words, writer_stride, generations, masked, changed):
     for rank in range(num_ranks):
         newest = 0
         for writer in range(num_ranks):
-            newest = max(newest, load_acquire(words + writer * writer_stride + 8 * rank))
+            if not (far[writer] and masked[writer]):
+                newest = max(newest, load_acquire(words + writer * writer_stride + 8 * rank))
         changed[rank] = newest > generations[rank]
         if changed[rank]:
             generations[rank] = newest

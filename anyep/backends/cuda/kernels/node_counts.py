@@ -210,9 +210,9 @@ def read_node_counts(
                     here + index * num_channels + channels, mask=is_channel, other=0, volatile=True
                 )
                 earlier = rank_prefix + (source - 1) * num_ranks + first_rank + index
-                first = tl.load(earlier, mask=source > 0, other=0) + tl.cumsum(rows, axis=0) - rows
+                first_row = tl.load(earlier, mask=source > 0, other=0) + tl.cumsum(rows, axis=0) - rows
                 to = relayed.next_row + (channels * NUM_NODES + node) * RANKS_PER_NODE + index
-                tl.store(to, first.to(tl.int64), mask=is_channel)
+                tl.store(to, first_row.to(tl.int64), mask=is_channel)
         for source in range(num_ranks):
             tl.store(handle.recv_gbl_sum + source, tl.load(rank_prefix + source * num_ranks + rank))
 

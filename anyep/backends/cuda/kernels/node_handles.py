@@ -27,6 +27,8 @@ OF_ROWS = tl.constexpr(1 << 16)
 OF_TOKENS = tl.constexpr(2 << 16)
 OF_RELAYS = tl.constexpr(3 << 16)
 OF_CHANNELS = tl.constexpr(4 << 16)
+OF_ALL_ROWS = tl.constexpr(5 << 16)
+OF_ALL_TOKENS = tl.constexpr(6 << 16)
 
 
 @triton.jit
@@ -95,6 +97,8 @@ def digest_node_handle(
         )
         ends = handle.gbl_prefix + peer * num_channels + channels
         starts = tl.load(ends - 1, mask=is_channel & (channels > 0), other=0)
+        num_rows_there = tl.load(handle.gbl_prefix + (peer + 1) * num_channels - 1)
+        num_tokens_there = tl.load(handle.rdma_prefix + (node + 1) * num_channels - 1)
         tokens = tl.load(handle.rdma_prefix + node * num_channels + channels, mask=is_channel, other=0)
         if is_here:
             total += digest_of_given(handle, index, num_relayed, NUM_NODES, RANKS_PER_NODE, TILE_ROWS)
@@ -103,6 +107,8 @@ def digest_node_handle(
         end = tl.load(handle.recv_gbl_sum + peer)
         total = digest_of_rows(handle, first, end, num_recv_rows, TILE_ROWS)
         starts = tl.load(handle.recv_gbl_prefix + peer * num_channels + channels, mask=is_channel, other=0)
+        num_rows_there = end - first
+        num_tokens_there = tl.load(handle.recv_rdma_sum + node) - before_in(handle.recv_rdma_sum, node)
         tokens = tl.load(handle.recv_rdma_prefix + node * num_channels + channels, mask=is_channel, other=0)
         if is_relay:
             total += digest_of_relayed(handle, node, num_relayed, RANKS_PER_NODE, TILE_ROWS)
@@ -113,7 +119,9 @@ def digest_node_handle(
                 end = tl.load(handle.recv_gbl_sum + source)
                 total += digest_of_taken(source_node, first, end, num_recv_rows, TILE_ROWS)
     of_channels = mixed_channels(channels, starts, is_channel)
+    of_channels += facts(channels, num_rows_there, OF_ALL_ROWS, channels == 0)
     of_channels += facts(channels, tokens, OF_CHANNELS, is_channel & is_relay)
+    of_channels += facts(channels, num_tokens_there, OF_ALL_TOKENS, (channels == 0) & is_relay)
     digest = tl.sum(total, axis=0) + tl.sum(of_channels, axis=0)
     tl.store(digests + tl.program_id(1) * (NUM_NODES * RANKS_PER_NODE) + peer, digest)
 
