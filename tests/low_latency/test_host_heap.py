@@ -159,6 +159,33 @@ def test_heaps_that_cannot_be_made(what: str, reason: str) -> None:
         assert left == (0, 0, 0)
 
 
+def fail_to_open(context: RankContext) -> str:
+    """CUDA cannot be asked about GPUs that a rank does not see: what is wrong shows when they are used."""
+    from tests.support.simulated_gpu import SimulatedBlock
+
+    def refuse(block: SimulatedBlock, group: Any) -> None:
+        usual(block, group)
+        if context.rank == 1:
+            raise RuntimeError("CUDA error: peer access is not supported")
+
+    usual = SimulatedBlock.connect
+    SimulatedBlock.connect = refuse  # type: ignore[method-assign]
+    try:
+        return attempt(lambda: new_buffer(context))
+    finally:
+        SimulatedBlock.connect = usual  # type: ignore[method-assign]
+
+
+def test_memory_that_cannot_be_opened() -> None:
+    other, own = PLACE.world().run(fail_to_open)
+    why = (
+        "the memory of other ranks' GPUs cannot be opened (CUDA error: peer access is not supported): where"
+        " GPUs cannot reach each other's memory, pass heap='host' (ANYEP_HEAP=host)"
+    )
+    assert own == f"NotSupported: {why}"
+    assert other == f"NotSupported: rank 1 could not make its Buffer: {why}"
+
+
 # Normal mode, with few rows: on a simulated GPU no ring can be emptied while it is filled
 
 

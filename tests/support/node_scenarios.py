@@ -211,7 +211,7 @@ def lack_windows(context: RankContext, of_rank_2: int) -> list[str]:
 NO_WINDOW = (
     r"InvalidCall: {} has no window for its rows in dispatch \(call {}\): between nodes rows on GPUs go to"
     " windows only, and nothing was sent; pass a larger num_window_bytes, or free results of earlier"
-    " dispatches"
+    r" dispatches \(there are no windows with heap='host'\)"
 )
 
 
