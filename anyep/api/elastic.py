@@ -298,8 +298,17 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             one weight of each expanded row, or None; the handle; an event.
         """
         session = self._session()
-        call = session.control.begin(Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH)
         layout = Layout(do_expand, do_zero_padding, use_tma_aligned_col_major_sf)
+        if _is_number(num_sms) and _are_absent(
+            *(topk_idx, topk_weights, cumulative_local_expert_recv_stats),
+            *(num_experts, num_max_tokens_per_rank, expert_alignment),
+            *(previous_event, previous_event_before_epilogue),
+            *(do_cpu_sync or None, async_with_compute_stream or None),
+        ):
+            again = self._calls.cached_again(x, handle, layout, self._default_config())
+            if again is not None:
+                return (*again[:4], EventOverlap(None))
+        call = session.control.begin(Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH)
 
         def check() -> Callable[[], Received]:
             streams = checks.checked_streams(
@@ -445,6 +454,13 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             0 where there is no expert (None without `topk_weights`); and an event.
         """
         session = self._session()
+        if _is_number(num_sms) and _are_absent(
+            *(topk_weights, bias, previous_event, previous_event_before_epilogue),
+            *(async_with_compute_stream or None,),
+        ):
+            sums = self._calls.combine_again(x, handle, self._default_config())
+            if sums is not None:
+                return sums, None, EventOverlap(None)
         call = session.control.begin(Kind.COMBINE)
 
         def check() -> tuple[Outputs, EPHandle, Config]:
@@ -501,9 +517,19 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             session.refuse(call, error, session.normal.ops.refuse)
             raise
 
+    def _default_config(self) -> Config:
+        return self._session().normal.ops.default_config(Buffer.get_dispatch_config(self.num_ranks))
+
     def _config(self, num_sms: int, num_channels: int | None) -> Config:
-        ops = self._session().normal.ops
-        default = ops.default_config(Buffer.get_dispatch_config(self.num_ranks))
+        default = self._default_config()
         if num_sms and num_channels is None:
             return check_config(Config(num_sms), default, None)
         return check_config(None, default, num_channels)
+
+
+def _is_number(num_sms: Any) -> bool:
+    return type(num_sms) is int and num_sms >= 0
+
+
+def _are_absent(*arguments: Any) -> bool:
+    return all(argument is None for argument in arguments)

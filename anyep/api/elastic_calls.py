@@ -143,6 +143,25 @@ class ElasticCalls:
         )
         return self._finish(done, handle, layout, has_weights, streams, None)
 
+    def cached_again(self, x: Any, handle: Any, layout: Layout, config: Config) -> Received | None:
+        """A dispatch along a handle with no other argument, made with less work if one like it was made
+        before. None if not: then nothing has happened."""
+        is_allowed = _is_filled(handle) and layout.expands == handle.do_expand
+        if not is_allowed or (layout.pads and not layout.expands):
+            return None
+        rows = self._normal.ops.dispatch_again(x, handle.routing, config)
+        if rows is None:
+            return None
+        data, scales = rows if isinstance(rows, tuple) else (rows, None)
+        done: Dispatched[Any] = Dispatched(data, scales, None, None, [], None, None)
+        return self._finish(done, handle, layout, False, Streams(), None)
+
+    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
+        """The same for the sums of a combine of compact rows."""
+        if not _is_filled(handle) or handle.do_expand:
+            return None
+        return self._normal.ops.combine_again(x, handle.routing, config, handle.order)
+
     def barrier(self, call: Call, config: Config, device: torch.device) -> None:
         """Wait until all ranks have made this call: a dispatch of no tokens."""
         ops = self._normal.ops
@@ -337,6 +356,10 @@ class ElasticCalls:
         if scales is not None:
             scales = _empty_scales_like(scales, num_rows, column_major)
         return RowTensors(x, weights, scales)
+
+
+def _is_filled(handle: Any) -> bool:
+    return handle.__class__ is EPHandle and handle.filled is None
 
 
 def _empty_scales_like(scales: torch.Tensor, num_rows: int, column_major: bool) -> torch.Tensor:

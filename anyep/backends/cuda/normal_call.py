@@ -401,7 +401,6 @@ class GpuCall:
         if self._ops.windows.num_bytes:
             self._recipes.append((rows.pull_and_sum, *of_call))
             header, is_plain = self._header, combined.topk_weights is None and not combined.biases
-            is_plain = is_plain and combined.order is None
             if header is not None and is_plain and combined.x.shape[0] and header[X_OFFSET] >= 0:
                 is_staged = bool(self._staged)
                 self._keep = partial(self._ops.repeats.keep_combine, combined, header, is_staged=is_staged)
