@@ -268,8 +268,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
 
         Args:
             x: Rows [tokens, hidden], or a pair of 1-byte data and its scales.
-            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". A token's experts are distinct;
-                GPUs do not check it.
+            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". The experts of a token are distinct.
             topk_weights: float32 [tokens, top-k]; on all ranks or on none.
             cumulative_local_expert_recv_stats: int32 [local experts]; the received counts are added.
             num_experts: The experts of all ranks together; with a handle it may be left out.
