@@ -400,8 +400,8 @@ class NormalOps(Protocol[R, C]):
         """The rows of a dispatch with a handle and no other argument, made at once, with less work, if one
         like it was made before. None if not: then nothing has happened."""
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
-        """The same for a combine: its sums."""
+    def combine_again(self, x: Any, handle: Any, config: Config, order: Any = None) -> torch.Tensor | None:
+        """The same for a combine: its sums. `order` is that of `CombineInput`."""
 
     def counted_again(
         self, tokens: CountedTokens, config: Config

@@ -54,6 +54,7 @@ def use_and_leave(context: RankContext) -> None:
     before = what_is_held()
     buffer = new_buffer(context, heap="host")
     assert buffer.runtime is not None
+    assert "RDMA bytes in memory of the host; normal and" in repr(buffer)
     check_case(context.rank, CASE, buffer)
     # Of all ranks; and the region that hosts share.
     assert what_is_held()[1:] == (before[1] + 2, before[2] + 3)
@@ -90,6 +91,7 @@ def make_where_gpus_are_apart(context: RankContext, heap: str | None) -> tuple[s
             assert buffer.runtime is not None
             check_case(context.rank, CASE, buffer)
             dist.barrier(group=context.group)
+            assert "in memory of the host" in repr(buffer)
             return type(buffer.runtime.heap).__name__, heard
     except AnyEPError as error:
         return f"{type(error).__name__}: {error}", heard
@@ -157,6 +159,33 @@ def test_heaps_that_cannot_be_made(what: str, reason: str) -> None:
         assert message.startswith(f"NotSupported: {prefix}{reason}")
         assert "num_nvl_bytes" in message
         assert left == (0, 0, 0)
+
+
+def fail_to_open(context: RankContext) -> str:
+    """CUDA cannot be asked about GPUs that a rank does not see: what is wrong shows when they are used."""
+    from tests.support.simulated_gpu import SimulatedBlock
+
+    def refuse(block: SimulatedBlock, group: Any) -> None:
+        usual(block, group)
+        if context.rank == 1:
+            raise RuntimeError("CUDA error: peer access is not supported")
+
+    usual = SimulatedBlock.connect
+    SimulatedBlock.connect = refuse  # type: ignore[method-assign]
+    try:
+        return attempt(lambda: new_buffer(context))
+    finally:
+        SimulatedBlock.connect = usual  # type: ignore[method-assign]
+
+
+def test_memory_that_cannot_be_opened() -> None:
+    other, own = PLACE.world().run(fail_to_open)
+    why = (
+        "the memory of other ranks' GPUs cannot be opened (CUDA error: peer access is not supported): where"
+        " GPUs cannot reach each other's memory, pass heap='host' (ANYEP_HEAP=host)"
+    )
+    assert own == f"NotSupported: {why}"
+    assert other == f"NotSupported: rank 1 could not make its Buffer: {why}"
 
 
 # Normal mode, with few rows: on a simulated GPU no ring can be emptied while it is filled

@@ -209,8 +209,8 @@ class GpuNormalOps:
     def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
         return self.repeats.dispatch(x, handle, config, self.is_quiet)
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
-        return self.repeats.combine(x, handle, config, self.is_quiet)
+    def combine_again(self, x: Any, handle: Any, config: Config, order: Any = None) -> torch.Tensor | None:
+        return self.repeats.combine(x, handle, config, self.is_quiet, order)
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
