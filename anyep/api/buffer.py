@@ -289,7 +289,9 @@ class Buffer:
     def _extent(self) -> str:
         modes = "normal and low-latency modes" if self.low_latency_mode else "normal mode"
         masks = " with masks" if self.low_latency_mode and self.enable_shrink else ""
-        return f"{self.num_nvl_bytes:,} NVL bytes, {self.num_rdma_bytes:,} RDMA bytes; {modes}{masks}"
+        is_on_host = self.runtime is not None and self.runtime.is_heap_on_host
+        where = " in memory of the host" if is_on_host else ""
+        return f"{self.num_nvl_bytes:,} NVL bytes, {self.num_rdma_bytes:,} RDMA bytes{where}; {modes}{masks}"
 
     def _state(self) -> str:
         if self._generation is not _generation:

@@ -10,6 +10,7 @@ It works on the CPU, on one node. Here arguments are checked; `elastic_calls` ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -64,8 +65,8 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         use_fp8_dispatch: Whether dispatched rows have values of 1 byte.
         deterministic: Accepted: the order of rows is always the same.
         allow_hybrid_mode: Must be True on several nodes; on one both modes are the same.
-        allow_multiple_reduction: Must be True on several nodes, where sums of a node are rounded, and for
-            expanded rows.
+        allow_multiple_reduction: Must be True on several nodes, where sums of a node are rounded. If False, a
+            combine of expanded rows takes as many calls as a token has choices.
         prefer_overlap_with_compute: Whether `get_theoretical_num_sms` may be less than 64.
         sl_idx: Accepted and ignored.
         num_allocated_qps: The most that `get_theoretical_num_qps` returns; 0: as many as DeepEP V2 allocates.
@@ -268,8 +269,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
 
         Args:
             x: Rows [tokens, hidden], or a pair of 1-byte data and its scales.
-            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". A token's experts are distinct;
-                GPUs do not check it.
+            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". The experts of a token are distinct.
             topk_weights: float32 [tokens, top-k]; on all ranks or on none.
             cumulative_local_expert_recv_stats: int32 [local experts]; the received counts are added.
             num_experts: The experts of all ranks together; with a handle it may be left out.
@@ -473,21 +473,24 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             gradients.warn_if_lost(x, topk_weights, bias)
             known = checks.checked_handle(handle, self.num_ranks)
             rows, weights, biases = checks.checked_outputs(x, topk_weights, bias, known)
-            if known.do_expand and not self.allow_multiple_reduction:
-                raise NotSupported(
-                    "allow_multiple_reduction=False does not work with expanded rows yet: make the"
-                    " ElasticBuffer without it, or pass compact rows"
-                )
             routing = self._calls.routing_of(known)
             config = self._config(0, routing.num_channels)
             has_weights = weights is not None
+            if known.do_expand and not self.allow_multiple_reduction:
+                ready = self._calls.after(streams)
+                return Outputs(rows, weights, biases, routing, ready, has_weights), known, config
             compact, weights, ready = self._calls.prepared(rows, weights, known, streams)
             outputs = Outputs(compact, weights, biases, routing, ready, has_weights)
             session.normal.check_rings(config, self._calls.input_of(outputs, known, config).token)
             return outputs, known, config
 
-        checked = self._checked(session, call, check)
-        done = self._calls.combine(call, *checked, async_with_compute_stream)
+        outputs, known, config = self._checked(session, call, check)
+        run_async = bool(async_with_compute_stream)
+        if known.do_expand and not self.allow_multiple_reduction:
+            others = partial(session.control.begin, Kind.COMBINE)
+            done = self._calls.combine_unsummed(call, others, outputs, known, config, run_async)
+        else:
+            done = self._calls.combine(call, outputs, known, config, run_async)
         return done.x, done.topk_weights, EventOverlap(done.event)
 
     # The end

@@ -13,7 +13,7 @@ from anyep.api.elastic_hints import domains_of
 from anyep.core import elastic_sizes
 from anyep.core.elastic_sizes import BUFFER_ALIGNMENT
 from anyep.core.terms import MAX_ALIGNMENT
-from anyep.errors import InvalidCall, NotSupported, no_expert, whole_number
+from anyep.errors import InvalidCall, NotSupported, expert_twice, no_expert, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.sizes import check_num_experts
 from anyep.topology import Topology
@@ -124,10 +124,7 @@ def _checked_ids(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if bool(twice.any()):
         token, place = (int(index[0]) for index in torch.where(twice))
-        raise InvalidCall(
-            f"topk_idx has expert {int(ordered[token, place])} twice for token {token}:"
-            f" the experts of a token must be distinct"
-        )
+        raise expert_twice(token, int(ordered[token, place]))
     return ids
 
 

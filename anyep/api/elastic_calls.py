@@ -251,6 +251,49 @@ class ElasticCalls:
             is_keyed=self._has_nodes,
         )
 
+    def after(self, streams: Streams) -> EventOverlap | None:
+        """An event after what a call waits for."""
+        events = (streams.previous, streams.before_epilogue)
+        return _overlap(self._ops.follow(_nothing, events, streams.run_async))
+
+    def combine_unsummed(
+        self,
+        call: Call,
+        next_call: Callable[[], Call],
+        outputs: Outputs,
+        handle: EPHandle,
+        config: Config,
+        run_async: bool,
+    ) -> Combined:
+        """Add up expanded rows at their sources only, with one rounding: a call for each choice, which brings
+        back the row of this choice's rank and zeros of the others."""
+        x, positions = outputs.x, handle.recv_src_metadata[:, 2:]
+        num_tokens, num_topk = handle.topk_idx.shape
+        num_rows, hidden = handle.num_recv_tokens, x.shape[1]
+        total = torch.zeros((num_tokens, hidden), dtype=torch.float32, device=x.device)
+        sums, weights, ready, event = (
+            self._ops.empty((num_tokens, hidden), x.dtype),
+            None,
+            outputs.ready,
+            None,
+        )
+        for choice in range(num_topk):
+            rows = self._normal.ops.outputs((num_rows, hidden), x.dtype)
+            row_weights = None
+            if choice == 0 and outputs.weights is not None:
+                row_weights = self._normal.ops.outputs((num_rows, num_topk), torch.float32)
+            take = partial(_take, outputs, positions, choice, rows, row_weights)
+            ready = _overlap(self._ops.follow(take, (ready,), run_async))
+            one = CombineInput(rows, outputs.routing, row_weights, (), config, handle.order)
+            done = self._normal.combine(call if choice == 0 else next_call(), one, ready, run_async)
+            weights = done.topk_weights if choice == 0 else weights
+            is_last = choice == num_topk - 1
+            add = partial(
+                _add, total, done.x, outputs.biases if choice == 0 else (), sums if is_last else None
+            )
+            event = self._ops.follow(add, (done.event,), run_async)
+        return Combined(sums, weights, event)
+
     def _new_handle(self, first: First, done: Dispatched[Any], layout: Layout) -> EPHandle:
         """A handle whose tensors are still to be filled."""
         tokens, ids = first.tokens, done.topk_idx
@@ -360,6 +403,41 @@ class ElasticCalls:
 
 def _is_filled(handle: Any) -> bool:
     return handle.__class__ is EPHandle and handle.filled is None
+
+
+def _nothing() -> None:
+    """Only events are waited for."""
+
+
+def _take(
+    outputs: Outputs,
+    positions: torch.Tensor,
+    choice: int,
+    rows: torch.Tensor,
+    row_weights: torch.Tensor | None,
+) -> None:
+    """Take the row of a choice, zeros where it has none; and the weights of all choices."""
+    has_row, at = positions >= 0, positions.clamp(min=0).long()
+    if len(outputs.x) == 0:
+        rows.zero_()
+    else:
+        rows.copy_(torch.where(has_row[:, choice, None], outputs.x[at[:, choice]], 0))
+    if row_weights is not None:
+        assert outputs.weights is not None
+        if len(outputs.x) == 0:
+            row_weights.zero_()
+        else:
+            row_weights.copy_(torch.where(has_row, outputs.weights[at], 0.0))
+
+
+def _add(
+    total: torch.Tensor, rows: torch.Tensor, biases: Sequence[torch.Tensor], sums: torch.Tensor | None
+) -> None:
+    """Add biases and rows in float32; at the end the sums are rounded."""
+    for part in (*biases, rows):
+        total.add_(part)
+    if sums is not None:
+        sums.copy_(total)
 
 
 def _empty_scales_like(scales: torch.Tensor, num_rows: int, column_major: bool) -> torch.Tensor:

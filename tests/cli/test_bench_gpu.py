@@ -25,6 +25,7 @@ from anyep.cli.bench.records import (
 from anyep.cli.bench.table import print_report
 from anyep.cli.nodes import Nodes
 from anyep.cli.ranks import Rank
+from anyep.errors import NotSupported
 from tests.support.bench_stand_ins import stand_ins
 from tests.support.places import Place
 from tests.support.world import RankContext
@@ -369,3 +370,22 @@ def test_every_case_on_a_simulated_gpu(mode: str, nodes: Nodes, heap: str) -> No
     assert {record.as_json()["heap"] for record in records} == {heap}
     assert ("heaps in memory of the host" in description_of(setup, found[0][0])) == is_on_host
     assert found[0][1][0].startswith("3 tokens: copy, ")
+
+
+def measure_where_gpus_are_apart(context: RankContext) -> str:
+    from anyep.backends.cuda.gpu import Gpu
+
+    usual = Gpu.why_not_shared
+    Gpu.why_not_shared = lambda *_: "they are far apart"  # type: ignore[method-assign]
+    try:
+        measure_on_simulated(context, replace(NORMAL, sms=2, tokens=3, hidden=128))
+    except NotSupported as error:
+        return str(error)
+    finally:
+        Gpu.why_not_shared = usual  # type: ignore[method-assign]
+    return "measured"
+
+
+def test_gpus_that_are_apart() -> None:
+    for message in Place("simulated", 2).world().run(measure_where_gpus_are_apart, timeout=100):
+        assert "no windows to measure: `anyep bench --device cuda --heap host`" in message

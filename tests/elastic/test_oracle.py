@@ -50,6 +50,20 @@ EXPANDED = {
     "through rings": ElasticCase(
         (20, 24, 9, 8), num_topk=6, local_experts=3, num_window_bytes=0, expands=True, num_biases=2
     ),
+    "added at the source only": ElasticCase(
+        (7, 0, 6, 4), num_topk=5, local_experts=3, missing=0.1, expands=True, sums_on_the_way=False
+    ),
+    "added at the source only, asynchronous, no CPU sync": ElasticCase(
+        (7, 5, 0, 4),
+        num_topk=4,
+        local_experts=3,
+        expands=True,
+        num_biases=2,
+        sums_on_the_way=False,
+        run_async=True,
+        waits=False,
+        has_weights=False,
+    ),
 }
 
 
@@ -134,6 +148,7 @@ def elastic_cases(draw: st.DrawFn, num_ranks: int, num_nodes: int = 1) -> Elasti
         pads=expands and draw(st.booleans()),
         has_column_major_scales=draw(st.booleans()),
         num_nodes=num_nodes,
+        sums_on_the_way=num_nodes > 1 or draw(st.booleans()),
         run_async=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )

@@ -54,6 +54,7 @@ def use_and_leave(context: RankContext) -> None:
     before = what_is_held()
     buffer = new_buffer(context, heap="host")
     assert buffer.runtime is not None
+    assert "RDMA bytes in memory of the host; normal and" in repr(buffer)
     check_case(context.rank, CASE, buffer)
     # Of all ranks; and the region that hosts share.
     assert what_is_held()[1:] == (before[1] + 2, before[2] + 3)
@@ -90,6 +91,7 @@ def make_where_gpus_are_apart(context: RankContext, heap: str | None) -> tuple[s
             assert buffer.runtime is not None
             check_case(context.rank, CASE, buffer)
             dist.barrier(group=context.group)
+            assert "in memory of the host" in repr(buffer)
             return type(buffer.runtime.heap).__name__, heard
     except AnyEPError as error:
         return f"{type(error).__name__}: {error}", heard

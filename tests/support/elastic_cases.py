@@ -40,6 +40,7 @@ class ElasticCase:
     has_column_major_scales: bool = False
     run_async: bool = False
     num_nodes: int = 1
+    sums_on_the_way: bool = True
     missing: float = 0.2
     """The share of choices without an expert."""
     num_window_bytes: int | None = None
@@ -92,10 +93,13 @@ def outputs_of(case: ElasticCase, expected: list[elastic_oracle.Received]) -> Re
 
 
 def elastic_buffer(
-    context: RankContext, num_window_bytes: int | None = None, num_nodes: int = 1
+    context: RankContext,
+    num_window_bytes: int | None = None,
+    num_nodes: int = 1,
+    sums_on_the_way: bool = True,
 ) -> ElasticBuffer:
     """A buffer that lives as long as the pool."""
-    key = ("elastic", num_window_bytes, num_nodes)
+    key = ("elastic", num_window_bytes, num_nodes, sums_on_the_way)
     if key not in context.keep:
         context.keep[key] = ElasticBuffer(
             context.group,
@@ -104,6 +108,7 @@ def elastic_buffer(
             hidden=256,
             device=buffer_device(),
             num_window_bytes=num_window_bytes,
+            allow_multiple_reduction=sums_on_the_way,
             ranks_per_node=context.num_ranks // num_nodes,
         )
     buffer: ElasticBuffer = context.keep[key]
@@ -112,7 +117,7 @@ def elastic_buffer(
 
 def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | None = None) -> None:
     """A dispatch, the same along its handle, and a combine."""
-    buffer = buffer or elastic_buffer(context, case.num_window_bytes, case.num_nodes)
+    buffer = buffer or elastic_buffer(context, case.num_window_bytes, case.num_nodes, case.sums_on_the_way)
     inputs, rank = inputs_of(case), context.rank
     expected = [elastic_oracle.dispatch(inputs, each, case.shape) for each in range(context.num_ranks)]
     mine, given = expected[rank], inputs[rank]
@@ -161,7 +166,7 @@ def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | 
     )
     check_event(case, event)
     combined, combined_weights = here((combined, combined_weights))
-    reduction = Reduction(is_expanded=case.expands)
+    reduction = Reduction(case.expands, case.sums_on_the_way)
     sums, sum_weights = elastic_oracle.combine(returned, inputs, rank, case.shape, reduction, biases)
     assert oracle.same_bits(combined, sums)
     assert (combined_weights is None) == (sum_weights is None)

@@ -189,7 +189,7 @@ class CountedRepeats:
         routing = self._new_routing(num_tokens, kept.num_channels, moment.stream_before)
         room = routing.recv_src_idx.shape[0]
         windows.followed = moment.stream_before
-        offers = windows.offers(MAX_OFFERS)
+        offers = windows.offers(MAX_OFFERS, is_captured=False)
         control.control.publish(number, DISPATCH, SEND)
         at = headers.next_place()
         headers.memory[at : at + len(kept.header)] = kept.header
@@ -247,7 +247,7 @@ class CountedRepeats:
             (offsets[IDS_PART], (num_rows, num_topk), torch.int64),
             (offsets[WEIGHTS_PART], (num_rows, num_topk), torch.float32),
         ]
-        rows, *scales, ids, weights = self._windows.lend(window, num_bytes, parts)
+        rows, *scales, ids, weights = self._windows.lend(window, num_bytes, parts, is_captured=False)
         return rows, scales[0] if scales else None, ids, weights
 
     # The tensors of handles

@@ -169,7 +169,7 @@ class Repeats:
                 sizes = self._new_sizes(kept, num_rows)
             moment = stream.whole_call()
             windows.followed = moment.stream_before
-            window = windows.allocate(sizes.num_bytes)
+            window = windows.allocate(sizes.num_bytes, is_captured=False)
         except Exception:
             # Arguments of which not even this can be found out: checks say what is wrong with them.
             return None
@@ -178,7 +178,7 @@ class Repeats:
         control, headers = self._control.control, self._control.headers
         number = control.next_number()
         try:
-            rows, *new_scales = windows.lend(window, sizes.num_bytes, sizes.parts)
+            rows, *new_scales = windows.lend(window, sizes.num_bytes, sizes.parts, is_captured=False)
             control.publish(number, DISPATCH, SEND)
             at = headers.next_place()
             headers.memory[at : at + len(kept.header)] = kept.header
@@ -237,7 +237,7 @@ class Repeats:
             moment = stream.whole_call()
             if place is None:
                 windows.followed = moment.stream_before
-                place = windows.allocate(x.numel() * x.element_size())
+                place = windows.allocate(x.numel() * x.element_size(), is_captured=False)
                 if place is None:
                     return None
                 copy = windows.tensor(place, (num_rows, kept.rows.hidden), kept.rows.dtype)
@@ -262,7 +262,7 @@ class Repeats:
             kept.batch.run(moment, values)
             control.publish(number, COMBINE, IDLE)
             if copy is not None:
-                windows.give_back(place, x.numel() * x.element_size())
+                windows.free(place)
         except BaseException as error:
             control.ended_by(Call(number, COMBINE), error)
             raise

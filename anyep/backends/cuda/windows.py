@@ -65,10 +65,14 @@ class GpuWindows:
         """The addresses of each rank's blocks in this process, by block."""
         return [block.addresses for block in self._blocks]
 
-    def offers(self, most: int) -> list[tuple[int, int]]:
-        """Free windows as (offset, bytes), beginning with those of the newest block, which is the largest."""
+    def offers(self, most: int, is_captured: bool | None = None) -> list[tuple[int, int]]:
+        """Free windows as (offset, bytes), beginning with those of the newest block, which is the largest.
+
+        `is_captured` says whether a graph is captured, where the caller has asked already; so in the other
+        methods.
+        """
         with self._lock:
-            self._take_back()
+            self._take_back(is_captured)
             found: list[tuple[int, int]] = []
             for index in reversed(range(len(self._blocks))):
                 first = index << WINDOW_BLOCK_BITS
@@ -77,10 +81,10 @@ class GpuWindows:
                     found += [(first + offset, size) for offset, size in self._free_lists[index].offers(room)]
             return found
 
-    def allocate(self, num_bytes: int) -> int | None:
+    def allocate(self, num_bytes: int, is_captured: bool | None = None) -> int | None:
         with self._lock:
-            self._take_back()
-            if self._of_graphs and self._gpu.stream.is_capturing():
+            self._take_back(is_captured)
+            if self._of_graphs and is_captured is not False and self._gpu.stream.is_capturing():
                 graph = self._gpu.stream.graph()
                 for window, (owner, size) in self._of_graphs.items():
                     if graph == owner != 0 and size >= num_bytes:
@@ -109,12 +113,14 @@ class GpuWindows:
         else:
             self.free(window)
 
-    def lend(self, window: int, num_bytes: int, parts: Sequence[Part]) -> list[torch.Tensor]:
+    def lend(
+        self, window: int, num_bytes: int, parts: Sequence[Part], is_captured: bool | None = None
+    ) -> list[torch.Tensor]:
         """Tensors in a window, each with its own storage, because a torch custom operator may not return
         views of one storage. The window is returned when the tensors and their views are gone."""
         block = self._blocks[window >> WINDOW_BLOCK_BITS]
         start = window & WITHIN
-        if self._gpu.stream.is_capturing():
+        if is_captured is not False and self._gpu.stream.is_capturing():
             keep = (self._gpu.stream.graph(), num_bytes)
             loan = _Loan(len(parts), lambda: None, lambda _: self._of_graphs.__setitem__(window, keep))
             on_death: Callable[[], None] = loan.one_died
@@ -163,8 +169,8 @@ class GpuWindows:
             self._take_back()
             return sum(free_list.used_bytes for free_list in self._free_lists)
 
-    def _take_back(self) -> None:
-        if not self._returned or self._gpu.stream.is_capturing():
+    def _take_back(self, is_captured: bool | None = None) -> None:
+        if not self._returned or (is_captured is not False and self._gpu.stream.is_capturing()):
             return
         gpu, followed = self._gpu, self.followed
         while self._returned:

@@ -19,6 +19,7 @@ from anyep.cli.bench.rival import AllToAll
 from anyep.cli.bench.sweep import swept
 from anyep.cli.gate import choose
 from anyep.cli.ranks import Rank
+from anyep.errors import NotSupported
 from anyep.sizes import CHANNELS_PER_SCALE, NUM_BUFFER_ALIGNMENT_BYTES, NUM_MAX_SCALES, align
 
 NUM_WINDOWS: Final = 12
@@ -169,9 +170,17 @@ def new_buffer(rank: Rank, setup: Setup, sms: int | None, num_window_bytes: int 
     if sms is not None:
         Buffer.set_num_sms(sms)
     sizes = setup.nodes.of_buffer(setup.row_bytes, Buffer.num_sms)
-    return Buffer(
+    buffer = Buffer(
         rank.group, device=setup.device, num_window_bytes=num_window_bytes, heap=setup.heap, **sizes
     )
+    assert buffer.runtime is not None
+    if buffer.runtime.is_heap_on_host and not setup.is_on_host:
+        buffer.destroy()
+        raise NotSupported(
+            "ranks on these GPUs share memory of the host, where there are no windows to measure:"
+            " `anyep bench --device cuda --heap host` measures what there is"
+        )
+    return buffer
 
 
 def first_dispatch(buffer: Buffer, setup: Setup, traffic: Traffic) -> Prepared:
