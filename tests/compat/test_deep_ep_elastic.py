@@ -4,6 +4,7 @@ that name: training with autograd functions of their own, and serving without CP
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from tests.support.world import RankContext, get_world
 
 NUM_EXPERTS, HIDDEN, TOPK, TOKENS = 8, 32, 3, 12
 SIGNATURES = {
-    "__init__": "self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, num_topk=0,"
-    " use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True,"
+    "__init__": "self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0,"
+    " num_topk=0, use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True,"
     " prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300,"
     " num_gpu_timeout_secs=100, explicitly_destroy=False",
     "get_buffer_size_hint": "group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False,"
@@ -140,10 +141,17 @@ def train(context: RankContext) -> None:
 
 def in_drop_in(context: RankContext, work: Any) -> None:
     """The device is chosen by the environment, as programs cannot pass it."""
+    loaded = set(sys.modules)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("ANYEP_DEVICE", "cpu")
+        patched.setattr(sys, "path", [*sys.path])
         anyep.install_as_deep_ep()
-        work(context)
+        try:
+            work(context)
+        finally:
+            for name in set(sys.modules) - loaded:
+                if name.startswith("deep_ep"):
+                    del sys.modules[name]
 
 
 def test_training() -> None:
