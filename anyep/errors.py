@@ -67,6 +67,17 @@ def whole_number(name: str, value: SupportsIndex, minimum: int) -> int:
     return number
 
 
+def expert_twice(token: int, expert: int) -> InvalidCall:
+    """What to raise for an expert that a token names twice, where that is not allowed.
+
+    >>> expert_twice(token=3, expert=7)
+    InvalidCall('topk_idx has expert 7 twice for token 3: the experts of a token must be distinct')
+    """
+    return InvalidCall(
+        f"topk_idx has expert {expert} twice for token {token}: the experts of a token must be distinct"
+    )
+
+
 def no_expert(token: int, column: int, value: int, num_experts: int) -> InvalidCall:
     """What to raise for an id that is neither an expert nor -1.
 

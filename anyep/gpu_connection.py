@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 
 from anyep.backends.cuda import constants
 from anyep.backends.cuda.device_control import DeviceControl
@@ -211,7 +212,15 @@ class GpuConnection:
         def connect() -> None:
             # Torch waits for the others in the store, and does not check whether they are still alive.
             with self._rendezvous.deadline(self._timeout_s):
-                block.connect(self._group)
+                try:
+                    block.connect(self._group)
+                except dist.DistError:
+                    raise
+                except RuntimeError as error:
+                    raise NotSupported(
+                        f"the memory of other ranks' GPUs cannot be opened ({error}): where GPUs cannot reach"
+                        f" each other's memory, pass heap='host' ({HEAP.name}=host)"
+                    ) from error
 
         on_all_ranks(self._rendezvous, connect)
         return block

@@ -468,7 +468,14 @@ class NormalHeap:
 
 
 def normal_heap(config: Config, num_ranks: int, ranks_per_node: int, token: TokenLayout) -> NormalHeap:
-    """The heap of a dispatch or combine with this config and these tokens."""
+    """The heap of a dispatch or combine with this config and these tokens.
+
+    Args:
+        config: The config of the call.
+        num_ranks: The ranks of the group.
+        ranks_per_node: The ranks of a node.
+        token: The parts of one token.
+    """
     control = ControlRegion(num_ranks, ranks_per_node)
     nodes = num_nodes(num_ranks, ranks_per_node)
     nvl = nvl_rings(
@@ -515,6 +522,12 @@ class LowLatencyHeap:
 
 
 def low_latency_heap(sizes: LowLatencySizes, num_ranks: int, ranks_per_node: int) -> LowLatencyHeap:
-    """The heap of low-latency calls of these sizes."""
+    """The heap of low-latency calls of these sizes.
+
+    Args:
+        sizes: The sizes of the calls.
+        num_ranks: The ranks of the group.
+        ranks_per_node: The ranks of a node.
+    """
     control = ControlRegion(num_ranks, ranks_per_node)
     return LowLatencyHeap(control, LowLatencySlots(control.num_bytes, sizes, num_ranks))

@@ -33,9 +33,12 @@ from torch.nn import functional
 from anyep import autograd
 from anyep.api.arguments import check_num_experts
 from anyep.api.buffer import Buffer
+from anyep.api.elastic import ElasticBuffer
 from anyep.balance import expert_counts, load_balancing_loss, router_z_loss, update_bias
 from anyep.connection import chosen_topology, on_all_ranks
-from anyep.errors import InvalidCall, whole_number
+from anyep.errors import InvalidCall, NotSupported, whole_number
+from anyep.feed_forward import FeedForward
+from anyep.grouped_experts import ROW_ALIGNMENT, run_grouped_experts, way_of
 from anyep.join.agreement import RankValue, check_agreement
 from anyep.join.rendezvous import rendezvous_of
 from anyep.machine import host_identity
@@ -52,6 +55,7 @@ __all__ = [
     "make_buffer",
     "router_z_loss",
     "run_experts",
+    "run_grouped_experts",
     "update_bias",
 ]
 
@@ -199,41 +203,6 @@ class TopKGate(nn.Module):
         return by_group.masked_fill(others.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-class FeedForward(nn.Module):
-    """An expert: `down(silu(gate(x)) * up(x))`.
-
-    `device` and `dtype` are those of the weights; as in torch.nn, they default to torch's defaults.
-
-    Args:
-        hidden: Values per row.
-        inner: Values between the two products.
-        device: Of the weights.
-        dtype: Of the weights.
-    """
-
-    def __init__(
-        self,
-        hidden: int,
-        inner: int,
-        *,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.gate = nn.Linear(hidden, inner, bias=False, device=device, dtype=dtype)
-        self.up = nn.Linear(hidden, inner, bias=False, device=device, dtype=dtype)
-        self.down = nn.Linear(inner, hidden, bias=False, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The expert's output for each row.
-
-        Args:
-            x: Rows [rows, hidden]; there may be none.
-        """
-        output: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
-        return output
-
-
 def run_experts(
     rows: Tensor,
     topk_idx: Tensor,
@@ -279,7 +248,7 @@ class _Link:
     empty one, since a Buffer belongs to its process.
     """
 
-    def __init__(self, group: Any = None, buffer: Buffer | None = None) -> None:
+    def __init__(self, group: Any = None, buffer: Buffer | ElasticBuffer | None = None) -> None:
         self.group, self.buffer = group, buffer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Link:
@@ -303,7 +272,8 @@ class ExpertParallelMoE(nn.Module):
         num_experts: The experts of all ranks together; needed where `experts` is a function.
         hidden: If given, the Buffer is made by the constructor, else by the first call.
         max_decode_tokens: The most tokens that a rank may pass to `decode`; 0 disables low-latency mode.
-        buffer: A Buffer to use; layers of one model share one (`make_buffer`).
+        buffer: A Buffer to use; layers of one model share one (`make_buffer`). With an `ElasticBuffer` the
+            layer works on rows that are grouped by expert.
         device: The device of the Buffer if the layer makes it, "cpu" or "cuda".
     """
 
@@ -316,10 +286,12 @@ class ExpertParallelMoE(nn.Module):
         hidden: int | None = None,
         max_decode_tokens: int = 0,
         *,
-        buffer: Buffer | None = None,
+        buffer: Buffer | ElasticBuffer | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.expert_way: str | None = None
+        """How the last call with an ElasticBuffer ran the experts: "grouped_mm" or "loop"."""
         self.gate, self._device = gate, device
         self.num_experts, local = _local_experts(experts, group, num_experts)
         self.experts = nn.ModuleDict({str(index): expert for index, expert in local.items()})
@@ -331,7 +303,7 @@ class ExpertParallelMoE(nn.Module):
         self.register_load_state_dict_pre_hook(_leave_out_other_experts)  # type: ignore[no-untyped-call]
 
     @property
-    def buffer(self) -> Buffer | None:
+    def buffer(self) -> Buffer | ElasticBuffer | None:
         """The Buffer, which copies of the layer share; None before it is made, and after unpickling.
 
         Setting it changes only this layer.
@@ -339,12 +311,12 @@ class ExpertParallelMoE(nn.Module):
         return self._link.buffer
 
     @buffer.setter
-    def buffer(self, buffer: Buffer | None) -> None:
+    def buffer(self, buffer: Buffer | ElasticBuffer | None) -> None:
         if buffer is not None:
             self._check_fits(buffer)
         self._link = _Link(self._link.group if buffer is None else buffer.group, buffer)
 
-    def ready_buffer(self, hidden: int) -> Buffer:
+    def ready_buffer(self, hidden: int) -> Buffer | ElasticBuffer:
         """The layer's Buffer; makes it if there is none yet (collective).
 
         Args:
@@ -374,6 +346,9 @@ class ExpertParallelMoE(nn.Module):
             return self.decode(x, output_router_logits)
         flat, buffer = x.reshape(-1, x.shape[-1]), self.ready_buffer(x.shape[-1])
         topk_idx, weights, logits = self._chosen(flat, output_router_logits)
+        if isinstance(buffer, ElasticBuffer):
+            output = self._by_expert(buffer, flat, topk_idx, weights).view(x.shape)
+            return output if logits is None else (output, logits)
         received = autograd.dispatch(buffer, flat, topk_idx, weights, self.num_experts)
         experts = list(self.experts.values())
         out = autograd.combine_buffer(buffer, received.x, received.handle)
@@ -381,6 +356,22 @@ class ExpertParallelMoE(nn.Module):
         combined, _ = autograd.combine(buffer, outputs, received.handle)
         output = combined.view(x.shape)
         return output if logits is None else (output, logits)
+
+    def _by_expert(self, buffer: ElasticBuffer, flat: Tensor, topk_idx: Tensor, weights: Tensor) -> Tensor:
+        """The layer's output, on rows that are grouped by expert.
+
+        Each row is weighted in float32 and rounded; those of a token are added on their rank and rounded, and
+        then at the token's source."""
+        received = autograd.elastic_dispatch(
+            buffer, flat, topk_idx, weights, self.num_experts, do_expand=True, expert_alignment=ROW_ALIGNMENT
+        )
+        experts, counts = list(self.experts.values()), received.handle.num_recv_tokens_per_expert_list
+        self.expert_way = way_of(received.x, experts)
+        outputs = run_grouped_experts(received.x, counts, experts, self.expert_way)
+        assert received.topk_weights is not None
+        weighted = (outputs.float() * received.topk_weights[:, None]).to(flat.dtype)
+        combined, _ = autograd.elastic_combine(buffer, weighted, received.handle)
+        return combined
 
     @torch.no_grad()
     def decode(self, x: Tensor, output_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -394,6 +385,11 @@ class ExpertParallelMoE(nn.Module):
             output_router_logits: Return the logits as well, as `forward` does.
         """
         flat, buffer = x.reshape(-1, x.shape[-1]), self.ready_buffer(x.shape[-1])
+        if isinstance(buffer, ElasticBuffer):
+            raise NotSupported(
+                "an ElasticBuffer has no low-latency mode: call the layer without low_latency, or give it a"
+                " Buffer (make_buffer)"
+            )
         topk_idx, weights, logits = self._chosen(flat, output_router_logits)
         rows, counts, handle, _, _ = buffer.low_latency_dispatch(
             flat.contiguous(), topk_idx, self.max_decode_tokens, self.num_experts, use_fp8=False
@@ -414,15 +410,19 @@ class ExpertParallelMoE(nn.Module):
         topk_idx, weights, logits = self.gate(flat, output_router_logits=True)
         return topk_idx, weights, logits
 
-    def _check_fits(self, buffer: Buffer) -> None:
+    def _check_fits(self, buffer: Buffer | ElasticBuffer) -> None:
         """Refuse a Buffer of other ranks: it would send tokens to ranks without their experts."""
-        if not isinstance(buffer, Buffer):
+        if not isinstance(buffer, Buffer | ElasticBuffer):
             raise InvalidCall(f"buffer is of type {type(buffer).__name__}: it must be an anyep.Buffer")
+        if isinstance(buffer, ElasticBuffer):
+            place = buffer.rank_idx, buffer.num_ranks
+        else:
+            place = buffer.rank, buffer.group_size
         num_local = len(self.experts)
         rank, num_ranks = int(next(iter(self.experts))) // num_local, self.num_experts // num_local
-        if (buffer.rank, buffer.group_size) != (rank, num_ranks):
+        if place != (rank, num_ranks):
             raise InvalidCall(
-                f"the Buffer is that of rank {buffer.rank} of {buffer.group_size}, but the layer holds the"
+                f"the Buffer is that of rank {place[0]} of {place[1]}, but the layer holds the"
                 f" experts of rank {rank} of {num_ranks}: load its state dict into a new layer, it fits any"
                 " number of ranks"
             )

@@ -70,6 +70,8 @@ class Session:
     """For the elastic API."""
     communication_stream: Any = None
     """The CUDA stream of calls on a GPU."""
+    is_heap_on_host: bool = False
+    """Whether ranks on GPUs share memory of the host."""
     device_control: DeviceControl | None = None
     """The tables in GPU memory, of a rank on a GPU."""
 
@@ -183,7 +185,7 @@ class Session:
         gpu_connection = GpuConnection(
             made_on_all_ranks(rendezvous, Gpu), group, rendezvous, connection, self.control
         )
-        self.heap = gpu_connection.heap
+        self.heap, self.is_heap_on_host = gpu_connection.heap, gpu_connection.is_on_host
         self.device_control = gpu_connection.device_control
         try:
             made_on_all_ranks(rendezvous, partial(self._make_gpu_modes, gpu_connection))

@@ -269,6 +269,11 @@ def rdma_hint_parts(
 class LowLatencySizes:
     """The byte sizes of low-latency mode, for one of its two sets of slots.
 
+    Args:
+        num_max_tokens: The most tokens that a rank passes to one call.
+        hidden: Values per token.
+        num_experts: The experts of all ranks together.
+
     >>> LowLatencySizes(num_max_tokens=128, hidden=7168, num_experts=256).total_bytes
     1881147520
     """
@@ -351,6 +356,11 @@ def get_low_latency_rdma_size_hint(
 @dataclass(frozen=True)
 class TokenLayout:
     """One token on the wire: hidden | source meta | scales | top-k ids | top-k weights | padding.
+
+    Args:
+        hidden_bytes: Bytes of its row, a multiple of 16.
+        num_scales: Scales of an FP8 row, float32.
+        num_topk: Experts per token, each with an id and a weight; 0 where neither travels.
 
     >>> TokenLayout(hidden_bytes=14336, num_topk=8).token_bytes
     14416

@@ -1,11 +1,15 @@
 """Host time per call on a real GPU, with kernels launched as CUDA graphs and one by one, side by side.
 
     python tools/gpu_host_time.py [--ranks 2] [--tokens 128] [--rounds 9] [--json]
+    python tools/gpu_host_time.py --against FOLDER [--turns 3]
 
 The host of a shared machine may be twice as fast in one second as in the next. So both ways have Buffers of
 their own, and take turns in every round; the median over all calls counts, and the fastest one is shown, too.
 Each figure is the time until a function returns, on an idle GPU and on the slowest rank. A dispatch that
 counts its rows waits for its peers meanwhile; that wait has a line of its own.
+
+`--against` takes the folder of another copy of the repository: ranks that import the one or the other take
+turns, and the medians of both are shown side by side.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_ranks import AnyEPError, join, outputs_of
+from gpu_ranks import SOURCE, AnyEPError, join, outputs_of
 
 NUM_EXPERTS, TOPK, HIDDEN = 256, 8, 7168
 CALLS, WARM_UP = 20, 6
@@ -135,11 +139,33 @@ def summary(by_rank: list[dict[str, Times]]) -> Found:
     return found
 
 
+def compare(options: argparse.Namespace, arguments: tuple[Any, ...]) -> None:
+    """Measure another copy and this one in turns, and show the medians over the turns."""
+    here = str(Path(__file__).resolve().parent.parent)
+    sources = {"there": str(Path(options.against).resolve()), "here": here}
+    found: dict[tuple[str, str], dict[str, list[list[float]]]] = {}
+    for turn in range(options.turns):
+        for where in sorted(sources, reverse=turn % 2 == 0):
+            ranks = outputs_of(__file__, options.ranks, arguments, {SOURCE: sources[where]})
+            for name, by_way in json.loads(ranks[0]).items():
+                for way, both in by_way.items():
+                    found.setdefault((name, way), {"there": [], "here": []})[where].append(both)
+    print(f"{'us, median (fastest)':44}" + "".join(f"{where:>18}" for where in sources))
+    for (name, way), by_source in found.items():
+        line = f"{name + ', ' + way:44}"
+        for where in sources:
+            medians, fastest = zip(*by_source[where], strict=True)
+            line += f"{statistics.median(medians):10.1f} ({min(fastest):5.1f})"
+        print(line)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--against", metavar="FOLDER", help="compare with another copy of the repository")
+    parser.add_argument("--turns", type=int, default=3, help="how often each copy is measured")
     parser.add_argument("--json", action="store_true", help="print a record instead of a table")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
@@ -149,6 +175,9 @@ def main() -> int:
         return 0
     try:
         arguments = "--tokens", options.tokens, "--rounds", options.rounds
+        if options.against is not None:
+            compare(options, arguments)
+            return 0
         found: Found = json.loads(outputs_of(__file__, options.ranks, arguments)[0])
     except AnyEPError as error:
         parser.error(str(error))

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, os.environ.get("ANYEP_MEASURED_SOURCE", str(Path(__file__).resolve().parent.parent)))
 
 from anyep.errors import AnyEPError as AnyEPError
+
+SOURCE = "ANYEP_MEASURED_SOURCE"
+"""Names the folder of the copy of the repository that ranks import anyep from; by default this one."""
 
 
 def outputs_of(

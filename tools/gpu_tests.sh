@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests that need a GPU, in three parts of a few minutes each: tools/gpu_tests.sh 1|2|3 [pytest options]
 #
-#   1  results: both modes against the dense reference, recordings, every kernel
+#   1  results: both modes and both APIs against the dense reference, recordings, every kernel
 #   2  graphs, streams, ranks that fail
 #   3  all that is left: commands, layers, ranks that take turns, examples
 #
@@ -30,10 +30,12 @@ results=(
     "tests/normal/test_recorded.py"
     "tests/low_latency/test_oracle.py tests/low_latency/test_recorded.py"
     "tests/gpu/test_kernels.py"
+    "tests/elastic"
 )
 failures=(
     "tests/gpu/test_normal.py"
     "tests/gpu/test_low_latency.py"
+    "tests/gpu/test_elastic.py"
     "tests/faults"
 )
 others=(

@@ -15,8 +15,12 @@ from typing import Any, Final
 
 import torch
 
-Kind = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
+Kind = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...], int]
+"""The last one is the number of the GPU, below 0 if it is none."""
+# Looked up once: every call asks for them.
 STRIDED: Final = torch.strided
+TENSOR: Final = torch.Tensor
+IS_GRAD_ENABLED: Final = torch.is_grad_enabled
 
 
 class Accepted:
@@ -46,13 +50,18 @@ class Accepted:
             if tensor is None or kind is None:
                 if tensor is not kind:
                     return False
-            # As in `_kind_of`: a function would be called for every tensor of every call.
-            elif (
-                tensor.__class__ is not torch.Tensor
-                or (tensor.requires_grad and torch.is_grad_enabled())
+                continue
+            # As in `_kind_of`, without a function or a tuple for every tensor of every call.
+            dtype, device, shape, stride, index = kind
+            if (
+                tensor.__class__ is not TENSOR
+                or tensor.dtype is not dtype
                 or tensor.layout is not STRIDED
+                or tensor.shape != shape
+                or tensor.stride() != stride
+                or (tensor.get_device() != index if index >= 0 else tensor.device != device)
+                or (tensor.requires_grad and IS_GRAD_ENABLED())
                 or tensor.is_neg()
-                or (tensor.dtype, tensor.device, tensor.shape, tensor.stride()) != kind
             ):
                 return False
         return True
@@ -66,5 +75,5 @@ def _kind_of(tensor: Any) -> Kind | None:
         and tensor.layout is STRIDED
         and not tensor.is_neg()
     ):
-        return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+        return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.get_device()
     return None

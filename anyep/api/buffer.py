@@ -117,8 +117,8 @@ class Buffer:
         self.runtime: Session | None = None
         """What this Buffer owns; None after `destroy`."""
         self._unfilled = Unfilled()
-        self._repeats_low_latency = False
-        """Whether low-latency calls like earlier ones are made with less work."""
+        self._repeats = False
+        """Whether calls like earlier ones are made with less work."""
         self._pid = os.getpid()
         self._generation = _generation
         self._is_made = False
@@ -164,7 +164,7 @@ class Buffer:
                 session.before_low_latency,
                 session.is_quiet,
             )
-            self._repeats_low_latency = self._device.type == "cuda"
+        self._repeats = self._device.type == "cuda"
         self.topology = session.topology
         """Which ranks are on which node."""
         self._is_made = True
@@ -289,7 +289,9 @@ class Buffer:
     def _extent(self) -> str:
         modes = "normal and low-latency modes" if self.low_latency_mode else "normal mode"
         masks = " with masks" if self.low_latency_mode and self.enable_shrink else ""
-        return f"{self.num_nvl_bytes:,} NVL bytes, {self.num_rdma_bytes:,} RDMA bytes; {modes}{masks}"
+        is_on_host = self.runtime is not None and self.runtime.is_heap_on_host
+        where = " in memory of the host" if is_on_host else ""
+        return f"{self.num_nvl_bytes:,} NVL bytes, {self.num_rdma_bytes:,} RDMA bytes{where}; {modes}{masks}"
 
     def _state(self) -> str:
         if self._generation is not _generation:
@@ -386,17 +388,16 @@ class Buffer:
             rows and event are None.
         """
         session, checks = self._check_usable()
-        streams = Streams(previous_event, async_finish, allocate_on_comm_stream)
-        mode = session.normal
+        mode, streams = session.normal, (previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
-            if streams == AT_ONCE and topk_idx is None and topk_weights is None:
+            if self._repeats and streams == AT_ONCE and topk_idx is None and topk_weights is None:
                 again = checks.dispatch_again(x, handle, config, self.get_dispatch_config)
                 if again is not None:
                     return again, None, None, None, None, EventOverlap()
             call = session.control.begin(Kind.CACHED_DISPATCH)
             try:
                 cached, previous = checks.cached_dispatch(
-                    x, handle, topk_idx, topk_weights, config, self.get_dispatch_config, streams
+                    x, handle, topk_idx, topk_weights, config, self.get_dispatch_config, Streams(*streams)
                 )
             except BaseException as error:
                 session.refuse(call, error, mode.ops.refuse)
@@ -408,7 +409,7 @@ class Buffer:
             num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
         )
         dispatched: Dispatched[Any] | None = None
-        if streams == AT_ONCE and type(num_worst_tokens) is int and num_worst_tokens == 0:
+        if self._repeats and streams == AT_ONCE and type(num_worst_tokens) is int and num_worst_tokens == 0:
             dispatched = checks.counted_again(
                 x, topk_idx, topk_weights, layout, expert_alignment, config, self.get_dispatch_config
             )
@@ -424,7 +425,7 @@ class Buffer:
                     num_worst_tokens,
                     config,
                     self.get_dispatch_config,
-                    streams,
+                    Streams(*streams),
                 )
             except BaseException as error:
                 session.refuse(call, error, mode.ops.refuse)
@@ -472,16 +473,15 @@ class Buffer:
             The sums [tokens, hidden], the sums of weights (None without `topk_weights`), and an event.
         """
         session, checks = self._check_usable()
-        mode = session.normal
-        streams = Streams(previous_event, async_finish, allocate_on_comm_stream)
-        if streams == AT_ONCE and topk_weights is None and bias is None:
+        mode, streams = session.normal, (previous_event, async_finish, allocate_on_comm_stream)
+        if self._repeats and streams == AT_ONCE and topk_weights is None and bias is None:
             again = checks.combine_again(x, handle, config, self.get_combine_config)
             if again is not None:
                 return again, None, EventOverlap()
         call = session.control.begin(Kind.COMBINE)
         try:
             request, previous = checks.combine(
-                x, handle, topk_weights, bias, config, self.get_combine_config, streams
+                x, handle, topk_weights, bias, config, self.get_combine_config, Streams(*streams)
             )
         except BaseException as error:
             session.refuse(call, error, mode.ops.refuse)
@@ -607,7 +607,7 @@ class Buffer:
         """
         session, mode, checks = self._check_low_latency()
         fp8 = use_fp8, round_scale, use_ue8m0
-        if self._repeats_low_latency and not async_finish:
+        if self._repeats and not async_finish:
             stats = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
             numbers = num_max_dispatch_tokens_per_rank, num_experts
             again = checks.dispatch_again(x, topk_idx, *numbers, *stats, fp8, return_recv_hook)
@@ -666,7 +666,7 @@ class Buffer:
         """
         session, mode, checks = self._check_low_latency()
         formats = use_logfmt, zero_copy
-        if self._repeats_low_latency and not async_finish:
+        if self._repeats and not async_finish:
             parts = x, topk_idx, topk_weights, handle
             stats = combine_wait_recv_cost_stats
             again = checks.combine_again(*parts, formats, out, stats, return_recv_hook)

@@ -10,6 +10,7 @@ It works on the CPU, on one node. Here arguments are checked; `elastic_calls` ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -22,10 +23,10 @@ from anyep.api.arguments import check_config, check_devices, check_payload, chec
 from anyep.api.buffer import Buffer
 from anyep.api.elastic_absent import AbsentCalls
 from anyep.api.elastic_arguments import Streams
-from anyep.api.elastic_calls import ElasticCalls, First, Layout, Received, wait_for
+from anyep.api.elastic_calls import ElasticCalls, First, Layout, Outputs, Received, wait_for
 from anyep.api.elastic_handle import EPHandle
 from anyep.api.elastic_hints import SizeHints
-from anyep.backends.base import CombineInput, Payload, Rows
+from anyep.backends.base import Payload, Rows
 from anyep.connection import ELASTIC
 from anyep.control.status import RankStatus
 from anyep.core import elastic_sizes
@@ -63,8 +64,9 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         num_topk: The choices of a token; 0 is 32.
         use_fp8_dispatch: Whether dispatched rows have values of 1 byte.
         deterministic: Accepted: the order of rows is always the same.
-        allow_hybrid_mode: Accepted: on one node both modes are the same.
-        allow_multiple_reduction: Accepted: rows of the compact layout are rounded once on one node.
+        allow_hybrid_mode: Must be True on several nodes; on one both modes are the same.
+        allow_multiple_reduction: Must be True on several nodes, where sums of a node are rounded. If False, a
+            combine of expanded rows takes as many calls as a token has choices.
         prefer_overlap_with_compute: Whether `get_theoretical_num_sms` may be less than 64.
         sl_idx: Accepted and ignored.
         num_allocated_qps: The most that `get_theoretical_num_qps` returns; 0: as many as DeepEP V2 allocates.
@@ -73,8 +75,9 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         num_gpu_timeout_secs: Accepted and ignored.
         explicitly_destroy: Warn if the buffer is dropped without a call of `destroy`.
         device: As for `Buffer`.
-        ranks_per_node: Must be left out, or the number of ranks.
+        ranks_per_node: As for `Buffer`; several nodes work on CPUs.
         num_window_bytes: As for `Buffer`.
+        network: As for `Buffer`.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         device: str | torch.device | None = None,
         ranks_per_node: int | None = None,
         num_window_bytes: int | None = None,
+        network: str | None = None,
     ) -> None:
         if num_cpu_bytes:
             raise NotSupported("num_cpu_bytes is for remote tables, which AnyEP does not have: pass 0")
@@ -112,21 +116,21 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         self._buffer = _Connected(
             float(whole_number("num_cpu_timeout_secs", num_cpu_timeout_secs, minimum=1)),
             group,
-            checks.ring_bytes(self.num_bytes, hidden, num_ranks),
+            *checks.ring_bytes(self.num_bytes, hidden, group, ranks_per_node),
             explicitly_destroy=explicitly_destroy,
             device=device,
             ranks_per_node=ranks_per_node,
             num_window_bytes=num_window_bytes,
+            network=network,
         )
         topology = self._buffer.topology
         session = self._session()
-        if topology.num_nodes > 1:
+        try:
+            checks.check_nodes(topology, self._device, allow_hybrid_mode, allow_multiple_reduction)
+        except NotSupported:
             self._buffer.destroy()
-            raise NotSupported(
-                "ElasticBuffer does not work on several nodes yet: use anyep.Buffer; programs written for"
-                " deep_ep choose it where ANYEP_DEEP_EP_API=v1 hides ElasticBuffer from them"
-            )
-        self._calls = ElasticCalls(session.normal, session.elastic, self._buffer.rank, num_ranks)
+            raise
+        self._calls = ElasticCalls(session.normal, session.elastic, topology, self._buffer.rank)
         self.group = group
         self.rank_idx, self.num_ranks = self._buffer.rank, num_ranks
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
@@ -265,8 +269,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
 
         Args:
             x: Rows [tokens, hidden], or a pair of 1-byte data and its scales.
-            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". A token's experts are distinct;
-                GPUs do not check it.
+            topk_idx: int64 [tokens, top-k]; below 0 is "no expert". The experts of a token are distinct.
             topk_weights: float32 [tokens, top-k]; on all ranks or on none.
             cumulative_local_expert_recv_stats: int32 [local experts]; the received counts are added.
             num_experts: The experts of all ranks together; with a handle it may be left out.
@@ -295,8 +298,17 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             one weight of each expanded row, or None; the handle; an event.
         """
         session = self._session()
-        call = session.control.begin(Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH)
         layout = Layout(do_expand, do_zero_padding, use_tma_aligned_col_major_sf)
+        if _is_number(num_sms) and _are_absent(
+            *(topk_idx, topk_weights, cumulative_local_expert_recv_stats),
+            *(num_experts, num_max_tokens_per_rank, expert_alignment),
+            *(previous_event, previous_event_before_epilogue),
+            *(do_cpu_sync or None, async_with_compute_stream or None),
+        ):
+            again = self._calls.cached_again(x, handle, layout, self._default_config())
+            if again is not None:
+                return (*again[:4], EventOverlap(None))
+        call = session.control.begin(Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH)
 
         def check() -> Callable[[], Received]:
             streams = checks.checked_streams(
@@ -367,7 +379,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         ops.before(run_async)
         weights = tokens.topk_weights
         sent = weights if weights is not None else torch.zeros_like(tokens.topk_idx, dtype=torch.float32)
-        payload = check_payload(x, tokens.topk_idx, sent, ops.source_bytes)
+        payload = self._calls.sent(check_payload(x, tokens.topk_idx, sent, ops.source_bytes))
         config = self._config(num_sms, None)
         session.normal.check_rings(config, payload.token)
         layout = ops.layout(tokens.topk_idx, tokens.num_experts, None, False)
@@ -442,9 +454,16 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             0 where there is no expert (None without `topk_weights`); and an event.
         """
         session = self._session()
+        if _is_number(num_sms) and _are_absent(
+            *(topk_weights, bias, previous_event, previous_event_before_epilogue),
+            *(async_with_compute_stream or None,),
+        ):
+            sums = self._calls.combine_again(x, handle, self._default_config())
+            if sums is not None:
+                return sums, None, EventOverlap(None)
         call = session.control.begin(Kind.COMBINE)
 
-        def check() -> tuple[CombineInput[Any], EventOverlap | None]:
+        def check() -> tuple[Outputs, EPHandle, Config]:
             streams = checks.checked_streams(
                 previous_event, previous_event_before_epilogue, async_with_compute_stream
             )
@@ -454,20 +473,24 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             gradients.warn_if_lost(x, topk_weights, bias)
             known = checks.checked_handle(handle, self.num_ranks)
             rows, weights, biases = checks.checked_outputs(x, topk_weights, bias, known)
-            if known.do_expand and not self.allow_multiple_reduction:
-                raise NotSupported(
-                    "allow_multiple_reduction=False does not work with expanded rows yet: make the"
-                    " ElasticBuffer without it, or pass compact rows"
-                )
             routing = self._calls.routing_of(known)
             config = self._config(0, routing.num_channels)
+            has_weights = weights is not None
+            if known.do_expand and not self.allow_multiple_reduction:
+                ready = self._calls.after(streams)
+                return Outputs(rows, weights, biases, routing, ready, has_weights), known, config
             compact, weights, ready = self._calls.prepared(rows, weights, known, streams)
-            combined = CombineInput(compact, routing, weights, biases, config, known.order)
-            session.normal.check_rings(config, combined.token)
-            return combined, ready
+            outputs = Outputs(compact, weights, biases, routing, ready, has_weights)
+            session.normal.check_rings(config, self._calls.input_of(outputs, known, config).token)
+            return outputs, known, config
 
-        combined, ready = self._checked(session, call, check)
-        done = session.normal.combine(call, combined, ready, async_with_compute_stream)
+        outputs, known, config = self._checked(session, call, check)
+        run_async = bool(async_with_compute_stream)
+        if known.do_expand and not self.allow_multiple_reduction:
+            others = partial(session.control.begin, Kind.COMBINE)
+            done = self._calls.combine_unsummed(call, others, outputs, known, config, run_async)
+        else:
+            done = self._calls.combine(call, outputs, known, config, run_async)
         return done.x, done.topk_weights, EventOverlap(done.event)
 
     # The end
@@ -497,9 +520,19 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             session.refuse(call, error, session.normal.ops.refuse)
             raise
 
+    def _default_config(self) -> Config:
+        return self._session().normal.ops.default_config(Buffer.get_dispatch_config(self.num_ranks))
+
     def _config(self, num_sms: int, num_channels: int | None) -> Config:
-        ops = self._session().normal.ops
-        default = ops.default_config(Buffer.get_dispatch_config(self.num_ranks))
+        default = self._default_config()
         if num_sms and num_channels is None:
             return check_config(Config(num_sms), default, None)
         return check_config(None, default, num_channels)
+
+
+def _is_number(num_sms: Any) -> bool:
+    return type(num_sms) is int and num_sms >= 0
+
+
+def _are_absent(*arguments: Any) -> bool:
+    return all(argument is None for argument in arguments)

@@ -9,12 +9,14 @@ import torch
 from anyep import sizes
 from anyep.api.arguments import FLOAT_DTYPES, check_biases, check_tensor, check_topk_idx, check_x
 from anyep.api.elastic_handle import EPHandle
+from anyep.api.elastic_hints import domains_of
 from anyep.core import elastic_sizes
 from anyep.core.elastic_sizes import BUFFER_ALIGNMENT
 from anyep.core.terms import MAX_ALIGNMENT
-from anyep.errors import InvalidCall, no_expert, whole_number
+from anyep.errors import InvalidCall, NotSupported, expert_twice, no_expert, whole_number
 from anyep.events import EventHandle, EventOverlap
 from anyep.sizes import check_num_experts
+from anyep.topology import Topology
 
 
 class Streams(NamedTuple):
@@ -122,10 +124,7 @@ def _checked_ids(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     if bool(twice.any()):
         token, place = (int(index[0]) for index in torch.where(twice))
-        raise InvalidCall(
-            f"topk_idx has expert {int(ordered[token, place])} twice for token {token}:"
-            f" the experts of a token must be distinct"
-        )
+        raise expert_twice(token, int(ordered[token, place]))
     return ids
 
 
@@ -181,9 +180,31 @@ def checked_outputs(
     return rows, topk_weights, check_biases(bias, (num_tokens, rows.shape[1]), rows.dtype)
 
 
-def ring_bytes(num_bytes: int, hidden: int, num_ranks: int) -> int:
-    """The bytes of a buffer that become rings, which carry rows where windows have no room."""
+def ring_bytes(num_bytes: int, hidden: int, group: Any, ranks_per_node: int | None) -> tuple[int, int]:
+    """The bytes of rings within a node, which carry rows where windows have no room, at most those of the
+    buffer; and of rings between nodes, as many as they need."""
+    num_ranks = group.size()
+    per_node = ranks_per_node or domains_of(group).num_nvlink_ranks
     config = sizes.get_dispatch_config(num_ranks, sizes.NUM_DEFAULT_SMS)
     row_bytes = sizes.align(max(hidden, 1) * 4, 16)
-    hint = config.get_nvl_buffer_size_hint(row_bytes, num_ranks, ranks_per_node=num_ranks)
-    return min(num_bytes, sizes.align(hint, sizes.NUM_BUFFER_ALIGNMENT_BYTES))
+    within = config.get_nvl_buffer_size_hint(row_bytes, num_ranks, ranks_per_node=per_node)
+    between = config.get_rdma_buffer_size_hint(row_bytes, num_ranks, ranks_per_node=per_node)
+    alignment = sizes.NUM_BUFFER_ALIGNMENT_BYTES
+    return min(num_bytes, sizes.align(within, alignment)), sizes.align(between, alignment)
+
+
+def check_nodes(
+    topology: Topology, device: torch.device, allow_hybrid_mode: bool, allow_multiple_reduction: bool
+) -> None:
+    """Refuse what does not work on several nodes."""
+    if topology.num_nodes == 1:
+        return
+    nodes = f"ElasticBuffer on {topology.num_nodes} nodes"
+    if device.type != "cpu":
+        raise NotSupported(
+            f"{nodes} works on CPUs so far: use anyep.Buffer; programs written for deep_ep choose it where"
+            f" ANYEP_DEEP_EP_API=v1 hides ElasticBuffer from them"
+        )
+    if not allow_hybrid_mode or not allow_multiple_reduction:
+        name = "allow_multiple_reduction" if allow_hybrid_mode else "allow_hybrid_mode"
+        raise NotSupported(f"{nodes} adds up the rows of each node there: leave {name}=False out")

@@ -160,6 +160,9 @@ class CombineInput(NamedTuple, Generic[R_co]):
     order: torch.Tensor | None = None
     """int32 [tokens, ranks]: the ranks in the order in which their rows are added; by default ascending. Rows
     from other nodes are added in no other order."""
+    is_keyed: bool = False
+    """Between nodes on CPUs: whether the last column of `topk_weights` is no weight, but the order: at each
+    step rows are added with ascending ones, and a sum has the last of its rows'."""
 
     @property
     def token(self) -> TokenLayout:
@@ -189,6 +192,7 @@ class CountedDispatch(NamedTuple, Generic[R_co]):
 class StartedDispatch(NamedTuple, Generic[R, C]):
     """Such a dispatch after its notify messages were sent; its totals are still to be read."""
 
+    started: Call
     call: NormalCall[R, C]
     payload: Payload
     counts: C
@@ -396,12 +400,12 @@ class NormalOps(Protocol[R, C]):
         """The rows of a dispatch with a handle and no other argument, made at once, with less work, if one
         like it was made before. None if not: then nothing has happened."""
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
-        """The same for a combine: its sums."""
+    def combine_again(self, x: Any, handle: Any, config: Config, order: Any = None) -> torch.Tensor | None:
+        """The same for a combine: its sums. `order` is that of `CombineInput`."""
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch[R] | StartedDispatch[R, C]] | None:
+    ) -> CountedDispatch[R] | StartedDispatch[R, C] | None:
         """The same for a dispatch that counts its rows."""
 
     def aligned_payload(self, payload: Payload) -> Payload:

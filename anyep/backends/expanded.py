@@ -58,6 +58,39 @@ def empty_scales(
     return torch.empty((num_scales, stride), dtype=dtype, device=device).T[:num_rows]
 
 
+class Origins(NamedTuple):
+    """What a dispatch of normal mode found out, once its rows are there."""
+
+    rank_prefix: torch.Tensor
+    """int32 [ranks, ranks]: by source and destination, the rows from this source and those before it."""
+    recv_src_idx: torch.Tensor
+    """int32 [received rows]: the token that each row is at its source."""
+    send_head: torch.Tensor
+    """int32 [tokens, ranks]: the row of each token at each rank, or -1."""
+    topk_idx: torch.Tensor
+    """int64 [tokens, top-k]: the experts of this rank's tokens."""
+    recv_topk_idx: torch.Tensor
+    """int64 [received rows, top-k]: local experts, or -1."""
+    rank: int
+    """This rank."""
+    num_experts: int
+    num_max_tokens_per_rank: int
+
+
+class OriginTensors(NamedTuple):
+    """The tensors of a handle that follow from it, as `EPHandle` describes them."""
+
+    received: torch.Tensor
+    """`psum_num_recv_tokens_per_scaleup_rank`."""
+    metadata: torch.Tensor
+    """`recv_src_metadata`; if rows are expanded, `place` fills the columns of choices."""
+    slots: torch.Tensor
+    """`dst_buffer_slot_idx`."""
+    order: torch.Tensor
+    kept_ids: torch.Tensor | None
+    """A copy of the received ids; None if rows are expanded."""
+
+
 class ElasticOps(Protocol):
     """What a device does for the elastic API beside the calls of normal mode.
 
@@ -72,6 +105,9 @@ class ElasticOps(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result."""
+
+    def tell_origins(self, origins: Origins, tensors: OriginTensors) -> None:
+        """Fill the tensors."""
 
     def place(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -47,17 +47,25 @@ def _hearing_interrupts(command: Callable[..., None]) -> Callable[..., None]:
     return run_it
 
 
-app.command()(_hearing_interrupts(plan))
-app.command("simulate")(_hearing_interrupts(simulate_command))
-app.command()(_hearing_interrupts(calibrate))
-app.command()(_hearing_interrupts(demo))
-app.command()(_hearing_interrupts(bench))
-app.command()(_hearing_interrupts(tune))
-app.command()(_hearing_interrupts(doctor))
-app.command()(_hearing_interrupts(selftest))
-app.command()(_hearing_interrupts(warmup))
-# Options end at the script's name: the arguments after it belong to the script.
-app.command(context_settings={"allow_interspersed_args": False})(_hearing_interrupts(run))
+COMMANDS: Final[dict[str, tuple[Callable[..., None], str]]] = {
+    "run": (run, "Run a Python script as several ranks."),
+    "demo": (demo, "Train or decode over several ranks, checked against one."),
+    "doctor": (doctor, "Show what this machine has, and what is missing."),
+    "selftest": (selftest, "Check a machine or a job; write a report to send."),
+    "warmup": (warmup, "Compile all kernels for the CPU now."),
+    "plan": (plan, "Memory of a rank; times and traffic on a machine."),
+    "simulate": (simulate_command, "Run one dispatch in virtual time."),
+    "bench": (bench, "Measure calls beside a plain copy, Gloo and others."),
+    "calibrate": (calibrate, "Measure this machine for plan and simulate."),
+    "tune": (tune, "Find the fastest tile sizes for the GPUs here."),
+}
+"""Each command with its line in the list; its docstring is at the top of its own help."""
+
+for _name, (_command, _line) in COMMANDS.items():
+    # Options of `run` end at the script's name: the arguments after it belong to the script.
+    app.command(_name, short_help=_line, context_settings={"allow_interspersed_args": _name != "run"})(
+        _hearing_interrupts(_command)
+    )
 
 
 def _print_version(wanted: bool) -> None:

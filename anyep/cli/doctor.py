@@ -286,6 +286,7 @@ def check_gpus() -> Iterator[Finding]:
         )
     if torch.cuda.device_count() > 1:
         yield from _check_links()
+    yield from check_heap()
 
 
 @functools.cache
@@ -319,10 +320,37 @@ def _check_links() -> Iterator[Finding]:
             "gpu links",
             "note",
             f"{fabric}; GPUs {apart[0][0]} and {apart[0][1]} cannot reach each other's memory",
-            "treat them as different nodes: pass ranks_per_node to Buffer",
+            "nothing to do: rows of ranks on them go through memory of the host (see `heap`)",
         )
     else:
         yield Finding("gpu links", "ok", f"{fabric}; every GPU reaches every other's memory")
+
+
+def check_heap() -> Iterator[Finding]:
+    """Where ranks on the GPUs that torch sees would keep what they share."""
+    import torch
+
+    from anyep.backends.cuda import reach
+
+    try:
+        wanted = settings.HEAP.choose().value
+    except InvalidCall:
+        return  # the check of the settings reports it
+    indices = range(torch.cuda.device_count())
+    identities = [str(torch.cuda.get_device_properties(index).uuid) for index in indices]
+    why = next(filter(None, (reach.why_not_shared(index, identities) for index in indices)), "")
+    name = settings.HEAP.name
+    if wanted == "host":
+        other = f"could not share their own, because {why}" if why else "could share their own as well"
+        yield Finding("heap", "ok", f"memory of the host, as {name} says; ranks on these GPUs {other}")
+    elif why and wanted == "device":
+        detail = f"{name} is device, but {why}: a Buffer of ranks on all GPUs raises NotSupported"
+        yield Finding("heap", "note", detail, f"unset {name}, or set it to host")
+    elif why:
+        detail = f"ranks on all GPUs share memory of the host, because {why}; every row crosses PCIe twice"
+        yield Finding("heap", "note", detail, "nothing to do; docs/gpus.md tells what differs")
+    else:
+        yield Finding("heap", "ok", "ranks share memory of the GPUs, each of which reaches every other one's")
 
 
 def check_mps() -> Iterator[Finding]:

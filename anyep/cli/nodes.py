@@ -125,11 +125,6 @@ def nodes_of(
             if value is not None:
                 raise InvalidCall(f"{name} is for several nodes: add --nodes 2, or leave it out")
         return Nodes(1, ranks_per_node)
-    if device != "cpu" and mode != "low-latency":
-        raise InvalidCall(
-            f"normal mode works between nodes on the CPU so far: leave out --device {device} or --nodes, or"
-            f" add --mode low-latency"
-        )
     if device != "cpu" and network == "nixl":
         raise InvalidCall(f"--network nixl is for the CPU so far: leave it out, or --device {device}")
     fewest = -(-topk * num_nodes // experts)

@@ -24,6 +24,14 @@ TopkNodes = Annotated[
     int | None,
     typer.Option(help="How many nodes the experts of a token may be on; default: half of the nodes."),
 ]
+Heap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|device|host",
+        help="Where ranks on GPUs keep what they share: memory of the GPUs (device) or of the host; default:"
+        " ANYEP_HEAP, else what CUDA allows.",
+    ),
+]
 Network = Annotated[
     str | None,
     typer.Option(

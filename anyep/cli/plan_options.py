@@ -13,7 +13,7 @@ Files = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="FILE",
-        help="With --validate: files of published figures; those of the package where none is given. With"
+        help="With --validate: files of published figures; by default those in the package. With"
         " --trace: further files of the trace.",
     ),
 ]
@@ -44,11 +44,11 @@ MachineName = Annotated[
     ),
 ]
 Library = Annotated[
-    str | None, typer.Option(help="With --machine: whose kernels; the first of the machine's file.")
+    str | None, typer.Option(help="With --machine: whose kernels; default: the first in the machine's file.")
 ]
 TopkNodes = Annotated[
     int | None,
-    typer.Option(help="With --machine: nodes that a token's experts may be on; all where not given."),
+    typer.Option(help="With --machine: how many nodes a token's experts may be on; default: all."),
 ]
 ComputeUs = Annotated[
     float,
@@ -75,18 +75,20 @@ Skew = Annotated[
     float | None,
     typer.Option(help="Count a drawn routing: the n-th most popular expert has a weight of n ** -skew."),
 ]
-Seed = Annotated[int, typer.Option(help="With --skew: of the drawn routing.")]
+Seed = Annotated[int, typer.Option(help="With --skew: seed of the drawn routing.")]
 WithBalance = Annotated[
     bool, typer.Option("--balance", help="With a trace: place experts by load, and show what changes.")
 ]
 Replicas = Annotated[
     int | None,
-    typer.Option(help="With --balance: places for experts on all ranks; one more per rank than experts."),
+    typer.Option(
+        help="With --balance: experts and replicas in all; default: one more per rank than experts."
+    ),
 ]
 Groups = Annotated[
     int, typer.Option(help="With --balance: groups of experts that a limited gate chooses from.")
 ]
 ExpertBytes = Annotated[
     str | None,
-    typer.Option(help="With --balance: an expert's weights, like 44MB; 3 x hidden x 2048 values."),
+    typer.Option(help="With --balance: an expert's weights, like 44MB; default: 3 x hidden x 2048 values."),
 ]

@@ -1,4 +1,4 @@
-"""`anyep simulate`: one dispatch in virtual time, with small rings, a slow rank or link, or jitter."""
+"""`anyep simulate`: a dispatch or combine in virtual time, with small rings, slow ranks or links, jitter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from anyep.cli.memory_plan import Workload
 from anyep.cli.plan_times import TimesAsked, draw_to
 from anyep.errors import InvalidCall, whole_number
 from anyep.planning.machines import find_machine
-from anyep.planning.simulation import Result, Shape, Speeds, Trouble, simulate, units_of
-from anyep.planning.times import NORMAL, Call, constant, time_of
+from anyep.planning.simulated_combine import simulate_combine
+from anyep.planning.simulation import simulate
+from anyep.planning.times import COMBINE, DISPATCH, NORMAL, Call, constant, time_of
 from anyep.planning.traces import draw_trace
-from anyep.sizes import NUM_DEFAULT_SMS, NUM_MAX_NVL_PEERS, get_dispatch_config
+from anyep.planning.virtual_time import Result, Shape, Speeds, Trouble, units_of
+from anyep.sizes import NUM_DEFAULT_SMS, NUM_MAX_NVL_PEERS, get_combine_config, get_dispatch_config
 from anyep.topology import Topology
 
 SMS_PER_CHANNEL: Final = 2
@@ -25,16 +27,19 @@ MOST_RANKS: Final = 512
 MOST_TOKENS: Final = 1 << 20
 """A run of more would take minutes, and gigabytes."""
 WAYS: Final = {
-    "pack": "into the NIC's ring",
-    "network": "by the NIC",
-    "relay": "to the ranks",
-    "receive": "out of rings",
+    DISPATCH: {
+        "pack": "into the NIC's ring",
+        "network": "by the NIC",
+        "relay": "to the ranks",
+        "receive": "out of rings",
+    },
+    COMBINE: {"network": "by the NIC", "relay": "into sums for other nodes", "receive": "into own tokens"},
 }
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One dispatch, its rings, and what is wrong with it."""
+    """One call, its rings, and what is wrong with it."""
 
     call: Call
     shape: Shape
@@ -60,17 +65,20 @@ def simulate_command(
     skew: Annotated[
         float, typer.Option(help="The n-th most popular expert has a weight of n ** -skew.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the routing and of jitter.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the routing and of jitter.")] = 0,
+    combine: Annotated[
+        bool, typer.Option("--combine", help="Simulate a combine by windows, not a dispatch through rings.")
+    ] = False,
     chunk: Annotated[
-        int | None, typer.Option(help="Tokens that move at a time; those of the tuned config.")
+        int | None, typer.Option(help="Tokens that move at a time; default: as in the tuned config.")
     ] = None,
     net_ring: Annotated[
-        int | None, typer.Option(help="Rows of a ring between nodes; those of the tuned config.")
+        int | None, typer.Option(help="Rows of a ring between nodes; default: as in the tuned config.")
     ] = None,
     nvl_ring: Annotated[
-        int | None, typer.Option(help="Rows of a ring within a node; those of the tuned config.")
+        int | None, typer.Option(help="Rows of a ring within a node; default: as in the tuned config.")
     ] = None,
-    network_latency_us: Annotated[float, typer.Option(help="Of a chunk, and of a credit.")] = 5.0,
+    network_latency_us: Annotated[float, typer.Option(help="Latency of a chunk, and of a credit.")] = 5.0,
     slow_rank: Annotated[
         int | None, typer.Option(help="A rank whose SMs are slower, or that is late.")
     ] = None,
@@ -85,7 +93,7 @@ def simulate_command(
         Path | None, typer.Option("--plot", help="Draw a waterfall of the watched rank to this file.")
     ] = None,
 ) -> None:
-    """Run one dispatch in virtual time: what rings, slow ranks, slow links and jitter do to it."""
+    """Run one call in virtual time: what rings, slow ranks, slow links and jitter do to it."""
     if machine is None:
         raise InvalidCall("on which machine? Name it with --machine, like --machine 'H800 CX7'")
     if slow_rank is None and (slow_by != 1.0 or late_us):
@@ -95,10 +103,12 @@ def simulate_command(
         slow_rank, slow_by, late_us, slow_link, link_share if slow_link is not None else 1.0, jitter, seed
     )
     asked = TimesAsked(workload, (ranks,), find_machine(machine), library, None, 0.0)
-    scenario = scenario_of(asked, (chunk, net_ring, nvl_ring), network_latency_us, trouble, watch)
+    what = COMBINE if combine else DISPATCH
+    scenario = scenario_of(asked, (chunk, net_ring, nvl_ring), network_latency_us, trouble, watch, what)
     trace = draw_trace((ranks, tokens, topk), scenario.call.num_experts, _check_skew(skew), seed, num_steps=1)
     units = units_of(trace.steps[0], scenario.call.num_experts, scenario.shape)
-    result = simulate(units, scenario.shape, scenario.speeds, trouble, watch=watch)
+    run = simulate_combine if combine else simulate
+    result = run(units, scenario.shape, scenario.speeds, trouble, watch=watch)
     if plot_file is not None:
         draw_to("the plot", plot_file, lambda path: _draw(scenario, result, path))
     if as_json:
@@ -113,6 +123,7 @@ def scenario_of(
     network_latency_us: float,
     trouble: Trouble,
     watch: int,
+    what: str,
 ) -> Scenario:
     """Check what is asked for, and derive the speeds of the parts from the machine's constants."""
     (ranks,) = asked.ranks
@@ -126,7 +137,7 @@ def scenario_of(
             f"{ranks} ranks with {tokens} tokens each would take minutes: lower one of them, to at most"
             f" {MOST_TOKENS} tokens together"
         )
-    call = asked.calls(ranks)[0]
+    call = next(call for call in asked.calls(ranks) if call.what == what)
     topology = Topology(ranks, ranks // call.num_nodes)
     shape = _shape(call, topology, rings)
     _check_trouble(trouble, ranks, watch)
@@ -135,15 +146,15 @@ def scenario_of(
     library = asked.library_of(NORMAL)
     constants = asked.machine.constants(library, NORMAL)
     several = call.num_nodes > 1
-    near = SMS_PER_CHANNEL * constant(constants, "dispatch_gbs_per_sm")
-    relay = SMS_PER_CHANNEL * constant(constants, "dispatch_relay_gbs_per_sm") if several else near
-    launch = constant(constants, "dispatch_start_us")
+    near = SMS_PER_CHANNEL * constant(constants, f"{call.what}_gbs_per_sm")
+    relay = SMS_PER_CHANNEL * constant(constants, f"{call.what}_relay_gbs_per_sm") if several else near
+    launch = constant(constants, f"{call.what}_start_us")
     speeds = Speeds(
         launch + (constants.get("notify_us", 0.0) if several else 0.0),
         near,
         relay,
         near,
-        constant(constants, "dispatch_nvlink_gbs"),
+        constant(constants, f"{call.what}_nvlink_gbs"),
         constant(constants, "network_gbs") if several else 1.0,
         network_latency_us=network_latency_us,
     )
@@ -152,7 +163,8 @@ def scenario_of(
 
 
 def _shape(call: Call, topology: Topology, rings: tuple[int | None, int | None, int | None]) -> Shape:
-    config = get_dispatch_config(call.num_ranks, call.num_sms)
+    tuned = get_dispatch_config if call.what == DISPATCH else get_combine_config
+    config = tuned(call.num_ranks, call.num_sms)
     chunk, net_rows, nvl_rows = rings
     for name, count in (("--chunk", chunk), ("--net-ring", net_rows), ("--nvl-ring", nvl_rows)):
         if count is not None:
@@ -203,6 +215,7 @@ def record_of(scenario: Scenario, result: Result) -> dict[str, Any]:
     call, shape = scenario.call, scenario.shape
     return {
         "machine": scenario.name,
+        "what": call.what,
         "ranks": call.num_ranks,
         "nodes": call.num_nodes,
         "tokens": call.num_tokens,
@@ -248,10 +261,10 @@ def _print(scenario: Scenario, result: Result) -> None:
     slowest = max(range(call.num_ranks), key=lambda rank: result.finished_us[rank])
     first = min(result.finished_us)
     console.print(
-        f"a dispatch takes {result.total_us:.0f} us; the formula says {scenario.formula_us:.0f} us"
+        f"a {call.what} takes {result.total_us:.0f} us; the formula says {scenario.formula_us:.0f} us"
         f" ({result.total_us / scenario.formula_us - 1:+.1%})"
     )
-    console.print(f"the first rank has its rows after {first:.0f} us, the last one is rank {slowest}")
+    console.print(f"the first rank is finished after {first:.0f} us, the last one is rank {slowest}")
     table = Table(box=box.SIMPLE_HEAD)
     for number, heading in enumerate(("stage", "rows move", "busy on average", "busiest rank")):
         table.add_column(heading, justify="left" if number < 2 else "right")
@@ -259,7 +272,7 @@ def _print(scenario: Scenario, result: Result) -> None:
         busiest = max(range(len(of_ranks)), key=lambda rank: of_ranks[rank])
         mean = sum(of_ranks) / len(of_ranks)
         if mean:
-            table.add_row(stage, WAYS[stage], f"{mean:.0%}", f"{busiest}: {of_ranks[busiest]:.0%}")
+            table.add_row(stage, WAYS[call.what][stage], f"{mean:.0%}", f"{busiest}: {of_ranks[busiest]:.0%}")
     console.print(table)
     waits = result.waits
     console.print(

@@ -1,4 +1,4 @@
-"""The picture of `anyep simulate --plot`: when each stage of one rank works during a dispatch."""
+"""The picture of `anyep simulate --plot`: when each stage of one rank works during a call."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 
 from anyep.cli.plan_plot import new_figure
 from anyep.planning.counts import Array
+from anyep.planning.times import COMBINE, DISPATCH
 
 if TYPE_CHECKING:
     from anyep.cli.simulate import Scenario
-    from anyep.planning.simulation import Result
+    from anyep.planning.virtual_time import Result
 
 NUM_BINS: Final = 240
 ROWS: Final = {
@@ -23,13 +24,24 @@ ROWS: Final = {
     "relay": ("relay: rows to the ranks of its node", "#4d9078"),
     "receive": ("receive: rows out of its rings", "#8367c7"),
 }
-ONE_NODE_NAMES: Final = {"relay": "send: its rows to the ranks", "receive": "receive: rows out of its rings"}
+NAMES: Final = {
+    (DISPATCH, False, "relay"): "send: its rows to the ranks",
+    (COMBINE, True, "relay"): "relay: sums for other nodes",
+    (COMBINE, True, "receive"): "add: rows and sums into its tokens",
+    (COMBINE, False, "receive"): "add: rows into its tokens",
+}
+"""Of stages that are called differently, by call and whether there are several nodes."""
 
 
 def draw_waterfall(scenario: Scenario, result: Result, path: Path) -> None:
     """A row for each stage; its height is the part of the rank's channels, or of its NIC, that works then."""
     call, several = scenario.call, scenario.call.num_nodes > 1
-    stages = [name for name in ROWS if several or name not in ("notify", "pack", "network")]
+    absent = {"pack"} if call.what == COMBINE else set()
+    if not several:
+        absent |= {"notify", "pack", "network"} | ({"relay"} if call.what == COMBINE else set())
+    # On the way back relays come before the network.
+    order = [*ROWS] if call.what == DISPATCH else ["launch", "notify", "relay", "network", "receive"]
+    stages = [name for name in order if name not in absent]
     figure = new_figure(11, 1.6 + 0.75 * len(stages))
     axes = figure.add_subplot()
     end = result.total_us
@@ -37,7 +49,7 @@ def draw_waterfall(scenario: Scenario, result: Result, path: Path) -> None:
     for number, name in enumerate(stages):
         bottom = len(stages) - 1 - number
         label, colour = ROWS[name]
-        label = label if several else ONE_NODE_NAMES.get(name, label)
+        label = NAMES.get((call.what, several, name), label)
         height, busy = _profile(scenario, result, name, edges)
         axes.stairs(bottom + 0.8 * height, edges, baseline=bottom, fill=True, color=colour, alpha=0.9)
         axes.axhline(bottom, color="#d9dee3", linewidth=0.8, zorder=0)
@@ -46,10 +58,10 @@ def draw_waterfall(scenario: Scenario, result: Result, path: Path) -> None:
     own = result.finished_us[scenario.watch]
     axes.axvline(own, color="#22313f", linewidth=1, linestyle="--")
     axes.text(
-        own, len(stages) + 0.12, f"has all its rows: {own:.0f} us", fontsize=8.5, ha="right", color="#22313f"
+        own, len(stages) + 0.12, f"is finished: {own:.0f} us", fontsize=8.5, ha="right", color="#22313f"
     )
     axes.set_title(
-        f"{scenario.name}: one dispatch at rank {scenario.watch} of {call.num_ranks},"
+        f"{scenario.name}: one {call.what} at rank {scenario.watch} of {call.num_ranks},"
         f" {call.num_tokens} tokens per rank; full height: all channels work",
         loc="left",
         fontsize=10,

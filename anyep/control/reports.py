@@ -22,7 +22,7 @@ from anyep.core import diagnosis, outcomes
 from anyep.core.calls import Array, Call, Phase, Stall, Topic
 from anyep.core.headers import NUM_WORDS, REFUSED_BY_COUNTS, REFUSED_BY_IDS, Field
 from anyep.core.outcomes import still_missing
-from anyep.errors import AnyEPError, InvalidCall, no_expert
+from anyep.errors import AnyEPError, InvalidCall, expert_twice, no_expert
 from anyep.layout import NUM_MAILBOXES
 
 WAITS: Final = {
@@ -189,14 +189,19 @@ class Reports:
             mine = headers[self.rank]
             token, column = divmod(where, int(mine[Field.TOPK]))
             value = int(self._report[constants.REPORTED_VALUE])
-            return no_expert(token, column, value, int(mine[Field.EXPERTS]))
+            num_experts = int(mine[Field.EXPERTS])
+            is_expert = 0 <= value < num_experts
+            return expert_twice(token, value) if is_expert else no_expert(token, column, value, num_experts)
         if how == constants.OTHER_ROUTING:
             return diagnosis.other_routing(call, diagnosis.other_rows(*divmod(where, self.num_ranks)))
         if wrong:
             return InvalidCall(contradiction(wrong, self.num_ranks))
         refused = headers[:, Field.REFUSED]
+        reason_of_ids = "its topk_idx has an id that is no expert"
+        if headers[self.rank, Field.ROUTING]:
+            reason_of_ids += ", or an expert twice for a token"
         for code, reason in (
-            (REFUSED_BY_IDS, "its topk_idx has an id that is no expert"),
+            (REFUSED_BY_IDS, reason_of_ids),
             (REFUSED_BY_COUNTS, "its counts contradict its choices of experts"),
         ):
             if (refused == code).any():

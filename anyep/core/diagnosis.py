@@ -110,7 +110,7 @@ def no_window(call: Call, rank: int | None) -> InvalidCall:
     return InvalidCall(
         f"{'a rank' if rank is None else f'rank {rank}'} has no window for its rows in {call}: between nodes"
         f" rows on GPUs go to windows only, and nothing was sent; pass a larger num_window_bytes, or free"
-        f" results of earlier dispatches"
+        f" results of earlier dispatches (there are no windows with heap='host')"
     )
 
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Final
 
-from anyep.sizes import align
-
 ALIGNMENT_BYTES: Final = 256
 
 
@@ -61,7 +59,7 @@ class FreeList:
         """Take the start of the free block with this index."""
         start, size = self._free[index]
         # The last block of the heap may end anywhere.
-        taken = min(align(max(num_bytes, 1), ALIGNMENT_BYTES), size)
+        taken = min(-(-max(num_bytes, 1) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, size)
         if size > taken:
             self._free[index] = (start + taken, size - taken)
         else:

@@ -12,7 +12,6 @@ here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +19,6 @@ import torch
 from anyep.backends.base import (
     C,
     CombineInput,
-    CountedDispatch,
     CountedTokens,
     NormalCall,
     NormalOps,
@@ -32,7 +30,7 @@ from anyep.backends.base import (
     Windows,
 )
 from anyep.control.plane import ControlPlane
-from anyep.core.calls import Array, Call, Kind, Phase
+from anyep.core.calls import Array, Call, Phase
 from anyep.core.headers import MAX_OFFERS, RESULT_ROWS, dtype_word, signature, write_offers
 from anyep.core.rings import Rings
 from anyep.events import EventHandle, EventOverlap
@@ -211,38 +209,15 @@ class NormalMode(Generic[R, C]):
 
     def counted_again(self, tokens: CountedTokens, config: Config, alignment: int) -> Dispatched[R] | None:
         """The results of a dispatch that counts its rows."""
-
-        def find() -> Callable[[Call], Dispatched[R]] | None:
-            again = self.ops.counted_again(tokens, config)
-            return partial(self._finish_counted, again, config, alignment) if again is not None else None
-
-        return self._made_again(Kind.DISPATCH, find)
-
-    def _finish_counted(
-        self,
-        again: Callable[[Call], CountedDispatch[R] | StartedDispatch[R, C]],
-        config: Config,
-        alignment: int,
-        call: Call,
-    ) -> Dispatched[R]:
-        done = again(call)
+        done = self.ops.counted_again(tokens, config)
+        if done is None:
+            return None
         if isinstance(done, StartedDispatch):
             request = Dispatch(done.payload, done.counts, config, 0, alignment)
-            return self._take_counted(done.call, request, done.routing, done.header)
+            rest = done.call, request, done.routing, done.header
+            return self._control.guarded(done.started, lambda: self._take_counted(*rest))
         by_expert = _aligned_counts(done.tokens_per_expert, alignment)
         return _dispatched(done.results, by_expert, done.routing, None)
-
-    def _made_again(self, kind: Kind, find: Callable[[], Callable[[Call], T] | None]) -> T | None:
-        """`find` returns what makes the call, once it has a number."""
-        try:
-            again = find()
-        except Exception:
-            # Arguments of which not even this can be found out: checks say what is wrong with them.
-            return None
-        if again is None:
-            return None
-        call = self._control.begin(kind)
-        return self._control.guarded(call, partial(again, call))
 
     def _guarded(self, call: Call, work: Callable[[], T], checks_ids: bool = False) -> T:
         done = self._control.guarded(call, work)

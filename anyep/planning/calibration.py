@@ -18,6 +18,9 @@ import numpy as np
 from anyep.planning.times import Call, expected_load
 
 LEAST_START_US: Final = 0.1
+LEAST_POINTS_TO_BEND: Final = 5
+BENT: Final = 0.5
+"""A bend must leave at most this part of the squares of a straight line's errors."""
 STEEP: Final = 0.8
 """A rate with few SMs counts for the rate per SM while it is below this part of the best one."""
 
@@ -30,13 +33,17 @@ class Point(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A start time and a rate."""
+    """A start time and a rate; and for the first bytes another rate, if caches hold them."""
 
     start_us: float
     gbs: float
+    cached_gbs: float = 0.0
+    cached_bytes: float = 0.0
 
     def us(self, num_bytes: float) -> float:
-        return self.start_us + num_bytes / self.gbs / 1e3
+        cached = min(num_bytes, self.cached_bytes)
+        cached_us = cached / self.cached_gbs / 1e3 if cached else 0.0
+        return self.start_us + cached_us + (num_bytes - cached) / self.gbs / 1e3
 
 
 class Entry(NamedTuple):
@@ -74,6 +81,33 @@ def fit_line(points: Sequence[Point], row_bytes: int) -> Line:
     return Line(float(start), row_bytes / float(per_row) / 1e3)
 
 
+def fit_bent_line(points: Sequence[Point], row_bytes: int) -> Line:
+    """A line whose first bytes are faster, where that is much nearer to the points; else a straight one.
+
+    >>> times = [(1, 101.0), (50, 150.0), (100, 200.0), (200, 1200.0), (400, 3200.0)]
+    >>> line = fit_bent_line([Point(*each) for each in times], row_bytes=1000)
+    >>> round(line.start_us), round(line.cached_gbs, 2), round(line.gbs, 2), round(line.cached_bytes)
+    (100, 1.0, 0.1, 100000)
+    """
+    straight = fit_line(points, row_bytes)
+    if len(points) < LEAST_POINTS_TO_BEND:
+        return straight
+    us = np.array([point.us for point in points])
+    rows = np.array([point.rows for point in points])
+    best, least = straight, BENT * float(np.square(errors(points, straight, row_bytes)).sum())
+    for bend in sorted(rows)[1:-1]:
+        terms = np.stack([1 / us, np.minimum(rows, bend) / us, np.maximum(rows - bend, 0) / us], axis=1)
+        start, near, far = np.linalg.lstsq(terms, np.ones(len(points)), rcond=None)[0]
+        if start < LEAST_START_US or not 0 < near < far:
+            continue
+        gbs, cached_gbs = (row_bytes / float(each) / 1e3 for each in (far, near))
+        line = Line(float(start), gbs, cached_gbs, float(bend) * row_bytes)
+        squares = float(np.square(errors(points, line, row_bytes)).sum())
+        if squares < least:
+            best, least = line, squares
+    return best
+
+
 def errors(points: Sequence[Point], line: Line, row_bytes: int) -> list[float]:
     """The relative errors of a line at some points; positive where it is too long."""
     return [line.us(point.rows * row_bytes) / point.us - 1 for point in points]
@@ -97,7 +131,7 @@ def gbs_per_sm(by_sms: Sequence[tuple[int, Point]], line: Line, row_bytes: int) 
 
 def alone(line: Line, share: float) -> Line:
     """The line of a rank that has a core or GPU alone, where `share` ranks shared one."""
-    return Line(line.start_us / share, line.gbs * share)
+    return Line(line.start_us / share, line.gbs * share, line.cached_gbs * share, line.cached_bytes)
 
 
 def file_text(name: str, tables: dict[str, list[Entry]]) -> str:
@@ -135,6 +169,12 @@ def entries_of(
             Entry(f"{what}_nvlink_gbs", line.gbs, source),
             Entry(f"{what}_start_us", line.start_us, source),
         ]
+        if line.cached_bytes:
+            bend = "calls with fewer bytes are faster: caches hold them"
+            entries += [
+                Entry(f"{what}_cached_gbs", line.cached_gbs, source),
+                Entry(f"{what}_cached_bytes", line.cached_bytes, bend),
+            ]
         if what in sms:
             entries.append(Entry(f"{what}_gbs_per_sm", sms[what], source))
     return entries

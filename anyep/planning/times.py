@@ -122,7 +122,7 @@ def shared_constants(call: Call, constants: Mapping[str, float]) -> Mapping[str,
     for name in constants:
         if name.endswith("_us"):
             shared[name] *= share
-        elif name.endswith(("nvlink_gbs", "gbs_per_sm")):
+        elif name.endswith(("nvlink_gbs", "cached_gbs", "gbs_per_sm")):
             shared[name] /= share
     return shared
 
@@ -135,7 +135,7 @@ def _normal(call: Call, constants: Mapping[str, float], load: Load) -> Times:
     if not constants.get("without_sms"):
         sm_gbs = constant(constants, f"{what}_relay_gbs_per_sm" if several else f"{what}_gbs_per_sm")
         sms_us = _us(near_bytes, sm_gbs * call.num_sms)
-    nvlink_us = _us(near_bytes, constant(constants, f"{what}_nvlink_gbs"))
+    nvlink_us = _nvlink_us(near_bytes, what, constants)
     start_us = constant(constants, f"{what}_start_us")
     fill_us = constants.get(f"{what}_fill_us", 0.0)
     network_us = 0.0
@@ -151,7 +151,7 @@ def _normal(call: Call, constants: Mapping[str, float], load: Load) -> Times:
 
 def _low_latency(call: Call, constants: Mapping[str, float], load: Load) -> Times:
     what = call.what
-    nvlink_us = _us(load.near_rows * call.row_bytes, constant(constants, f"{what}_nvlink_gbs"))
+    nvlink_us = _nvlink_us(load.near_rows * call.row_bytes, what, constants)
     start_us = constant(constants, f"{what}_start_us")
     network_us = 0.0
     if call.num_nodes > 1:
@@ -173,6 +173,13 @@ def constant(constants: Mapping[str, float], name: str) -> float:
             f" mode and number of nodes that the file covers"
         )
     return constants[name]
+
+
+def _nvlink_us(num_bytes: float, what: str, constants: Mapping[str, float]) -> float:
+    """On CPUs, the first bytes may be faster than the others: those that caches hold."""
+    cached = min(num_bytes, constants.get(f"{what}_cached_bytes", 0.0))
+    cached_us = _us(cached, constant(constants, f"{what}_cached_gbs")) if cached else 0.0
+    return cached_us + _us(num_bytes - cached, constant(constants, f"{what}_nvlink_gbs"))
 
 
 def _us(num_bytes: float, gbs: float) -> float:

@@ -12,10 +12,20 @@ from hypothesis import strategies as st
 
 from anyep.cli.bench.measure import measure_on_rank
 from anyep.cli.bench.plot import draw
-from anyep.cli.bench.records import Label, RankReport, Report, Setup, Timing, fewest_sms, records_of
+from anyep.cli.bench.records import (
+    Label,
+    RankReport,
+    Report,
+    Setup,
+    Timing,
+    description_of,
+    fewest_sms,
+    records_of,
+)
 from anyep.cli.bench.table import print_report
 from anyep.cli.nodes import Nodes
 from anyep.cli.ranks import Rank
+from anyep.errors import NotSupported
 from tests.support.bench_stand_ins import stand_ins
 from tests.support.places import Place
 from tests.support.world import RankContext
@@ -32,6 +42,14 @@ NORMAL_PATHS = (
     ),
     *(("combine", path) for path in ("window", "window, graph", "staged", "staged, graph", "ring")),
 )
+PATHS_ON_HOST = (
+    *(("copy", path) for path in ("bf16, host", "fp8, host")),
+    *(("layout", path) for path in ("local", "local, graph")),
+    *(("dispatch", path) for path in ("ring", "ring, worst, graph")),
+    *(("cached_dispatch", path) for path in ("ring", "ring, graph", "ring, fp8", "ring, fp8, graph")),
+    *(("combine", path) for path in ("ring", "ring, graph", "staged", "staged, graph")),
+)
+"""Those of heaps in memory of the host."""
 LOW_LATENCY_PATHS = (
     *(("copy", path) for path in ("fp8", "bf16")),
     *(("dispatch", path) for path in ("fp8, graph", "fp8, singly")),
@@ -307,32 +325,67 @@ def measure_on_simulated(context: RankContext, setup: Setup) -> tuple[RankReport
 
 
 @pytest.mark.parametrize(
-    ("mode", "nodes"),
+    ("mode", "nodes", "heap"),
     [
-        ("normal", Nodes(1, 2)),
-        ("low-latency", Nodes(1, 2)),
-        pytest.param("low-latency", Nodes(2, 1, topk_nodes=1), marks=pytest.mark.slow),
+        ("normal", Nodes(1, 2), "auto"),
+        ("low-latency", Nodes(1, 2), "auto"),
+        pytest.param("low-latency", Nodes(2, 1, topk_nodes=1), "auto", marks=pytest.mark.slow),
+        pytest.param("normal", Nodes(1, 2), "host", marks=pytest.mark.slow),
+        pytest.param("low-latency", Nodes(1, 2), "host", marks=pytest.mark.slow),
+        pytest.param("normal", Nodes(2, 1, topk_nodes=1), "auto", marks=pytest.mark.slow),
     ],
 )
-def test_every_case_on_a_simulated_gpu(mode: str, nodes: Nodes) -> None:
+def test_every_case_on_a_simulated_gpu(mode: str, nodes: Nodes, heap: str) -> None:
     sweeps = mode == "normal"
+    is_on_host = heap == "host"
     setup = Setup(mode, 2, 3, 128, 4, 2, 1, 0, "cuda", sms=2 if sweeps else None, sweep_sms=sweeps)
-    setup = replace(setup, nodes=nodes, sweep_tokens=True)
+    setup = replace(setup, nodes=nodes, sweep_tokens=True, heap=heap)
     found = Place("simulated", 2).world().run(measure_on_simulated, setup, timeout=250)
     records = records_of(setup, [report for report, _ in found])
     assert {record.median_s for record in records} == {5e-4 if sweeps else 1e-3}
     cases = [(record.case, record.path, record.tokens) for record in records if not record.swept]
-    paths = NORMAL_PATHS if sweeps else LOW_LATENCY_PATHS
+    paths = (PATHS_ON_HOST if is_on_host else NORMAL_PATHS) if sweeps else LOW_LATENCY_PATHS
+    if nodes.are_several:
+        paths = tuple((case, path) for case, path in paths if path != "ring")
+        # With one rank per node, a plain all-to-all sends the same rows.
+        sent = [record.bytes_between_nodes for record in records if record.case == "combine"]
+        plain = [record.all_to_all_bytes_between_nodes for record in records if record.case == "combine"]
+        assert not sweeps or None not in sent
+        assert sent == plain
     assert cases == [(case, path, tokens) for tokens in (3, 1) for case, path in paths]
     swept = [(record.case, record.path, record.sms) for record in records if record.swept == "sms"]
     calls = ("cached_dispatch", "combine")
-    assert swept == ([(case, "window, graph", sms) for case in calls for sms in SMS] if sweeps else [])
+    path = "ring, graph" if is_on_host else "window, graph"
+    assert swept == ([(case, path, sms) for case in calls for sms in SMS] if sweeps else [])
     over_tokens = [
         (record.case, record.path, record.tokens) for record in records if record.swept == "tokens"
     ]
+    swept_on_host = (("copy", "bf16, host"), ("cached_dispatch", path), ("combine", path))
+    normal_swept = swept_on_host if is_on_host else NORMAL_SWEPT
     assert over_tokens == [
         (case, path, tokens)
-        for case, path in (NORMAL_SWEPT if sweeps else LOW_LATENCY_SWEPT)
+        for case, path in (normal_swept if sweeps else LOW_LATENCY_SWEPT)
         for tokens in (1, 3)
     ]
+    assert {record.as_json()["heap"] for record in records} == {heap}
+    assert ("heaps in memory of the host" in description_of(setup, found[0][0])) == is_on_host
     assert found[0][1][0].startswith("3 tokens: copy, ")
+
+
+def measure_where_gpus_are_apart(context: RankContext) -> str:
+    from anyep.backends.cuda.gpu import Gpu
+
+    usual = Gpu.why_not_shared
+    Gpu.why_not_shared = lambda *_: "they are far apart"  # type: ignore[method-assign]
+    try:
+        measure_on_simulated(context, replace(NORMAL, sms=2, tokens=3, hidden=128))
+    except NotSupported as error:
+        return str(error)
+    finally:
+        Gpu.why_not_shared = usual  # type: ignore[method-assign]
+    return "measured"
+
+
+def test_gpus_that_are_apart() -> None:
+    for message in Place("simulated", 2).world().run(measure_where_gpus_are_apart, timeout=100):
+        assert "no windows to measure: `anyep bench --device cuda --heap host`" in message

@@ -219,6 +219,12 @@ def test_help_and_version() -> None:
     assert anyep("--version").stdout.startswith("anyep 0.")
 
 
+def test_the_list_of_commands_is_not_cut() -> None:
+    lines = anyep("--help").stdout.split("Commands:\n")[1].splitlines()
+    assert len(lines) >= 10
+    assert [line for line in lines if "..." in line] == []
+
+
 def test_a_reader_that_goes_away() -> None:
     finished = subprocess.run(
         f"{sys.executable} -m anyep plan --ranks 8,16,32,64 --json | head -1",

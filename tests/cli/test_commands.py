@@ -227,7 +227,7 @@ def test_bench_prints_json() -> None:
         (("demo", "--tokens", "-1"), "tokens is -1"),
         (("bench", "--mode", "fast"), "--mode is 'fast': choose normal or low-latency"),
         (("bench", "--api", "v2"), "--api is 'v2': choose buffer or elastic"),
-        (("bench", "--api", "elastic", "--nodes", "2"), "--api elastic measures on CPUs of one node"),
+        (("bench", "--api", "elastic", "--nodes", "2"), "--api elastic measures on one node"),
         (
             ("bench", "--mode", "low-latency", "--hidden", "64"),
             "--hidden is 64: with use_fp8 it must be a multiple of 128",

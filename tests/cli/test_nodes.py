@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -11,10 +12,15 @@ import torch
 
 from anyep import connection
 from anyep.cli.bench.records import Setup
+from anyep.cli.demo.job import Job, StepReport
 from anyep.cli.gate import choose, misrouting
 from anyep.cli.nodes import NETWORKS, Nodes
+from anyep.cli.ranks import Rank
+from tests.support.bench_stand_ins import stand_ins
 from tests.support.commands import anyep
+from tests.support.places import Place
 from tests.support.scripts import code_of, run_script
+from tests.support.world import RankContext
 from tools.bench_namespaces import measure, report
 
 SIZES = ("--tokens", "24", "--hidden", "32", "--experts", "8", "--topk", "2")
@@ -177,8 +183,15 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("demo", "--nodes", "3"), "8 ranks do not fill 3 nodes evenly: say --ranks-per-node instead"),
         (("demo", "--ranks-per-node", "3"), "8 ranks do not fill nodes of 3 evenly: say --nodes, too"),
         (("demo", "--nodes", "0"), "nodes is 0"),
+        (
+            ("demo", "--nodes", "2", "--device", "cuda", "--path", "ring"),
+            "--path ring is not for several nodes on GPUs: rows go to windows only there; leave it out",
+        ),
         (("demo", "--nodes", "2", "--ranks-per-node", "-1"), "ranks-per-node is -1"),
-        (("demo", "--nodes", "2", "--device", "cuda"), "normal mode works between nodes on the CPU so far"),
+        (
+            ("demo", "--nodes", "2", "--device", "cuda", "--network", "nixl"),
+            "--network nixl is for the CPU so far: leave it out, or --device cuda",
+        ),
         (
             (*("demo", "--mode", "low-latency", "--nodes", "2"), "--device", "cuda", "--network", "nixl"),
             "--network nixl is for the CPU so far: leave it out, or --device cuda",
@@ -195,8 +208,9 @@ def test_a_node_that_is_allowed_may_stay_unused() -> None:
         (("demo", "--nodes", "2", "--network", "string"), "--network is 'string': choose one of auto"),
         (("demo", "--network", "nixl"), "--network is for several nodes"),
         (("bench", "--nodes", "2", "--ranks", "7"), "7 ranks do not fill 2 nodes evenly"),
-        (("bench", "--nodes", "2", "--device", "cuda"), "normal mode works between nodes on the CPU so far"),
         (("bench", "--nodes", "2", "--network", "string"), "--network is 'string': choose one of auto"),
+        (("bench", "--heap", "gpu"), "--heap is 'gpu': choose one of auto, device, host"),
+        (("bench", "--heap", "host"), "--heap is for GPUs: add --device cuda, or leave it out"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
@@ -204,3 +218,35 @@ def test_wrong_arguments(arguments: tuple[str, ...], words: str) -> None:
     assert finished.returncode == 2
     assert words in finished.stderr
     assert finished.stderr.count("\n") == 1
+
+
+# On a simulated GPU
+
+
+def train_on_simulated(context: RankContext, job: Job) -> list[StepReport]:
+    from anyep.cli.demo.train import train
+
+    with stand_ins(context.group):
+        return train(Rank(context.rank, context.num_ranks, context.group, lambda _: None), job)
+
+
+@pytest.mark.slow
+def test_demo_between_nodes_of_gpus() -> None:
+    """The result is that of one process, and what crosses is counted as on the CPU."""
+    place = Place("simulated", 4, num_nodes=2)
+    job = Job(4, 6, 32, 8, 2, 2, 0, "window", "cuda", Nodes(2, 2, topk_nodes=1))
+    by_rank = place.world().run(train_on_simulated, job, timeout=250)
+    on_cpu = Place("cpu", 4).world().run(train_on_simulated, replace(job, device="cpu"), timeout=250)
+    assert max(mine.largest_difference for reports in by_rank for mine in reports) < 1e-4
+    for reports, right in zip(by_rank, on_cpu, strict=True):
+        for mine, on in zip(reports, right, strict=True):
+            assert (mine.sent, mine.sent_to_nodes) == (on.sent, on.sent_to_nodes)
+
+    def bytes_of(of_ranks: list[list[StepReport]]) -> tuple[int, int]:
+        last = [reports[-1] for reports in of_ranks]
+        return sum(mine.bytes_within_node for mine in last), sum(mine.bytes_between_nodes for mine in last)
+
+    (within, between), (within_on_cpu, between_on_cpu) = bytes_of(by_rank), bytes_of(on_cpu)
+    # The CPU also counts what goes beside rows.
+    assert within == within_on_cpu
+    assert 0 < between <= between_on_cpu <= 1.5 * between

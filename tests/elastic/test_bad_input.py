@@ -15,9 +15,9 @@ from tests.support.places import Place
 from tests.support.world import RankContext, get_world
 
 PLACES = [Place("cpu", 2), Place("simulated", 2), Place("cuda", 2)]
-UNNOTICED_ON_GPUS = ("an expert twice", "sync")
-"""Nobody looks at ids for this; and a rank whose host does not wait hears of errors in its next call."""
-QUICK_IN_THE_INTERPRETER = ("no expert", "stats", "Tm")
+UNNOTICED_ON_GPUS = ("sync",)
+"""A rank whose host does not wait hears of errors in its next call."""
+QUICK_IN_THE_INTERPRETER = ("no expert", "an expert twice", "stats", "Tm")
 GOOD = ElasticCase((3, 4))
 ids = torch.tensor([[0, 1], [2, 3]])
 WRONG_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {

@@ -50,6 +50,20 @@ EXPANDED = {
     "through rings": ElasticCase(
         (20, 24, 9, 8), num_topk=6, local_experts=3, num_window_bytes=0, expands=True, num_biases=2
     ),
+    "added at the source only": ElasticCase(
+        (7, 0, 6, 4), num_topk=5, local_experts=3, missing=0.1, expands=True, sums_on_the_way=False
+    ),
+    "added at the source only, asynchronous, no CPU sync": ElasticCase(
+        (7, 5, 0, 4),
+        num_topk=4,
+        local_experts=3,
+        expands=True,
+        num_biases=2,
+        sums_on_the_way=False,
+        run_async=True,
+        waits=False,
+        has_weights=False,
+    ),
 }
 
 
@@ -76,8 +90,47 @@ def test_compact(place: Place, name: str) -> None:
     place.world().run(check_case, CASES[name])
 
 
+NODES = {
+    "compact": ElasticCase((7, 5, 6, 4), num_topk=6, missing=0.1, num_biases=1, num_nodes=2),
+    "compact, no CPU sync, without weights": ElasticCase(
+        (0, 9, 3, 24), num_topk=6, waits=False, has_weights=False, num_nodes=2, num_biases=2
+    ),
+    "FP8, column-major, asynchronous": ElasticCase(
+        (5, 6, 0, 1),
+        hidden=16,
+        num_scales=3,
+        has_column_major_scales=True,
+        run_async=True,
+        num_nodes=4,
+    ),
+    "expanded": ElasticCase(
+        (7, 5, 6, 4), num_topk=8, local_experts=3, missing=0.1, num_biases=1, expands=True, num_nodes=2
+    ),
+    "expanded FP8, padded, asynchronous": ElasticCase(
+        (9, 0, 2, 24),
+        hidden=16,
+        num_topk=7,
+        local_experts=4,
+        num_scales=2,
+        alignment=4,
+        expands=True,
+        pads=True,
+        run_async=True,
+        num_nodes=2,
+    ),
+    "through rings": ElasticCase(
+        (20, 24, 9, 8), num_topk=6, local_experts=3, num_window_bytes=0, expands=True, num_nodes=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_nodes(name: str) -> None:
+    get_world(4).run(check_case, NODES[name])
+
+
 @st.composite
-def elastic_cases(draw: st.DrawFn, num_ranks: int) -> ElasticCase:
+def elastic_cases(draw: st.DrawFn, num_ranks: int, num_nodes: int = 1) -> ElasticCase:
     expands = draw(st.booleans())
     return ElasticCase(
         tokens=tuple(draw(st.lists(st.integers(0, 24), min_size=num_ranks, max_size=num_ranks))),
@@ -94,12 +147,18 @@ def elastic_cases(draw: st.DrawFn, num_ranks: int) -> ElasticCase:
         expands=expands,
         pads=expands and draw(st.booleans()),
         has_column_major_scales=draw(st.booleans()),
+        num_nodes=num_nodes,
+        sums_on_the_way=num_nodes > 1 or draw(st.booleans()),
         run_async=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
 
 
-ANYWHERE = [*(Place("cpu", size) for size in (1, 2, 3, 8)), Place("simulated", 2)]
+ANYWHERE = [
+    *(Place("cpu", size) for size in (1, 2, 3, 8)),
+    *(Place("cpu", size, num_nodes=nodes) for size, nodes in ((4, 2), (8, 2), (8, 4))),
+    Place("simulated", 2),
+]
 ON_A_GPU = [Place("cuda", size) for size in (1, 2, 4, 8)]
 
 
@@ -109,7 +168,7 @@ ON_A_GPU = [Place("cuda", size) for size in (1, 2, 4, 8)]
 )
 def test_any_case(place: Place) -> None:
     @examples(8, deep=60)
-    @given(elastic_cases(place.num_ranks))
+    @given(elastic_cases(place.num_ranks, place.num_nodes))
     def check(case: ElasticCase) -> None:
         place.world().run(check_case, case)
 
@@ -161,8 +220,9 @@ def make_wrongly(context: RankContext) -> None:
         ElasticBuffer(context.group, 3)
     with pytest.raises(ValueError, match="num_max_tokens_per_rank is 0: it must be at least 1"):
         ElasticBuffer(context.group)
-    with pytest.raises(NotSupported, match="does not work on several nodes yet"):
-        ElasticBuffer(context.group, 2 << 20, device="cpu", ranks_per_node=1)
+    for name in ("allow_hybrid_mode", "allow_multiple_reduction"):
+        with pytest.raises(NotSupported, match=f"on 2 nodes adds up .* there: leave {name}=False out"):
+            ElasticBuffer(context.group, 2 << 20, device="cpu", ranks_per_node=1, **{name: False})
     with ElasticBuffer(context.group, num_max_tokens_per_rank=4, hidden=16, device="cpu") as buffer:
         assert buffer.num_bytes == 2 << 20
         assert buffer.runtime is not None

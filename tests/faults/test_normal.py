@@ -53,7 +53,9 @@ PAIR = Place("cpu", 2, num_nodes=2)
 NODES = Place("cpu", 4, num_nodes=2)
 HOSTS = Place("cpu", 4, num_nodes=2, hosts=True)
 SIMULATED = Place("simulated", 3)
+SIMULATED_NODES = Place("simulated", 4, num_nodes=2)
 GPU = Place("cuda", 3)
+GPU_NODES = Place("cuda", 4, num_nodes=2)
 GPU_WITH_HOST_HEAP = Place("cuda", 3, heap="host")
 FUNCTIONS = ("dispatch", "cached dispatch", "combine")
 RING = {"path": "ring"}
@@ -97,6 +99,8 @@ def each(places: Iterable[Place], slow: Iterable[Place] = ()) -> list[Any]:
             Fault(SIMULATED, 1, CACHED),
             Fault(GPU, 1, CACHED),
             Fault(GPU, 1, COMBINE),
+            Fault(GPU_NODES, 1, CACHED),
+            Fault(GPU_NODES, 2, COMBINE),
             Fault(GPU_WITH_HOST_HEAP, 1, CACHED),
             Fault(GPU_WITH_HOST_HEAP, 1, COMBINE),
         ],
@@ -121,6 +125,8 @@ def each(places: Iterable[Place], slow: Iterable[Place] = ()) -> list[Any]:
             Fault(HOSTS, 3, 3 + DISPATCH, "notify"),
             Fault(HOSTS, 2, 3 + CACHED, "receive"),
             Fault(HOSTS, 2, 3 + COMBINE, "rings", **RING),
+            Fault(SIMULATED_NODES, 1, CACHED),
+            Fault(SIMULATED_NODES, 2, COMBINE),
             Fault(SIMULATED, 1, DISPATCH),
             Fault(SIMULATED, 1, COMBINE),
         ],

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from anyep.api.buffer import Buffer
 from anyep.backends.cuda import postponed
 from anyep.events import EventHandle, EventOverlap
-from tests.support import gpu_scenarios
+from tests.support import gpu_scenarios, node_scenarios
 from tests.support.cases import POISON, poison_windows
 from tests.support.gpu import NEEDS_GPU, let_die_in_a_capture
 from tests.support.gpu_oracle import Shape, Tally, Truth, experts
@@ -47,6 +47,7 @@ TIMEOUT_S = 400.0
 SOAK_PAIRS = int(os.environ.get("ANYEP_SOAK_PAIRS", "20000"))
 SOAK_SHARES = {2: 0.5, 4: 0.3, 8: 0.2}
 NUM_REPLAYS = 200
+ON_NODES = pytest.mark.parametrize("num_nodes", [1, 2], ids=["", "nodes"])
 
 
 @pytest.fixture(scope="module", params=[2, 4, 8])
@@ -59,11 +60,14 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 @pytest.mark.timeout(100 + SOAK_PAIRS // 50)
-def test_soak(world: World) -> None:
-    num_pairs = max(1, int(SOAK_PAIRS * SOAK_SHARES[world.num_ranks]))
-    # Windows are small enough to be used again all the time.
-    seconds = world.run(soak, num_pairs, 1 << 20, num_pairs, timeout=90 + SOAK_PAIRS / 50)
-    print(f"{num_pairs} pairs between {world.num_ranks} ranks: {max(seconds) / num_pairs * 1e6:.0f} us each")
+@ON_NODES
+def test_soak(world: World, num_nodes: int) -> None:
+    num_pairs = max(1, int(SOAK_PAIRS * SOAK_SHARES[world.num_ranks] / num_nodes))
+    # Windows are small enough to be used again all the time; between nodes none may be missing.
+    window_bytes = num_nodes << 21 if num_nodes > 1 else 1 << 20
+    seconds = world.run(soak, num_pairs, window_bytes, num_pairs, num_nodes, timeout=90 + SOAK_PAIRS / 50)
+    where = f"between {world.num_ranks} ranks on {num_nodes} nodes"
+    print(f"{num_pairs} pairs {where}: {max(seconds) / num_pairs * 1e6:.0f} us each")
 
 
 # Graphs
@@ -131,10 +135,10 @@ class Layer:
         )
 
 
-def replay_the_worst_case(context: RankContext, num_replays: int) -> None:
+def replay_the_worst_case(context: RankContext, num_replays: int, num_nodes: int) -> None:
     """Rows and routing change from replay to replay; calls outside the graph come in between."""
-    buffer = new_buffer(context)
-    device, shape = device_of(buffer), Shape(context.num_ranks, is_full=True)
+    buffer = new_buffer(context, num_nodes)
+    device, shape = device_of(buffer), Shape(context.num_ranks, num_nodes=num_nodes, is_full=True)
     truths = [Truth(shape, 100 + index, context.rank, device) for index in range(30)]
     layer = Layer(buffer, truths[0], shape.most_rows)
     chance, tally = random.Random(1), Tally(device)
@@ -151,14 +155,15 @@ def replay_the_worst_case(context: RankContext, num_replays: int) -> None:
     buffer.destroy()
 
 
-def test_a_graph_of_the_worst_case(world: World) -> None:
-    world.run(replay_the_worst_case, NUM_REPLAYS, timeout=TIMEOUT_S)
+@ON_NODES
+def test_a_graph_of_the_worst_case(world: World, num_nodes: int) -> None:
+    world.run(replay_the_worst_case, NUM_REPLAYS, num_nodes, timeout=TIMEOUT_S)
 
 
-def replay_along_a_handle(context: RankContext, num_replays: int) -> None:
+def replay_along_a_handle(context: RankContext, num_replays: int, num_nodes: int) -> None:
     """A cached dispatch and a combine: only the rows change."""
-    buffer = new_buffer(context)
-    device, shape = device_of(buffer), Shape(context.num_ranks)
+    buffer = new_buffer(context, num_nodes)
+    device, shape = device_of(buffer), Shape(context.num_ranks, num_nodes=num_nodes)
     truths = [Truth(shape, 7, context.rank, device, rows_seed=index) for index in range(30)]
     x = truths[0].x.clone()
     layout = layout_of(buffer, truths[0].topk_idx, shape.num_experts)
@@ -189,8 +194,9 @@ def replay_along_a_handle(context: RankContext, num_replays: int) -> None:
     buffer.destroy()
 
 
-def test_a_graph_along_a_handle(world: World) -> None:
-    world.run(replay_along_a_handle, NUM_REPLAYS, timeout=TIMEOUT_S)
+@ON_NODES
+def test_a_graph_along_a_handle(world: World, num_nodes: int) -> None:
+    world.run(replay_along_a_handle, NUM_REPLAYS, num_nodes, timeout=TIMEOUT_S)
 
 
 def replay_two_graphs(context: RankContext) -> None:
@@ -428,19 +434,19 @@ def test_windows_are_held_by_results(world: World) -> None:
     world.run(gpu_scenarios.hold_results)
 
 
-def grow(context: RankContext) -> list[int]:
+def grow(context: RankContext, num_nodes: int) -> list[int]:
     """Calls that need more and more; the windows that there are after each."""
     from anyep import gpu_connection
 
     usual = gpu_connection.FIRST_WINDOW_BYTES
     gpu_connection.FIRST_WINDOW_BYTES = 2 << 20  # type: ignore[misc]
     try:
-        buffer = new_buffer(context)
+        buffer = new_buffer(context, num_nodes)
     finally:
         gpu_connection.FIRST_WINDOW_BYTES = usual  # type: ignore[misc]
     device, num_bytes, tally = device_of(buffer), [], Tally(device_of(buffer))
     for number, tokens in enumerate((16, 512, 512, 2048, 16)):
-        shape = Shape(context.num_ranks, max_tokens=tokens, hidden=1024, is_full=True)
+        shape = Shape(context.num_ranks, tokens, 1024, num_nodes=num_nodes, is_full=True)
         truth = Truth(shape, number, context.rank, device, all_to=0)
         poison_windows(buffer)
         # Only a dispatch that finds out its rows adds windows: others have to get along with what is there.
@@ -452,8 +458,9 @@ def grow(context: RankContext) -> list[int]:
     return num_bytes
 
 
-def test_windows_grow(world: World) -> None:
-    first, *others = world.run(grow)
+@ON_NODES
+def test_windows_grow(world: World, num_nodes: int) -> None:
+    first, *others = world.run(grow, num_nodes)
     assert others == [first] * len(others)
     assert first[0] == 2 << 20
     # 512 tokens of each rank are 1 MiB; all of them go to rank 0.
@@ -471,6 +478,11 @@ def three_ranks() -> World:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_wrong_calls(three_ranks: World, name: str) -> None:
     SCENARIOS[name].check(three_ranks)
+
+
+@pytest.mark.parametrize("name", node_scenarios.SCENARIOS)
+def test_wrong_calls_between_nodes(name: str) -> None:
+    node_scenarios.SCENARIOS[name].check(Place("cuda", node_scenarios.NUM_RANKS).world())
 
 
 def replay_after_a_failure(context: RankContext) -> str:

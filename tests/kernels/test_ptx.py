@@ -32,6 +32,9 @@ from anyep.backends.cuda.expand_kernels import (
     EXPAND_TILE,
     EXPAND_WARPS,
     GATHERED_ROWS,
+    ORDERED_RANKS,
+    ORIGIN_ROWS,
+    ORIGIN_WARPS,
     PLACE_WARPS,
     PLACED_EXPERTS,
     PLACED_ROWS,
@@ -46,6 +49,7 @@ from anyep.backends.cuda.kernels import (
     node_counts,
     node_handles,
     notify,
+    origins,
     relay_combine,
     relay_dispatch,
     rings,
@@ -357,6 +361,19 @@ def reduce_expanded(dtype: int, topk_block: int) -> Source:
     )
 
 
+ORIGINS = {
+    **dict.fromkeys(
+        ("rank_prefix", "sources", "received", "metadata", "send_head", "slots", "order"), "*i32"
+    ),
+    **dict.fromkeys(("ids", "kept_ids", "topk_idx"), "*i64"),
+}
+
+
+def of_origins(kernel: Any, **how: Any) -> Source:
+    options = {"num_warps": ORIGIN_WARPS, **OPTIONS}
+    return Source(kernel, ORIGINS, {"NUM_RANKS": 8, **how}, options, (needs_no_more_registers,))
+
+
 COUNTING = {"NUM_RANKS": 8, "TOPK_BLOCK": 8, "EXPERT_BLOCK": 32, "TILE_TOKENS": 2048}
 
 # Rings
@@ -568,7 +585,8 @@ KERNELS: dict[str, Source] = {
     "encode LogFMT": logfmt(cast_kernels.encode_logfmt_kernel, ["v4.b32"], ["b32", "b64"]),
     "decode LogFMT": logfmt(cast_kernels.decode_logfmt_kernel, ["b32", "b64"], ["v4.b32"]),
     "count_layout": normal(counting.count_layout, 32, 1, **COUNTING),
-    "place_tokens": normal(counting.place_tokens, 32, **COUNTING),
+    "place_tokens": normal(counting.place_tokens, 32, **COUNTING, ARE_DISTINCT=False),
+    "place_tokens of distinct experts": normal(counting.place_tokens, 32, **COUNTING, ARE_DISTINCT=True),
     "exchange of a dispatch": exchange(6, CHANNEL_BLOCK=16, EXPERT_BLOCK=32),
     "exchange of a cached dispatch": exchange(5),
     "exchange of a combine": exchange(5, is_combine=True),
@@ -590,6 +608,9 @@ KERNELS: dict[str, Source] = {
         windows.unpack_window, 4, NUM_RANKS=8, PAD=False, IF_ALL_FIT=True, BLOCK=1024
     ),
     "digest_handle": normal(digests.digest_handle, 16, NUM_RANKS=8, CHANNEL_BLOCK=16, TILE_ROWS=2048),
+    "origins": of_origins(origins.tell_origins, EXPANDS=False, TILE_ROWS=ORIGIN_ROWS),
+    "origins of expanded rows": of_origins(origins.tell_origins, EXPANDS=True, TILE_ROWS=ORIGIN_ROWS),
+    "order of ranks": of_origins(origins.order_ranks, RANK_BLOCK=8, TILE_TOKENS=ORDERED_RANKS // 8),
     "sums of bf16 between 2": pull(2, 32, cpu.BF16, 0),
     "sums of bf16 between 4": pull(4, 8, cpu.BF16, 0),
     "sums of bf16 between 8": pull(8, 16, cpu.BF16, 2),
@@ -622,13 +643,15 @@ KERNELS: dict[str, Source] = {
 }
 
 
-def flags_have_one_thread_each(source: Source) -> None:
+def flags_have_one_thread_each(source: Source, text: str) -> None:
     """No flag is changed by an atomic operation, since it may be in memory of the host; and no two threads
     load or store the same one, since they could find different values."""
-    assert not re.search(r"\b(atom|red)\.(?!\S*shared)\S*\.sys\b", source.ptx())
-    text = source.with_layouts()
-    for shape, layout in re.findall(FLAGS, text):
-        assert not has_copies([int(length) for length in shape.split("x")], layout, text)
+    assert not re.search(r"\b(atom|red)\.(?!\S*shared)\S*\.sys\b", text)
+    if "@p ld.acquire" not in text and "@p st.release" not in text:
+        return
+    layouts = source.with_layouts()
+    for shape, layout in re.findall(FLAGS, layouts):
+        assert not has_copies([int(length) for length in shape.split("x")], layout, layouts)
 
 
 def has_copies(shape: list[int], layout: str, text: str) -> bool:
@@ -646,7 +669,7 @@ def has_copies(shape: list[int], layout: str, text: str) -> bool:
 def test_compiled(name: str) -> None:
     text = KERNELS[name].ptx()
     assert ".local" not in text
-    flags_have_one_thread_each(KERNELS[name])
+    flags_have_one_thread_each(KERNELS[name], text)
     for aspect in KERNELS[name].aspects:
         aspect(text)
 

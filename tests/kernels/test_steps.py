@@ -144,6 +144,14 @@ def test_rows_in_place_and_in_rings() -> None:
     assert ends.counters[3].tolist() == [BASE, BASE, BASE + 1]
 
 
+def test_rows_sorted_by_their_keys() -> None:
+    weights, found = np.array([[0.5, 2], [0.7, 1], [0.1, 2]], np.float32), scratch(3)
+    found.rows[:], found.weights[:] = (10, 11, 12), [row.ctypes.data for row in weights]
+    from_python(relay_combine.sort_by_key)(found, 3, 2)
+    assert found.rows.tolist() == [11, 10, 12]
+    assert found.weights.tolist() == [weights[row].ctypes.data for row in (1, 0, 2)]
+
+
 def test_order_of_ranks() -> None:
     rank_at = from_python(sums.rank_at)
     assert rank_at(int32([[2, 0, 1]]), 0, 0) == 2

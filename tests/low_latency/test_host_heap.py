@@ -1,8 +1,7 @@
 """Heaps in memory of the host, for GPUs that cannot reach each other's memory: when they are chosen, what is
 there, and that nothing is left behind.
 
-On a simulated GPU, which has no rings, and therefore no normal mode where there are no windows. Results are
-compared in the oracles' tests, ranks are killed in those of faults.
+On a simulated GPU. More results are compared in the oracles' tests, ranks are killed in those of faults.
 """
 
 from __future__ import annotations
@@ -18,7 +17,11 @@ import torch.distributed as dist
 
 from anyep.api.buffer import Buffer
 from anyep.backends.cuda import driver, reach
+from anyep.cli import doctor
 from anyep.errors import AnyEPError
+from tests.support.cases import NVL_BYTES
+from tests.support.cases import Case as NormalCase
+from tests.support.cases import check_case as check_normal_case
 from tests.support.gpu_scenarios import attempt, warnings_heard
 from tests.support.low_latency_cases import Case, check_case
 from tests.support.places import Place
@@ -51,6 +54,7 @@ def use_and_leave(context: RankContext) -> None:
     before = what_is_held()
     buffer = new_buffer(context, heap="host")
     assert buffer.runtime is not None
+    assert "RDMA bytes in memory of the host; normal and" in repr(buffer)
     check_case(context.rank, CASE, buffer)
     # Of all ranks; and the region that hosts share.
     assert what_is_held()[1:] == (before[1] + 2, before[2] + 3)
@@ -87,6 +91,7 @@ def make_where_gpus_are_apart(context: RankContext, heap: str | None) -> tuple[s
             assert buffer.runtime is not None
             check_case(context.rank, CASE, buffer)
             dist.barrier(group=context.group)
+            assert "in memory of the host" in repr(buffer)
             return type(buffer.runtime.heap).__name__, heard
     except AnyEPError as error:
         return f"{type(error).__name__}: {error}", heard
@@ -94,7 +99,7 @@ def make_where_gpus_are_apart(context: RankContext, heap: str | None) -> tuple[s
         Gpu.why_not_shared = usual  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("heap", [None, "auto"])
+@pytest.mark.parametrize("heap", [None, pytest.param("auto", marks=pytest.mark.slow)])
 def test_gpus_that_cannot_reach_each_other(heap: str | None) -> None:
     (first, heard), other = PLACE.world().run(make_where_gpus_are_apart, heap)
     assert (first, other) == ("HostBlock", ("HostBlock", []))
@@ -144,7 +149,7 @@ def fail_to_make(context: RankContext, what: str) -> tuple[list[str], tuple[int,
     ("what", "reason"),
     [
         ("memory", "heaps in memory of the host take 1"),
-        ("its own", "rank 1 could not let its GPU use 5,"),
+        pytest.param("its own", "rank 1 could not let its GPU use 5,", marks=pytest.mark.slow),
         ("the other one's", "rank 1 could not let its GPU use 5,"),
     ],
 )
@@ -154,6 +159,57 @@ def test_heaps_that_cannot_be_made(what: str, reason: str) -> None:
         assert message.startswith(f"NotSupported: {prefix}{reason}")
         assert "num_nvl_bytes" in message
         assert left == (0, 0, 0)
+
+
+def fail_to_open(context: RankContext) -> str:
+    """CUDA cannot be asked about GPUs that a rank does not see: what is wrong shows when they are used."""
+    from tests.support.simulated_gpu import SimulatedBlock
+
+    def refuse(block: SimulatedBlock, group: Any) -> None:
+        usual(block, group)
+        if context.rank == 1:
+            raise RuntimeError("CUDA error: peer access is not supported")
+
+    usual = SimulatedBlock.connect
+    SimulatedBlock.connect = refuse  # type: ignore[method-assign]
+    try:
+        return attempt(lambda: new_buffer(context))
+    finally:
+        SimulatedBlock.connect = usual  # type: ignore[method-assign]
+
+
+def test_memory_that_cannot_be_opened() -> None:
+    other, own = PLACE.world().run(fail_to_open)
+    why = (
+        "the memory of other ranks' GPUs cannot be opened (CUDA error: peer access is not supported): where"
+        " GPUs cannot reach each other's memory, pass heap='host' (ANYEP_HEAP=host)"
+    )
+    assert own == f"NotSupported: {why}"
+    assert other == f"NotSupported: rank 1 could not make its Buffer: {why}"
+
+
+# Normal mode, with few rows: on a simulated GPU no ring can be emptied while it is filled
+
+
+def run_normal_mode(context: RankContext, case: NormalCase) -> None:
+    with Buffer(context.group, NVL_BYTES, device="cuda", heap="host", num_window_bytes=1 << 20) as buffer:
+        assert buffer.runtime is not None
+        assert buffer.runtime.windows.num_bytes == 0
+        check_normal_case(context, case, buffer)
+        dist.barrier(group=context.group)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        NormalCase((3, 2), hidden=64),
+        pytest.param(
+            NormalCase((2, 3), hidden=128, num_biases=1, worst=True), marks=pytest.mark.slow, id="worst"
+        ),
+    ],
+)
+def test_normal_mode(case: NormalCase) -> None:
+    PLACE.world().run(run_normal_mode, case)
 
 
 # What CUDA says
@@ -183,6 +239,36 @@ def test_why_gpus_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reach.why_not_shared(0, ["a", "a GPU that is not visible"]) == ""
     gpus(monkeypatch, all_pairs, {reach.SHARES_MEMORY: 0})
     assert "GPU 1 cannot be shared with other processes" in reach.why_not_shared(1, "b")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "are_apart", "state", "words"),
+    [
+        ("", False, "ok", "ranks share memory of the GPUs"),
+        ("device", False, "ok", "ranks share memory of the GPUs"),
+        ("host", False, "ok", "as ANYEP_HEAP says; ranks on these GPUs could share their own as well"),
+        ("host", True, "ok", "could not share their own, because GPU 1 and GPU 2 cannot reach"),
+        ("auto", True, "note", "share memory of the host, because GPU 1 and GPU 2 cannot reach each other's"),
+        (
+            "device",
+            True,
+            "note",
+            "ANYEP_HEAP is device, but GPU 1 and GPU 2 cannot reach each other's memory",
+        ),
+        ("gpu", True, "", ""),
+    ],
+)
+def test_doctor(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, are_apart: bool, state: str, words: str
+) -> None:
+    all_pairs = {(one, other) for one in range(3) for other in range(3)}
+    gpus(monkeypatch, all_pairs - ({(2, 1)} if are_apart else set()), {})
+    monkeypatch.setenv("ANYEP_HEAP", wanted)
+    findings = list(doctor.check_heap())
+    assert [finding.state for finding in findings] == ([state] if state else [])
+    for finding in findings:
+        assert finding.name == "heap"
+        assert words in finding.detail
 
 
 def test_a_heap_that_is_nowhere() -> None:

@@ -39,6 +39,8 @@ class ElasticCase:
     pads: bool = False
     has_column_major_scales: bool = False
     run_async: bool = False
+    num_nodes: int = 1
+    sums_on_the_way: bool = True
     missing: float = 0.2
     """The share of choices without an expert."""
     num_window_bytes: int | None = None
@@ -46,7 +48,8 @@ class ElasticCase:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.local_experts * len(self.tokens), TM, self.alignment)
+        per_node = len(self.tokens) // self.num_nodes if self.num_nodes > 1 else None
+        return Shape(self.local_experts * len(self.tokens), TM, self.alignment, per_node)
 
 
 def inputs_of(case: ElasticCase) -> list[oracle.RankInput]:
@@ -89,9 +92,14 @@ def outputs_of(case: ElasticCase, expected: list[elastic_oracle.Received]) -> Re
     return Returned(rows, weights if case.has_weights else None)
 
 
-def elastic_buffer(context: RankContext, num_window_bytes: int | None = None) -> ElasticBuffer:
+def elastic_buffer(
+    context: RankContext,
+    num_window_bytes: int | None = None,
+    num_nodes: int = 1,
+    sums_on_the_way: bool = True,
+) -> ElasticBuffer:
     """A buffer that lives as long as the pool."""
-    key = ("elastic", num_window_bytes)
+    key = ("elastic", num_window_bytes, num_nodes, sums_on_the_way)
     if key not in context.keep:
         context.keep[key] = ElasticBuffer(
             context.group,
@@ -100,6 +108,8 @@ def elastic_buffer(context: RankContext, num_window_bytes: int | None = None) ->
             hidden=256,
             device=buffer_device(),
             num_window_bytes=num_window_bytes,
+            allow_multiple_reduction=sums_on_the_way,
+            ranks_per_node=context.num_ranks // num_nodes,
         )
     buffer: ElasticBuffer = context.keep[key]
     return buffer
@@ -107,7 +117,7 @@ def elastic_buffer(context: RankContext, num_window_bytes: int | None = None) ->
 
 def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | None = None) -> None:
     """A dispatch, the same along its handle, and a combine."""
-    buffer = buffer or elastic_buffer(context, case.num_window_bytes)
+    buffer = buffer or elastic_buffer(context, case.num_window_bytes, case.num_nodes, case.sums_on_the_way)
     inputs, rank = inputs_of(case), context.rank
     expected = [elastic_oracle.dispatch(inputs, each, case.shape) for each in range(context.num_ranks)]
     mine, given = expected[rank], inputs[rank]
@@ -156,7 +166,7 @@ def check_case(context: RankContext, case: ElasticCase, buffer: ElasticBuffer | 
     )
     check_event(case, event)
     combined, combined_weights = here((combined, combined_weights))
-    reduction = Reduction(is_expanded=case.expands)
+    reduction = Reduction(case.expands, case.sums_on_the_way)
     sums, sum_weights = elastic_oracle.combine(returned, inputs, rank, case.shape, reduction, biases)
     assert oracle.same_bits(combined, sums)
     assert (combined_weights is None) == (sum_weights is None)
@@ -267,6 +277,8 @@ def check_handle(
     assert (metadata[:num_rows, 1]).tolist() == (mine.sources // TM * num_topk + mine.last_choice).tolist()
     positions = mine.expanded.positions if case.expands else torch.full((num_rows, num_topk), -1)
     assert metadata[:num_rows, 2:].tolist() == positions.tolist()
+    if case.num_nodes > 1:
+        return
     for token, experts in enumerate(ids.tolist()):
         for choice, expert in enumerate(experts):
             at = int(handle.dst_buffer_slot_idx[token, choice])

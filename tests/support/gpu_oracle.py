@@ -29,6 +29,7 @@ class Shape:
     hidden: int = 256
     num_topk: int = 4
     local_experts: int = 2
+    num_nodes: int = 1
     is_full: bool = False
     """Whether every rank has all of its tokens."""
 
@@ -119,11 +120,16 @@ class Truth:
         self.tokens_per_expert: list[int] = counts.tolist()
 
     def _combine(self, in_rank: torch.Tensor) -> None:
-        """The sum of what each rank's experts made of the row, in float32, ranks ascending, rounded once."""
-        total = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device)
-        for rank in range(self.shape.num_ranks):
-            total = torch.where(in_rank[:, rank, None], total + experts(self.x, rank).float(), total)
-        self.combined = total.bfloat16()
+        """The sum of what each rank's experts made of the row, in float32, ranks ascending, rounded once;
+        between nodes the rounded sums of nodes are added, and rounded."""
+        zeros = torch.zeros(self.x.shape, dtype=torch.float32, device=self.x.device)
+        of_nodes, per_node = [], self.shape.num_ranks // self.shape.num_nodes
+        for node in range(self.shape.num_nodes):
+            total = zeros
+            for rank in range(node * per_node, (node + 1) * per_node):
+                total = torch.where(in_rank[:, rank, None], total + experts(self.x, rank).float(), total)
+            of_nodes.append(total.bfloat16())
+        self.combined = of_nodes[0] if len(of_nodes) == 1 else sum(of_nodes, zeros).bfloat16()
         # Each slot has its weight at one rank, and zeros at the others.
         self.combined_weights = torch.where(self.topk_idx >= 0, self.topk_weights, 0.0)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from anyep import Config
 from anyep.api.buffer import Buffer
-from tests.support.cases import NVL_BYTES, overlap_of
+from tests.support.cases import NVL_BYTES, RDMA_BYTES, overlap_of
 from tests.support.gpu_oracle import Shape, Tally, Truth, experts
 from tests.support.gpu_scenarios import POISON, device_of
 from tests.support.world import RankContext
@@ -22,9 +22,10 @@ KINDS = ("counted", "counted", "worst", "cached", "async", "async worst", "async
 
 
 def layout_of(buffer: Buffer, topk_idx: torch.Tensor, num_experts: int) -> dict[str, Any]:
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, num_experts)
     return {
         "num_tokens_per_rank": per_rank,
+        "num_tokens_per_rdma_rank": per_node,
         "is_token_in_rank": in_rank,
         "num_tokens_per_expert": per_expert,
         "config": CONFIG,
@@ -82,10 +83,15 @@ def check_pair(
     return recv, ids, weights, handle, combined
 
 
-def soak(context: RankContext, num_pairs: int, num_window_bytes: int | None, seed: int) -> float:
+def soak(
+    context: RankContext, num_pairs: int, num_window_bytes: int | None, seed: int, num_nodes: int = 1
+) -> float:
     """Pairs of all kinds, with changing routings; some results are held for a while. The seconds it took."""
-    buffer = Buffer(context.group, NVL_BYTES, device="cuda", num_window_bytes=num_window_bytes)
-    device, shape = device_of(buffer), Shape(context.num_ranks)
+    of_nodes: dict[str, Any] = {}
+    if num_nodes > 1:
+        of_nodes = {"num_rdma_bytes": RDMA_BYTES, "ranks_per_node": context.num_ranks // num_nodes}
+    buffer = Buffer(context.group, NVL_BYTES, device="cuda", num_window_bytes=num_window_bytes, **of_nodes)
+    device, shape = device_of(buffer), Shape(context.num_ranks, num_nodes=num_nodes)
     truths = [Truth(shape, seed + index, context.rank, device) for index in range(min(200, num_pairs))]
     # All ranks draw the same.
     chance, tally = random.Random(seed), Tally(device)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from anyep import Config
 from anyep.api.buffer import Buffer
 from anyep.core.calls import Phase
-from tests.support.cases import NVL_BYTES, POISON, Case, check_case, poison_windows
+from tests.support.cases import NVL_BYTES, POISON, RDMA_BYTES, Case, check_case, poison_windows
 from tests.support.world import RankContext, World
 
 NUM_RANKS = 3
@@ -33,8 +33,11 @@ FEW_SMS = Config(4)
 """Triton's interpreter runs programs one after the other."""
 
 
-def new_buffer(context: RankContext) -> Buffer:
-    return Buffer(context.group, NVL_BYTES, device="cuda")
+def new_buffer(context: RankContext, num_nodes: int = 1) -> Buffer:
+    if num_nodes == 1:
+        return Buffer(context.group, NVL_BYTES, device="cuda")
+    per_node = context.num_ranks // num_nodes
+    return Buffer(context.group, NVL_BYTES, RDMA_BYTES, device="cuda", ranks_per_node=per_node)
 
 
 def device_of(buffer: Buffer) -> str:

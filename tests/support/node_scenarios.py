@@ -211,7 +211,43 @@ def lack_windows(context: RankContext, of_rank_2: int) -> list[str]:
 NO_WINDOW = (
     r"InvalidCall: {} has no window for its rows in dispatch \(call {}\): between nodes rows on GPUs go to"
     " windows only, and nothing was sent; pass a larger num_window_bytes, or free results of earlier"
-    " dispatches"
+    r" dispatches \(there are no windows with heap='host'\)"
+)
+
+
+def fail_before_rows(context: RankContext) -> list[str]:
+    """Rank 1 fails when all have its counts and wait for its rows: through rings, or at the end."""
+    from anyep.backends.cuda.node_call import GpuNodeCall
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("the experts are on fire")
+
+    buffer = new_node_buffer(context)
+    dispatch(buffer)
+    usual = GpuNodeCall.send_rows
+    if context.rank == 1:
+        GpuNodeCall.send_rows = fail  # type: ignore[method-assign]
+    try:
+        messages = [attempt(dispatch, buffer), attempt(dispatch, buffer)]
+    finally:
+        GpuNodeCall.send_rows = usual  # type: ignore[method-assign]
+    buffer.destroy()
+    return messages
+
+
+def heard_of_failure(rank: int) -> list[str]:
+    failed = "ValueError: the experts are on fire"
+    if rank == 1:
+        return [failed, f"BufferBroken: .*{failed}.*"]
+    # In rings for rows of the other node, or at the end for the ranks of their own.
+    phase = "(rings|receive)"
+    waited = rf"failed while rank {rank} waited for .* in dispatch \(call 2\), phase {phase}"
+    return ["fine", rf"PeerLost: rank 1 \(pid \d+\) {waited}: .*{failed}"]
+
+
+WITHOUT_WINDOWS = (
+    "InvalidCall: between nodes rows on GPUs go to windows, and this Buffer has none: leave out"
+    " num_window_bytes=0 and heap='host'"
 )
 
 
@@ -236,6 +272,9 @@ SCENARIOS = {
     "more rows to relay than the worst case allows": Scenario(
         relay_too_much, (), lambda rank: ["fine", re.escape(too_many(2 * TOKENS - 1)), "fine"]
     ),
-    "no windows": Scenario(lack_windows, (0,), heard_of_windows),
+    "no windows": Scenario(
+        lack_windows, (0,), lambda rank: [WITHOUT_WINDOWS, WITHOUT_WINDOWS, "fine", WITHOUT_WINDOWS]
+    ),
+    "a failure before rows are sent": Scenario(fail_before_rows, (), heard_of_failure),
     "small windows": Scenario(lack_windows, (256,), heard_of_windows),
 }

@@ -129,6 +129,20 @@ def test_prepared_recipes_run_what_a_look_up_would(
     assert list(batches._known) == [((copying,), (copying,))]
 
 
+def test_values_may_be_passed_in_an_order(recorder: RecordingDriver) -> None:
+    """Names that are no inputs do not matter, whatever stands in their places; other addresses work, too."""
+    batches = Batches(0, "a test")
+    order = ("nothing", "num_rows", "x", "window", "nothing else")
+    prepared = Prepared(batches, ((copying,),), order)
+    expected = []
+    for first in (0, 1, 0):
+        values = rows(first=first)
+        x, window = values["x"], values["window"]
+        prepared.run(Moment(7), (None, 3, x, window, "some text"))
+        expected.append((x.data_ptr(), window.data_ptr(), PREFIX.data_ptr(), 1, 3, 64))
+    assert [arguments_of(call) for call in recorder.calls] == expected
+
+
 @pytest.mark.parametrize("names", [(), ("x",), ("x", "num_rows")])
 def test_values_are_looked_up_by_name(names: tuple[str, ...]) -> None:
     assert tuple(values_of(names)({"num_rows": 3, "x": 4})) == (4, 3)[: len(names)]

@@ -11,8 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyep.cli.bench.records import Label, RankReport, Setup, Timing
-from anyep.cli.calibrate import _entries, measured_of
-from anyep.planning.calibration import Line, Point, alone, errors, file_text, fit_line, gbs_per_sm, rows_of
+from anyep.cli.calibrate import _entries, left_out, measured_of
+from anyep.planning.calibration import (
+    Line,
+    Point,
+    alone,
+    entries_of,
+    errors,
+    file_text,
+    fit_bent_line,
+    fit_line,
+    gbs_per_sm,
+    rows_of,
+)
 from anyep.planning.machines import find_machine
 from anyep.planning.times import Call, time_of
 from tests.support.commands import anyep
@@ -38,6 +49,23 @@ def test_times_that_no_line_has() -> None:
     for line in (steep, falling):
         assert line.start_us > 0
         assert line.gbs > 0
+
+
+def test_caches_bend_the_line() -> None:
+    """The first 100,000 bytes are ten times as fast; the model of time has the same bend."""
+    known = Line(50.0, 1.0, 10.0, 100_000.0)
+    points = [Point(float(rows), known.us(rows * 1000)) for rows in (1, 10, 50, 100, 400, 1000)]
+    found = fit_bent_line(points, 1000)
+    assert found == pytest.approx(known, rel=1e-6)
+    assert max(map(abs, errors(points, found, 1000))) < 1e-9
+    assert max(left_out([*points[:3], Point(75, known.us(75_000)), *points[3:]], 1000)) < 1.0
+    straight = [Point(float(rows), Line(50.0, 1.0).us(rows * 1000)) for rows in (1, 10, 50, 100, 400, 1000)]
+    assert fit_bent_line(straight, 1000).cached_bytes == 0
+    constants = {entry.name: entry.value for entry in entries_of({"dispatch": found}, "", 2, {}, True)}
+    for tokens in (1, 16, 64, 256):
+        call = Call("normal", "dispatch", 1, 2, tokens, 1000, 8, 64)
+        rows = rows_of("normal", "dispatch", 2, tokens, 8, 64)
+        assert time_of(call, constants).total_us == pytest.approx(known.us(rows * 1000))
 
 
 def test_ranks_that_share_cores() -> None:

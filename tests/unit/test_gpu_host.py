@@ -99,6 +99,20 @@ def test_every_header_has_a_place_of_its_own() -> None:
     assert not any(event.num_waits for event in calls.events[1:])
 
 
+def test_a_header_may_be_written_as_bytes() -> None:
+    """Places for bytes and for words are the same ones, in turns."""
+    calls = Calls()
+    for number in range(2 * NUM_PLACES):
+        if number % 3:
+            address = calls.keep(number)
+        else:
+            at = calls.headers.next_place()
+            calls.headers.memory[at : at + 16] = np.array([number, -number]).tobytes()
+            address = calls.headers.address + at
+        assert calls.at(address) == [number, -number]
+        assert (address - calls.headers.address) // 16 == number % NUM_PLACES
+
+
 def test_a_page_is_used_again_when_its_calls_are_over() -> None:
     calls = Calls()
     first = [calls.keep(number) for number in range(NUM_PLACES)]

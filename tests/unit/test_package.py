@@ -139,7 +139,7 @@ LAYERS = (
     ("modes",),
     ("connection", "gpu_connection", "session"),
     ("api",),
-    ("autograd", "balance", "elastic_autograd", "nn", "training"),
+    ("autograd", "balance", "elastic_autograd", "feed_forward", "grouped_experts", "nn", "training"),
     ("deep_ep_modules", "as_deep_ep", "run_as_deep_ep"),
     ("cli", "__main__"),
 )

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anyep.planning.simulation import Result, Rules, Shape, Speeds, Trouble, simulate, units_of
+from anyep.planning.simulated_combine import simulate_combine
+from anyep.planning.simulation import Rules, simulate
+from anyep.planning.virtual_time import Result, Shape, Speeds, Trouble, units_of
 from anyep.topology import Topology
-from tests.model.relay import Dispatch
+from tests.model.relay import Combine, Dispatch
 from tests.support.commands import anyep
 from tests.support.depth import examples
 from tests.support.patience import scaled
@@ -70,6 +72,26 @@ def test_every_step_is_one_of_the_model(case: tuple[np.ndarray, Shape, Trouble])
     assert model.is_finished(state)
 
 
+@examples(60, deep=1000)
+@given(cases())
+def test_every_step_of_a_combine_is_one_of_the_model(case: tuple[np.ndarray, Shape, Trouble]) -> None:
+    topk_idx, shape, trouble = case
+    masks = tuple(
+        tuple(frozenset(int(rank) for rank in token if rank >= 0) for token in tokens) for tokens in topk_idx
+    )
+    nodes = frozenset(range(shape.topology.num_nodes))
+    model = Combine(masks, shape.topology.ranks_per_node, shape.net_rows, 0, windows=nodes)
+    state = model.start()
+    units = units_of(topk_idx, shape.topology.num_ranks, shape)
+    result = simulate_combine(units, shape, FAST, trouble, with_steps=True)
+    assert not result.stuck
+    for step in result.steps:
+        allowed = {(each.rank, each.action, each.peer): after for each, after in model.steps(state)}
+        assert step in allowed
+        state = allowed[step]
+    assert model.is_finished(state)
+
+
 def test_a_broken_rule_stands_still() -> None:
     """The hole that the model finds as well: ranks that take nothing before they have relayed everything."""
     topk_idx = np.broadcast_to(np.arange(4), (4, 6, 4))
@@ -98,6 +120,19 @@ def test_one_row_by_hand() -> None:
     assert result.busy["relay"][2] == pytest.approx(2 / span)
     assert result.busy["receive"][3] == pytest.approx(4 / span)
     assert sum(map(sum, result.busy.values())) == pytest.approx(17 / span)
+
+
+def test_one_sum_by_hand() -> None:
+    """Rank 2 sums a row of rank 3 for rank 0."""
+    topk_idx = np.array([[[3]], [[-1]], [[-1]], [[-1]]])
+    speeds = Speeds(10.0, 1.0, 0.5, 0.25, 2.0, 0.1, nvlink_latency_us=3.0, network_latency_us=7.0)
+    shape = Shape(Topology(4, 2), 1, 1, 1, 1, 1000)
+    result = simulate_combine(units_of(topk_idx, 4, shape), shape, speeds)
+    # Reading over NVLink takes longer than the sum.
+    assert result.total_us == result.finished_us[0] == pytest.approx(10 + (0.5 + 3) + 10 + 7)
+    assert result.busy["relay"][2] * (result.total_us - 10) == pytest.approx(2.0)
+    slow_sum = simulate_combine(units_of(topk_idx, 4, shape), shape, speeds._replace(relay_gbs=0.05))
+    assert slow_sum.total_us == pytest.approx(10 + 20 + 10 + 7)
 
 
 ROUTING = np.random.default_rng(3).random((16, 256, 16)).argpartition(4, axis=-1)[..., :4]
@@ -162,11 +197,14 @@ SIMULATE = ("simulate", "--machine", "H800 CX7", "--dtype", "fp8", "--tokens", "
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 32])
-def test_near_the_formula(ranks: int) -> None:
-    finished = anyep(*SIMULATE, "--tokens", "1024", "--ranks", str(ranks), "--json")
+@pytest.mark.parametrize("what", ["dispatch", "combine"])
+def test_near_the_formula(ranks: int, what: str) -> None:
+    options = ("--combine",) if what == "combine" else ()
+    finished = anyep(*SIMULATE, "--tokens", "1024", "--ranks", str(ranks), "--json", *options)
     record = json.loads(finished.stdout)
     assert (finished.returncode, finished.stderr, record["stuck"]) == (0, "", [])
-    assert abs(record["difference"]) < 0.1
+    assert record["what"] == what
+    assert abs(record["difference"]) < 0.12
     assert record["difference"] == pytest.approx(record["simulated_us"] / record["formula_us"] - 1, abs=1e-3)
     assert len(record["finished_us"]) == ranks
     assert max(record["finished_us"]) == record["simulated_us"]

@@ -10,8 +10,9 @@ import torch
 
 from anyep.backends.cpu.expander import Expander
 from anyep.backends.cpu.memory import WarmMemory
+from anyep.backends.cpu.origins import tell_origins
 from anyep.backends.cpu.stream import Stream
-from anyep.backends.expanded import ExpertPlaces, RowTensors
+from anyep.backends.expanded import ExpertPlaces, Origins, OriginTensors, RowTensors
 from anyep.events import EventHandle
 
 
@@ -42,6 +43,9 @@ class CpuElasticOps:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._memory.empty(shape, dtype)
+
+    def tell_origins(self, origins: Origins, tensors: OriginTensors) -> None:
+        tell_origins(origins, tensors)
 
     def place(
         self,

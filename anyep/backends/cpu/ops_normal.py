@@ -134,7 +134,7 @@ class CpuNormalOps(Generic[CR]):
     def dispatch_again(self, x: Any, handle: Any, config: Config) -> None:
         """Every call is made step by step."""
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> None:
+    def combine_again(self, x: Any, handle: Any, config: Config, order: Any = None) -> None:
         """Every call is made step by step."""
 
     def counted_again(self, tokens: CountedTokens, config: Config) -> None:

@@ -256,6 +256,7 @@ def sums_group(combined: CombineInput[Routing], out: torch.Tensor, out_weights: 
         DTYPE_CODES[x.dtype],
         out_weights.numpy(),
         combined.order.numpy() if combined.order is not None else groups.NO_ORDER,
+        int(combined.is_keyed),
     )
 
 

@@ -1,8 +1,7 @@
 """Dispatches that count their rows and are like an earlier one, made again with little work of the host.
 
     repeats.keep(payload, counts, config, header, recipes, ...)   # the earlier call, made step by step
-    again = repeats.start(ops, tokens, config)                     # None if it has to be made step by step
-    done = again(call)
+    done = repeats.dispatch(ops, tokens, config)                   # None if it has to be made step by step
 
 What stays the same from call to call are a batch of kernels and the words of the notify message about types
 and sizes. The batch finds out the routing, sends the rows and fills the handle, whose source indices get room
@@ -16,19 +15,19 @@ call goes on step by step from there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
+import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from anyep.backends.base import (
+    MIN_WINDOW_BYTES,
     CountedDispatch,
     CountedTokens,
     Payload,
     Results,
     StartedDispatch,
-    window_bytes,
     window_for,
 )
 from anyep.backends.cuda import constants
@@ -40,20 +39,34 @@ from anyep.backends.cuda.normal_call import (
     WEIGHTS_PART,
     X_PART,
     GpuCall,
-    inputs_of_counting,
-    inputs_of_unpacking,
 )
 from anyep.backends.cuda.plain import RowKind, is_plain, rows_and_scales
 from anyep.backends.cuda.routing import GpuCounts, GpuRouting, new_routing
+from anyep.backends.cuda.tiles import HEAD_TOKENS, UNPACK_BLOCK
 from anyep.backends.cuda.windows import GpuWindows
-from anyep.core.calls import Array, Call, Phase
+from anyep.core.calls import Array, Call, Kind, Phase
 from anyep.core.freelist import first_fit
-from anyep.core.headers import MAX_OFFERS, write_offers
+from anyep.core.headers import MAX_OFFERS, NUM_OFFERS, OFFERS, write_offers
 from anyep.sizes import Config, TokenLayout, align
 
 ROOM_BLOCK: Final = 64
 FIRST_TOTAL: Final = constants.TOTAL_OUTCOME
 AFTER_TOTALS: Final = constants.TOTAL_USES_RINGS + 1
+# Plain numbers: those of an enumeration take longer.
+DISPATCH: Final = int(Kind.DISPATCH)
+SEND: Final = int(Phase.SEND)
+IDLE: Final = int(Phase.IDLE)
+OFFERS_AT: Final = 8 * NUM_OFFERS
+OFFERED: Final = [struct.Struct(f"={2 + 2 * count}q") for count in range(MAX_OFFERS + 1)]
+"""By the number of offers: that number, a word not in use, and each offer."""
+assert OFFERS == NUM_OFFERS + 2
+INPUTS: Final = (
+    *("message", "ticket", "in_rank", "by_rank", "by_expert", "rank_prefix", "channel_prefix"),
+    *("recv_channel_prefix", "handle_in_rank", "digests", "send_head", "num_tokens"),
+    *("tokens_per_channel", "fill_programs", "x", "scales", "topk_idx", "topk_weights", "source"),
+    *("result_ids", "num_rows", "num_topk", "unpack_programs"),
+)
+"""In the order in which they are passed."""
 
 if TYPE_CHECKING:
     from anyep.backends.cuda.ops_normal import GpuNormalOps
@@ -68,7 +81,7 @@ class _Kept(NamedTuple):
     token: TokenLayout
     source_bytes: int
     num_experts: int
-    header: Array
+    header: bytes
     batch: Prepared
 
 
@@ -112,9 +125,9 @@ class CountedRepeats:
         if rows is not None:
             # Kernels that are missing are compiled now, not in the next call.
             self._control.batches.made(recipes)
-            batch = Prepared(self._control.batches, recipes)
+            batch = Prepared(self._control.batches, recipes, INPUTS)
             kind = config, config.num_channels, rows, payload.token, payload.source_bytes
-            self._kept = _Kept(*kind, counts.num_experts, header.copy(), batch)
+            self._kept = _Kept(*kind, counts.num_experts, header.tobytes(), batch)
             self._make_room(num_rows)
 
     def _make_room(self, num_rows: int) -> None:
@@ -122,15 +135,27 @@ class CountedRepeats:
         if not num_rows <= self._room <= 2 * num_rows + ROOM_BLOCK:
             self._room = align(num_rows + num_rows // 8, ROOM_BLOCK)
 
-    def start(
+    def dispatch(
         self, ops: GpuNormalOps, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]] | None:
-        """The call, to be made at once; None if it is not like the kept one."""
+    ) -> CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts] | None:
+        """Make the call, or begin it; None, and nothing has happened, if it is not like the kept one."""
         kept = self._kept
-        x, scales = rows_and_scales(tokens.x)
-        if kept is None or kept.config is not config or not self._is_like(kept, x, scales, tokens):
+        if kept is None or kept.config is not config:
             return None
-        return partial(self._dispatch, ops, kept, x, scales, tokens)
+        try:
+            x, scales = rows_and_scales(tokens.x)
+            if not (self._is_like(kept, x, scales, tokens) and ops.is_quiet()):
+                return None
+        except Exception:
+            # Arguments of which not even this can be found out: checks say what is wrong with them.
+            return None
+        control = self._control.control
+        number = control.next_number()
+        try:
+            return self._dispatch(ops, kept, x, scales, tokens, number)
+        except BaseException as error:
+            control.ended_by(Call(number, DISPATCH), error)
+            raise
 
     def _is_like(self, kept: _Kept, x: Any, scales: Any, tokens: CountedTokens) -> bool:
         """Whether the steps of the call would be those that are kept, with tensors that need no other
@@ -146,8 +171,6 @@ class CountedRepeats:
             and is_plain(tokens.num_tokens_per_rank, torch.int32, (num_ranks,), index)
             and is_plain(tokens.is_token_in_rank, torch.bool, (count, num_ranks), index)
             and is_plain(tokens.num_tokens_per_expert, torch.int32, (kept.num_experts,), index)
-            and not self._stream.is_capturing()
-            and self._control.control.works_unobserved
         )
 
     def _dispatch(
@@ -157,83 +180,94 @@ class CountedRepeats:
         x: torch.Tensor,
         scales: torch.Tensor | None,
         tokens: CountedTokens,
-        call: Call,
+        number: int,
     ) -> CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]:
-        control, header, num_topk = self._control, kept.header, kept.token.num_topk
-        routing = self._new_routing(x.shape[0], kept.num_channels)
-        self._windows.followed = self._stream.caller()
-        offers = self._windows.offers(MAX_OFFERS)
-        write_offers(header, offers)
-        control.control.enter(call, Phase.SEND)
-        counts = GpuCounts(tokens.is_token_in_rank, tokens.num_tokens_per_rank, tokens.num_tokens_per_expert)
+        control, headers, windows = self._control, self._control.headers, self._windows
+        _, ids, weights, by_rank, in_rank, by_expert = tokens
+        num_tokens = x.shape[0]
+        moment = self._stream.whole_call()
+        routing = self._new_routing(num_tokens, kept.num_channels, moment.stream_before)
+        room = routing.recv_src_idx.shape[0]
+        windows.followed = moment.stream_before
+        offers = windows.offers(MAX_OFFERS, is_captured=False)
+        control.control.publish(number, DISPATCH, SEND)
+        at = headers.next_place()
+        headers.memory[at : at + len(kept.header)] = kept.header
+        words = len(offers), 0, *(word for offer in offers for word in offer)
+        OFFERED[len(offers)].pack_into(headers.memory, at + OFFERS_AT, *words)
         ticket = control.next_ticket()
-        message = control.headers.keep(header, for_good=False)
-        values = inputs_of_counting(message, ticket, counts, routing)
-        values["x"], values["scales"] = x, scales
-        values["topk_idx"], values["topk_weights"] = tokens.topk_idx, tokens.topk_weights
-        values |= inputs_of_unpacking(routing, None, num_topk)
-        kept.batch.run(self._stream.moment(True, True), values)
+        prefix, channels, recv_channels, source, handle_in_rank, send_head, digests = routing
+        values = (
+            *(headers.address + at, ticket, in_rank, by_rank, by_expert, prefix, channels, recv_channels),
+            *(handle_in_rank, digests, send_head, num_tokens),
+            *(max(1, -(-num_tokens // kept.num_channels)), max(1, -(-num_tokens // HEAD_TOKENS))),
+            *(x, scales, ids, weights, source, None, room, kept.token.num_topk),
+            max(1, -(-room // UNPACK_BLOCK)),
+        )
+        kept.batch.run(moment, values)
         # This call needs none of it.
         with contextlib.suppress(torch.OutOfMemoryError):
-            self._spare = self._new_spare(routing)
-        words = control.wait_for_totals(ticket)
-        outcome, num_rows, uses_rings = words[FIRST_TOTAL:AFTER_TOTALS].tolist()
+            self._spare = self._new_spare(routing, num_tokens, kept.num_channels, room, moment.stream_before)
+        totals = control.wait_for_totals(ticket)
+        outcome, num_rows, uses_rings = totals[FIRST_TOTAL:AFTER_TOTALS].tolist()
         window = None
-        room = routing.recv_src_idx.shape[0]
-        if outcome == 0 and uses_rings == 0 and 0 < num_rows <= room:
-            num_bytes = window_bytes(num_rows, kept.token, kept.source_bytes)
-            window = first_fit(offers, num_bytes)
         if outcome == 0:
             self._make_room(num_rows)
+            if uses_rings == 0 and 0 < num_rows <= room:
+                sizes = window_for(num_rows, kept.token, kept.source_bytes)
+                num_bytes = max(sizes.num_bytes, MIN_WINDOW_BYTES)
+                window = first_fit(offers, num_bytes)
         if window is None:
-            payload = Payload(x, scales, tokens.topk_idx, tokens.topk_weights, kept.source_bytes)
-            rest = GpuCall(ops, call, None, False).after_notify(payload, routing, values)
-            return StartedDispatch(rest, payload, counts, routing, header.copy())
-        self._windows.allocate_at(window, num_bytes)
-        received = self._results(kept, window, num_rows, num_bytes)
+            payload = Payload(x, scales, ids, weights, kept.source_bytes)
+            header = np.frombuffer(kept.header, np.int64).copy()
+            write_offers(header, offers)
+            call = Call(number, DISPATCH)
+            rest = GpuCall(ops, call, None, False)
+            rest.after_notify(payload, routing, dict(zip(INPUTS, values, strict=True)))
+            counts = GpuCounts(in_rank, by_rank, by_expert)
+            return StartedDispatch(call, rest, payload, counts, routing, header)
+        windows.allocate_at(window, num_bytes)
+        received = self._results(kept, window, num_rows, num_bytes, sizes.offsets)
         if num_rows < room:
-            routing = routing._replace(recv_src_idx=routing.recv_src_idx[:num_rows])
+            source = source[:num_rows]
+            routing = GpuRouting(prefix, channels, recv_channels, source, handle_in_rank, send_head, digests)
         num_local = kept.num_experts // control.num_ranks
-        by_expert = words[constants.TOTAL_BY_EXPERT : constants.TOTAL_BY_EXPERT + num_local].tolist()
-        control.control.end(call)
-        rows, new_scales, ids, weights = received
-        return CountedDispatch(
-            Results(rows, routing.recv_src_idx, ids, weights, new_scales), by_expert, routing
-        )
+        counted = totals[constants.TOTAL_BY_EXPERT : constants.TOTAL_BY_EXPERT + num_local].tolist()
+        control.control.publish(number, DISPATCH, IDLE)
+        rows, new_scales, new_ids, new_weights = received
+        return CountedDispatch(Results(rows, source, new_ids, new_weights, new_scales), counted, routing)
 
     def _results(
-        self, kept: _Kept, window: int, num_rows: int, num_bytes: int
+        self, kept: _Kept, window: int, num_rows: int, num_bytes: int, offsets: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """The rows, scales, ids and weights in a window."""
-        offsets, num_topk = window_for(num_rows, kept.token, kept.source_bytes).offsets, kept.token.num_topk
+        num_topk = kept.token.num_topk
         parts = [
             *kept.rows.parts(num_rows, offsets[X_PART], offsets[SCALES_PART]),
             (offsets[IDS_PART], (num_rows, num_topk), torch.int64),
             (offsets[WEIGHTS_PART], (num_rows, num_topk), torch.float32),
         ]
-        rows, *scales, ids, weights = self._windows.lend(window, num_bytes, parts)
+        rows, *scales, ids, weights = self._windows.lend(window, num_bytes, parts, is_captured=False)
         return rows, scales[0] if scales else None, ids, weights
 
     # The tensors of handles
 
-    def _new_routing(self, num_tokens: int, num_channels: int) -> GpuRouting:
+    def _new_routing(self, num_tokens: int, num_channels: int, caller: int) -> GpuRouting:
         """A routing that kernels will fill: the spare one, if it can be used."""
         spare, self._spare = self._spare, None
-        wanted = num_tokens, num_channels, self._room, *self._where()
+        wanted = num_tokens, num_channels, self._room, caller, torch.is_inference_mode_enabled()
         if spare is not None and spare[: len(wanted)] == wanted:
             return spare.routing
         return self._allocate(num_tokens, num_channels)
 
-    def _new_spare(self, like: GpuRouting) -> _Spare:
+    def _new_spare(
+        self, like: GpuRouting, num_tokens: int, num_channels: int, room: int, caller: int
+    ) -> _Spare:
         """Memory that the current stream may use from now on."""
-        num_tokens, num_channels = like.num_tokens, like.num_channels
-        # Torch reads the shape of a tensor faster than arguments.
         empty_like = self._control.gpu.empty_like
+        # Torch reads the shape of a tensor faster than arguments.
         routing = GpuRouting(*[empty_like(part) for part in like if part is not None])
-        return _Spare(num_tokens, num_channels, like.num_recv_rows, *self._where(), routing)
-
-    def _where(self) -> tuple[int, bool]:
-        return self._stream.caller(), torch.is_inference_mode_enabled()
+        return _Spare(num_tokens, num_channels, room, caller, torch.is_inference_mode_enabled(), routing)
 
     def _allocate(self, num_tokens: int, num_channels: int) -> GpuRouting:
         empty = self._control.gpu.empty

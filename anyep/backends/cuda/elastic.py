@@ -9,10 +9,15 @@ from typing import Any, Final
 import torch
 
 from anyep.backends.cuda.batch import Batches, Recipes
-from anyep.backends.cuda.expand_kernels import ExpandKernels, inputs_of_moving, inputs_of_placing
+from anyep.backends.cuda.expand_kernels import (
+    ExpandKernels,
+    inputs_of_moving,
+    inputs_of_origins,
+    inputs_of_placing,
+)
 from anyep.backends.cuda.gpu import Gpu
 from anyep.backends.cuda.moment import Moment
-from anyep.backends.expanded import ExpertPlaces, RowTensors
+from anyep.backends.expanded import ExpertPlaces, Origins, OriginTensors, RowTensors
 from anyep.events import EventHandle
 
 PROGRAMS_PER_SM: Final = 8
@@ -71,6 +76,15 @@ class GpuElasticOps:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._gpu.empty(shape, dtype)
+
+    def tell_origins(self, origins: Origins, tensors: OriginTensors) -> None:
+        """Fill the tensors. Ids that are no experts are passed over: other kernels report them."""
+        kernels, num_ranks = self._kernels, origins.send_head.shape[1]
+        recipes = (
+            (kernels.tell_origins, num_ranks, tensors.kept_ids is None),
+            (kernels.order_ranks, num_ranks),
+        )
+        self._run(recipes, inputs_of_origins(origins, tensors))
 
     def place(
         self,

@@ -17,11 +17,11 @@ from typing import Any, Final
 import torch
 
 from anyep.backends.cuda.batch import Input, Launch
-from anyep.backends.cuda.kernels import expand
+from anyep.backends.cuda.kernels import expand, origins
 from anyep.backends.cuda.kernels.groups import CompactRows, ExpandedRows, Positions, Received
 from anyep.backends.cuda.row_kernels import DTYPE_CODES
 from anyep.backends.cuda.tiles import block_of
-from anyep.backends.expanded import ExpertPlaces, RowTensors
+from anyep.backends.expanded import ExpertPlaces, Origins, OriginTensors, RowTensors
 
 PLACED_ROWS: Final = 128
 PLACED_EXPERTS: Final = 32
@@ -34,6 +34,10 @@ REDUCE_TILE: Final = (8, 1024)
 REDUCE_WARPS: Final = 16
 GATHERED_ROWS: Final = 256
 WORD_BYTES: Final = 4
+ORIGIN_WARPS: Final = 4
+ORIGIN_ROWS: Final = 256
+ORDERED_RANKS: Final = 1024
+"""How many ranks of tokens a program puts into order."""
 ALIGNED_NUMBERS: Final = 4
 """Numbers of 4 bytes in 16 bytes."""
 
@@ -56,6 +60,40 @@ class ExpandKernels:
 
     def __init__(self, rounds_in_hardware: bool) -> None:
         self._rounds_in_hardware = rounds_in_hardware
+
+    def tell_origins(self, num_ranks: int, expands: bool) -> Launch:
+        """Say where received rows come from."""
+        kept = COUNTS if expands else Input("kept_ids", torch.int64)
+        return Launch(
+            origins.tell_origins,
+            ORIGIN_WARPS,
+            {"NUM_RANKS": num_ranks, "EXPANDS": expands, "TILE_ROWS": ORIGIN_ROWS},
+            (Input("num_origin_tiles"),),
+            (
+                *(Input("rank_prefix", torch.int32), Input("sources", torch.int32), IDS, COUNTS),
+                *(Input("metadata", torch.int32), kept),
+                *(Input("rank"), Input("received_room"), Input("num_topk"), Input("most_tokens")),
+            ),
+        )
+
+    def order_ranks(self, num_ranks: int) -> Launch:
+        """Say in which order a combine adds, and where the choices of tokens went."""
+        rank_block = block_of(num_ranks)
+        return Launch(
+            origins.order_ranks,
+            ORIGIN_WARPS,
+            {
+                "NUM_RANKS": num_ranks,
+                "RANK_BLOCK": rank_block,
+                "TILE_TOKENS": max(1, ORDERED_RANKS // rank_block),
+            },
+            (Input("num_order_tiles"),),
+            (
+                *(Input("topk_idx", torch.int64), Input("send_head", torch.int32)),
+                *(Input("slots", torch.int32), Input("order", torch.int32)),
+                *(Input("num_tokens"), Input("num_topk"), Input("num_local_experts")),
+            ),
+        )
 
     def count_tiles(self, num_topk: int, local_experts: int) -> Launch:
         """Count the choices of each expert in each tile of rows."""
@@ -168,6 +206,33 @@ def _positions(num_topk: int) -> Positions:
 
 def _expert_blocks(local_experts: int) -> int:
     return -(-local_experts // PLACED_EXPERTS)
+
+
+def inputs_of_origins(given: Origins, tensors: OriginTensors) -> dict[str, Any]:
+    """The inputs of the kernels that say where rows come from."""
+    num_rows, num_topk = given.recv_topk_idx.shape
+    num_tokens, num_ranks = given.send_head.shape
+    tile_tokens = max(1, ORDERED_RANKS // block_of(num_ranks))
+    return {
+        "rank_prefix": given.rank_prefix,
+        "sources": given.recv_src_idx,
+        "send_head": given.send_head,
+        "topk_idx": given.topk_idx,
+        "received_ids": given.recv_topk_idx,
+        "received": tensors.received,
+        "metadata": tensors.metadata,
+        "slots": tensors.slots,
+        "order": tensors.order,
+        "kept_ids": tensors.kept_ids,
+        "rank": given.rank,
+        "received_room": num_rows,
+        "num_topk": num_topk,
+        "num_tokens": num_tokens,
+        "most_tokens": given.num_max_tokens_per_rank,
+        "num_local_experts": given.num_experts // num_ranks,
+        "num_origin_tiles": max(1, -(-num_rows // ORIGIN_ROWS)),
+        "num_order_tiles": max(1, -(-num_tokens // tile_tokens)),
+    }
 
 
 def inputs_of_placing(

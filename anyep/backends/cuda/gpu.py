@@ -136,7 +136,8 @@ class Gpu:
 
     def end_of_use(self) -> Use | None:
         """The same, for `wait_for_use`; None while a graph is captured."""
-        if self.stream.is_capturing():
+        # Each result that dies needs this: torch is asked at once.
+        if torch._C._cuda_isCurrentStreamCapturing():
             return None
         try:
             event, raw = self._events.pop()
@@ -144,8 +145,9 @@ class Gpu:
             # Asking first would not do: another thread may take the last one.
             event = self.last_use()
             raw = self.stream.raw_event(event)
-        current = self.stream.caller()
-        driver.check(self._record_and_wait(self._driver_address, raw, current, NO_STREAM), "cuEventRecord")
+        current: int = torch._C._cuda_getCurrentRawStream(self.index)
+        if status := self._record_and_wait(self._driver_address, raw, current, NO_STREAM):
+            driver.check(status, "cuEventRecord")
         return Use(event, raw, current)
 
     def wait_for_use(self, use: Use) -> None:

@@ -11,7 +11,7 @@ none, no rank sends anything, and all of them raise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -29,12 +29,15 @@ from anyep.sizes import SOURCE_META_BYTES, Config
 
 if TYPE_CHECKING:
     from anyep.backends.cuda.ops_normal import GpuNormalOps
+RESULTS_AT_ONCE: Final = 3
+"""Windows grow until so many results of a dispatch fit: those, those of a dispatch along the handle, and rows
+that a combine stages."""
 
 
 class GpuNodeCall(GpuCall):
     """The operations of one call between nodes."""
 
-    __slots__ = ("_nodes",)
+    __slots__ = ("_lacks_windows", "_nodes")
 
     def __init__(
         self,
@@ -46,6 +49,8 @@ class GpuNodeCall(GpuCall):
     ) -> None:
         super().__init__(ops, call, previous, run_async)
         self._nodes = nodes
+        self._lacks_windows = False
+        """Whether some rank has no window for its rows."""
 
     def new_routing(self, payload: Payload, counts: GpuCounts, config: Config) -> Any:
         topology = self._ops.device_control.topology
@@ -134,9 +139,17 @@ class GpuNodeCall(GpuCall):
         found = super().totals(header, payload)
         # The host has waited before any row was sent.
         self._is_sent = False
-        return found
+        control = self._ops.device_control
+        self._lacks_windows = bool(control.totals[constants.TOTAL_USES_RINGS])
+        # Later calls cannot add windows, and have no other way: there should be room for them.
+        most = max(payload.window_bytes(int(rows)) for rows in control.rows_of)
+        is_little = self._ops.windows.num_bytes < RESULTS_AT_ONCE * most
+        may_grow = is_little and bool(control.totals[constants.TOTAL_ALL_WAIT])
+        return found._replace(may_grow=found.may_grow or may_grow)
 
     def without_windows(self, totals: Totals) -> int:
+        if not self._lacks_windows:
+            return totals.window
         if totals.window >= 0:
             self._ops.windows.free(totals.window)
         raise no_window(self._call, None)

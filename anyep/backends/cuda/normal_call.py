@@ -22,7 +22,7 @@ from anyep.backends.cuda.routing import GpuCounts, GpuRouting, new_routing
 from anyep.backends.cuda.row_kernels import Strides
 from anyep.backends.cuda.tiles import HEAD_TOKENS, UNPACK_BLOCK, block_of
 from anyep.core.calls import Array, Call, Phase
-from anyep.core.headers import EXPERTS, NUM_OFFERS, OFFERS, WEIGHTS_OFFSET, X_OFFSET
+from anyep.core.headers import EXPERTS, NUM_OFFERS, OFFERS, ROUTING, WEIGHTS_OFFSET, X_OFFSET
 from anyep.errors import AnyEPError, InvalidCall
 from anyep.events import EventHandle, EventOverlap
 from anyep.sizes import Config
@@ -175,7 +175,8 @@ class GpuCall:
         self._values |= inputs_of_counting(message, ticket, counts, routing)
         self._use_payload(payload, routing)
         self._recipes += (
-            (ops.kernels.place_tokens, num_topk, local_experts, num_channels),
+            # An API that has terms wants the experts of a token to be distinct.
+            (ops.kernels.place_tokens, num_topk, local_experts, num_channels, bool(header[ROUTING])),
             (control.kernels.exchange_counts, num_channels, local_experts, num_topk > 0),
             (ops.kernels.fill_send_head,),
         )
@@ -401,7 +402,6 @@ class GpuCall:
         if self._ops.windows.num_bytes:
             self._recipes.append((rows.pull_and_sum, *of_call))
             header, is_plain = self._header, combined.topk_weights is None and not combined.biases
-            is_plain = is_plain and combined.order is None
             if header is not None and is_plain and combined.x.shape[0] and header[X_OFFSET] >= 0:
                 is_staged = bool(self._staged)
                 self._keep = partial(self._ops.repeats.keep_combine, combined, header, is_staged=is_staged)

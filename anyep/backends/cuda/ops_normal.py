@@ -43,7 +43,7 @@ from anyep.backends.cuda.tuned import Key, with_tuned
 from anyep.backends.cuda.windows import GpuWindows
 from anyep.core.calls import Call
 from anyep.core.rings import Rings
-from anyep.errors import AnyEPError, no_expert
+from anyep.errors import AnyEPError, InvalidCall, no_expert
 from anyep.events import EventOverlap
 from anyep.layout import SOURCE_INDEX_BYTES
 from anyep.sizes import SOURCE_META_BYTES, Config
@@ -173,6 +173,11 @@ class GpuNormalOps:
 
     def check_config(self, config: Config) -> None:
         """Warn once if this rank has fewer SMs than `num_sms`; any number of channels works."""
+        if self._nodes is not None and not self.windows.num_bytes:
+            raise InvalidCall(
+                "between nodes rows on GPUs go to windows, and this Buffer has none: leave out"
+                " num_window_bytes=0 and heap='host'"
+            )
         num_sms = config.num_sms
         if num_sms <= self._sms.share_of_sms or num_sms in self._warned_sms:
             return
@@ -204,13 +209,13 @@ class GpuNormalOps:
     def dispatch_again(self, x: Any, handle: Any, config: Config) -> Rows | None:
         return self.repeats.dispatch(x, handle, config, self.is_quiet)
 
-    def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
-        return self.repeats.combine(x, handle, config, self.is_quiet)
+    def combine_again(self, x: Any, handle: Any, config: Config, order: Any = None) -> torch.Tensor | None:
+        return self.repeats.combine(x, handle, config, self.is_quiet, order)
 
     def counted_again(
         self, tokens: CountedTokens, config: Config
-    ) -> Callable[[Call], CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts]] | None:
-        return self.counted_repeats.start(self, tokens, config) if self._has_no_error() else None
+    ) -> CountedDispatch[GpuRouting] | StartedDispatch[GpuRouting, GpuCounts] | None:
+        return self.counted_repeats.dispatch(self, tokens, config)
 
     def is_quiet(self) -> bool:
         return (

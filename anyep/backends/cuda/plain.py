@@ -6,6 +6,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+# Looked up once: every call asks for them.
+STRIDED: Final = torch.strided
+TENSOR: Final = torch.Tensor
+IS_GRAD_ENABLED: Final = torch.is_grad_enabled
 ALIGNMENT: Final = 16
 """Rows begin at a multiple of so many bytes."""
 Part = tuple[int, tuple[int, ...], torch.dtype]
@@ -21,14 +25,14 @@ def is_plain(tensor: Any, dtype: torch.dtype, shape: tuple[int, ...], device_ind
     False
     """
     return (
-        tensor.__class__ is torch.Tensor
+        tensor.__class__ is TENSOR
         and tensor.dtype is dtype
+        and tensor.layout is STRIDED
         and tensor.shape == shape
-        and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and tensor.get_device() == device_index
         # In autograd functions, which disable gradients, it says nothing.
-        and not (tensor.requires_grad and torch.is_grad_enabled())
+        and not (tensor.requires_grad and IS_GRAD_ENABLED())
         and not tensor.is_neg()
     )
 

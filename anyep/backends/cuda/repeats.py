@@ -23,7 +23,7 @@ from anyep.backends.base import CombineInput, Payload, Rows, window_bytes, windo
 from anyep.backends.cuda.batch import Prepared, Recipes
 from anyep.backends.cuda.device_control import DeviceControl
 from anyep.backends.cuda.normal_call import SCALES_PART
-from anyep.backends.cuda.plain import Part, RowKind, rows_and_scales
+from anyep.backends.cuda.plain import Part, RowKind, is_plain, rows_and_scales
 from anyep.backends.cuda.routing import GpuRouting, known_routing
 from anyep.backends.cuda.templates import template
 from anyep.backends.cuda.windows import GpuWindows
@@ -54,6 +54,7 @@ OF_DISPATCH: Final = (
 )
 OF_COMBINE: Final = (*OF_ROUTING, "x", "window", "num_rows", "num_tokens", "own_x", "out")
 """The inputs of both calls, in the order in which they are passed."""
+OF_ORDERED_COMBINE: Final = (*OF_COMBINE, "order")
 
 
 class _Dispatch(NamedTuple):
@@ -74,6 +75,8 @@ class _Combine(NamedTuple):
     config: Config
     num_channels: int
     rows: RowKind
+    is_ordered: bool
+    """Whether it adds in an order of its own, not in that of the ranks."""
     header: bytes
     batch: Prepared
 
@@ -123,8 +126,11 @@ class Repeats:
     ) -> None:
         """The same for a combine; `is_staged` if its rows were copied into a window."""
         rows = RowKind(combined.x.dtype, combined.x.shape[1])
-        batch = Prepared(self._control.batches, recipes, OF_COMBINE)
-        kept = _Combine(combined.config, combined.routing.num_channels, rows, header.tobytes(), batch)
+        is_ordered = combined.order is not None
+        names = OF_ORDERED_COMBINE if is_ordered else OF_COMBINE
+        batch = Prepared(self._control.batches, recipes, names)
+        kind = combined.config, combined.routing.num_channels, rows, is_ordered
+        kept = _Combine(*kind, header.tobytes(), batch)
         if is_staged:
             self._staged = kept
         else:
@@ -163,7 +169,7 @@ class Repeats:
                 sizes = self._new_sizes(kept, num_rows)
             moment = stream.whole_call()
             windows.followed = moment.stream_before
-            window = windows.allocate(sizes.num_bytes)
+            window = windows.allocate(sizes.num_bytes, is_captured=False)
         except Exception:
             # Arguments of which not even this can be found out: checks say what is wrong with them.
             return None
@@ -172,7 +178,7 @@ class Repeats:
         control, headers = self._control.control, self._control.headers
         number = control.next_number()
         try:
-            rows, *new_scales = windows.lend(window, sizes.num_bytes, sizes.parts)
+            rows, *new_scales = windows.lend(window, sizes.num_bytes, sizes.parts, is_captured=False)
             control.publish(number, DISPATCH, SEND)
             at = headers.next_place()
             headers.memory[at : at + len(kept.header)] = kept.header
@@ -198,9 +204,11 @@ class Repeats:
         return made
 
     def combine(
-        self, x: Any, handle: Any, config: Config, is_quiet: Callable[[], bool]
+        self, x: Any, handle: Any, config: Config, is_quiet: Callable[[], bool], order: Any = None
     ) -> torch.Tensor | None:
-        """Make the call and return the sums; None, and nothing has happened, if it is not like a kept one."""
+        """Make the call and return the sums; None, and nothing has happened, if it is not like a kept one.
+
+        `order` is that of the sums, if they are not in the order of the ranks."""
         windows, stream, copy = self._windows, self._stream, None
         # A tensor of another layout may have no address.
         if x.__class__ is not torch.Tensor or x.layout is not torch.strided:
@@ -209,7 +217,7 @@ class Repeats:
             own_x = x.data_ptr()
             place = windows.place_of(own_x)
             kept = self._combine if place is not None else self._staged
-            if kept is None or kept.config is not config:
+            if kept is None or kept.config is not config or kept.is_ordered != (order is not None):
                 return None
             routing = known_routing(handle)
             if routing is None:
@@ -222,13 +230,14 @@ class Repeats:
                 and routing.rank_prefix_matrix.get_device() == self._index
                 and routing.channel_prefix_matrix.shape[1] == kept.num_channels
                 and kept.rows.is_of(x, None, num_rows, self._index)
+                and (order is None or is_plain(order, torch.int32, (num_tokens, num_ranks), self._index))
                 and is_quiet()
             ):
                 return None
             moment = stream.whole_call()
             if place is None:
                 windows.followed = moment.stream_before
-                place = windows.allocate(x.numel() * x.element_size())
+                place = windows.allocate(x.numel() * x.element_size(), is_captured=False)
                 if place is None:
                     return None
                 copy = windows.tensor(place, (num_rows, kept.rows.hidden), kept.rows.dtype)
@@ -243,15 +252,17 @@ class Repeats:
             at = headers.next_place()
             headers.memory[at : at + len(kept.header)] = kept.header
             ROWS_AND_PLACE.pack_into(headers.memory, at + ROWS_AT, num_rows, place)
-            values = (
+            values: tuple[Any, ...] = (
                 *(headers.address + at, 0, routing.rank_prefix_matrix, routing.channel_prefix_matrix),
                 *(routing.recv_channel_prefix_matrix, routing.send_head, routing.digests),
                 *(x, copy, num_rows, num_tokens, own_x, sums),
             )
+            if order is not None:
+                values = (*values, order)
             kept.batch.run(moment, values)
             control.publish(number, COMBINE, IDLE)
             if copy is not None:
-                windows.give_back(place, x.numel() * x.element_size())
+                windows.free(place)
         except BaseException as error:
             control.ended_by(Call(number, COMBINE), error)
             raise

@@ -94,7 +94,8 @@ class _Known:
 
 def remember_digests(parts: tuple[torch.Tensor, ...], digests: torch.Tensor | None) -> None:
     """Attach the digests of a handle to its first tensor."""
-    if digests is not None and not any(map(torch.Tensor.is_inference, parts)):
+    # All were made in one call, and in one mode.
+    if digests is not None and not parts[0].is_inference() and not parts[3].is_inference():
         parts[0]._anyep_digests = _Known(digests, parts)  # type: ignore[attr-defined]
 
 

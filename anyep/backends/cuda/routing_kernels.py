@@ -47,14 +47,17 @@ class RoutingKernels:
             (TOPK_IDX, BY_RANK, BY_EXPERT, IN_RANK, told, NUM_TOKENS, num_topk, local_experts),
         )
 
-    def place_tokens(self, num_topk: int, local_experts: int, num_channels: int) -> Launch:
-        """Number the rows for each receiver, and check the counts."""
+    def place_tokens(
+        self, num_topk: int, local_experts: int, num_channels: int, are_distinct: bool = False
+    ) -> Launch:
+        """Number the rows for each receiver, and check the counts; if they are to be, that the experts of a
+        token are distinct."""
         state = self._tables.state
         checks_experts = -(-local_experts // COUNTED_EXPERTS) + 1 if num_topk else 0
         return Launch(
             counting.place_tokens,
             COUNT_WARPS,
-            self._counting(num_topk),
+            {**self._counting(num_topk), "ARE_DISTINCT": are_distinct},
             (self._num_ranks, num_channels + checks_experts),
             (
                 IN_RANK,

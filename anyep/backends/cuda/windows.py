@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Final
 
 import torch
 
@@ -22,8 +23,11 @@ from anyep.backends.cuda.heap import SymmetricBlock
 from anyep.backends.cuda.plain import Part
 from anyep.core.freelist import FreeList
 
-Uses = Sequence[Use | None]
-"""How the uses of the tensors over a window ended; None for one that died while a graph was captured."""
+WITHIN: Final = (1 << WINDOW_BLOCK_BITS) - 1
+"""The bits of an offset that say where in its block a window begins."""
+Uses = Sequence[Any]
+"""How the uses of the tensors over a window ended, each a `Use`; or None for one that died while a graph was
+captured."""
 
 
 class GpuWindows:
@@ -61,10 +65,14 @@ class GpuWindows:
         """The addresses of each rank's blocks in this process, by block."""
         return [block.addresses for block in self._blocks]
 
-    def offers(self, most: int) -> list[tuple[int, int]]:
-        """Free windows as (offset, bytes), beginning with those of the newest block, which is the largest."""
+    def offers(self, most: int, is_captured: bool | None = None) -> list[tuple[int, int]]:
+        """Free windows as (offset, bytes), beginning with those of the newest block, which is the largest.
+
+        `is_captured` says whether a graph is captured, where the caller has asked already; so in the other
+        methods.
+        """
         with self._lock:
-            self._take_back()
+            self._take_back(is_captured)
             found: list[tuple[int, int]] = []
             for index in reversed(range(len(self._blocks))):
                 first = index << WINDOW_BLOCK_BITS
@@ -73,10 +81,10 @@ class GpuWindows:
                     found += [(first + offset, size) for offset, size in self._free_lists[index].offers(room)]
             return found
 
-    def allocate(self, num_bytes: int) -> int | None:
+    def allocate(self, num_bytes: int, is_captured: bool | None = None) -> int | None:
         with self._lock:
-            self._take_back()
-            if self._of_graphs and self._gpu.stream.is_capturing():
+            self._take_back(is_captured)
+            if self._of_graphs and is_captured is not False and self._gpu.stream.is_capturing():
                 graph = self._gpu.stream.graph()
                 for window, (owner, size) in self._of_graphs.items():
                     if graph == owner != 0 and size >= num_bytes:
@@ -92,11 +100,11 @@ class GpuWindows:
 
     def allocate_at(self, offset: int, num_bytes: int) -> None:
         with self._lock:
-            self._free_list(offset).allocate_at(_within(offset), num_bytes)
+            self._free_lists[offset >> WINDOW_BLOCK_BITS].allocate_at(offset & WITHIN, num_bytes)
 
     def free(self, offset: int) -> None:
         with self._lock:
-            self._free_list(offset).free(_within(offset))
+            self._free_lists[offset >> WINDOW_BLOCK_BITS].free(offset & WITHIN)
 
     def give_back(self, window: int, num_bytes: int) -> None:
         """Free a window that only calls on the communication stream have used."""
@@ -105,12 +113,14 @@ class GpuWindows:
         else:
             self.free(window)
 
-    def lend(self, window: int, num_bytes: int, parts: Sequence[Part]) -> list[torch.Tensor]:
+    def lend(
+        self, window: int, num_bytes: int, parts: Sequence[Part], is_captured: bool | None = None
+    ) -> list[torch.Tensor]:
         """Tensors in a window, each with its own storage, because a torch custom operator may not return
         views of one storage. The window is returned when the tensors and their views are gone."""
         block = self._blocks[window >> WINDOW_BLOCK_BITS]
-        start = _within(window)
-        if self._gpu.stream.is_capturing():
+        start = window & WITHIN
+        if is_captured is not False and self._gpu.stream.is_capturing():
             keep = (self._gpu.stream.graph(), num_bytes)
             loan = _Loan(len(parts), lambda: None, lambda _: self._of_graphs.__setitem__(window, keep))
             on_death: Callable[[], None] = loan.one_died
@@ -130,7 +140,7 @@ class GpuWindows:
     def tensor(self, window: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over a window that is not lent."""
         block = self._blocks[window >> WINDOW_BLOCK_BITS]
-        found: torch.Tensor = block.tensor(_within(window), shape, dtype)
+        found: torch.Tensor = block.tensor(window & WITHIN, shape, dtype)
         return found
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
@@ -159,23 +169,20 @@ class GpuWindows:
             self._take_back()
             return sum(free_list.used_bytes for free_list in self._free_lists)
 
-    def _free_list(self, offset: int) -> FreeList:
-        return self._free_lists[offset >> WINDOW_BLOCK_BITS]
-
-    def _take_back(self) -> None:
-        if not self._returned or self._gpu.stream.is_capturing():
+    def _take_back(self, is_captured: bool | None = None) -> None:
+        if not self._returned or (is_captured is not False and self._gpu.stream.is_capturing()):
             return
+        gpu, followed = self._gpu, self.followed
         while self._returned:
             window, uses = self._returned.popleft()
-            ended = [use for use in uses if use is not None]
-            if len(ended) < len(uses):
+            if None in uses:
                 # At least one of its tensors died while a graph was captured.
                 continue
-            for use in ended:
-                if use.stream != self.followed:
-                    self._gpu.wait_for_use(use)
-                self._gpu.forget_use(use)
-            self._free_list(window).free(_within(window))
+            for use in uses:
+                if use.stream != followed:
+                    gpu.wait_for_use(use)
+                gpu.forget_use(use)
+            self._free_lists[window >> WINDOW_BLOCK_BITS].free(window & WITHIN)
 
 
 class _Loan:
@@ -195,7 +202,3 @@ class _Loan:
         # Two threads may run this at once, but only one of them pops the 0.
         if self._left.pop() == 0:
             self._on_end(self._uses)
-
-
-def _within(offset: int) -> int:
-    return offset & ((1 << WINDOW_BLOCK_BITS) - 1)

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 
 import typer
 
+from anyep import settings
 from anyep.cli import options
 from anyep.cli.bench.measure import measure
 from anyep.cli.bench.records import Report, Setup
@@ -51,9 +52,7 @@ def bench(
     mode: Annotated[str, typer.Option(metavar="normal|low-latency", help="The calls to measure.")] = "normal",
     api: Annotated[
         str,
-        typer.Option(
-            metavar="buffer|elastic", help="The class: Buffer, or ElasticBuffer on CPUs of one node."
-        ),
+        typer.Option(metavar="buffer|elastic", help="The class: Buffer, or ElasticBuffer on one node."),
     ] = "buffer",
     device: options.Device = "cpu",
     ranks: Annotated[
@@ -87,6 +86,7 @@ def bench(
         typer.Option("--sweep-tokens", help="Also measure with 1, 4, 16 ... --tokens tokens per rank."),
     ] = False,
     network: options.Network = None,
+    heap: options.Heap = None,
     against: Annotated[
         str | None,
         typer.Option(help="Also run the cases through an installed library with the same API: deep_ep."),
@@ -118,7 +118,7 @@ def bench(
     )
     check_sizes(setup)
     by_node = nodes_of(counts, device, mode, topk, setup.experts, topk_nodes, network)
-    setup = replace(setup, nodes=by_node)
+    setup = replace(setup, nodes=by_node, heap=_checked_heap(heap, device))
     setup = replace(setup, against=_checked_library(against, setup))
     _check_api(setup)
     _check_sms(setup)
@@ -150,6 +150,14 @@ def check_sizes(setup: Setup) -> None:
     check_experts(setup.experts, setup.ranks, setup.topk)
 
 
+def _checked_heap(heap: str | None, device: str) -> str:
+    if heap is not None and heap not in settings.HEAPS:
+        raise InvalidCall(f"--heap is {heap!r}: choose one of {', '.join(settings.HEAPS)}")
+    if heap is not None and device == "cpu":
+        raise InvalidCall("--heap is for GPUs: add --device cuda, or leave it out")
+    return str(settings.HEAP.choose(heap).value)
+
+
 def _checked_library(name: str | None, setup: Setup) -> str:
     """The library to compare with; empty for none."""
     if name is None:
@@ -169,10 +177,11 @@ def _checked_library(name: str | None, setup: Setup) -> str:
 def _check_api(setup: Setup) -> None:
     if setup.api not in APIS:
         raise InvalidCall(f"--api is {setup.api!r}: choose {' or '.join(APIS)}")
-    is_usual = (setup.device, setup.mode, setup.against) == ("cpu", "normal", "")
+    chosen = setup.mode, setup.against, setup.sms, setup.sweep_sms
+    is_usual = chosen == ("normal", "", None, False)
     if setup.api == "elastic" and (not is_usual or setup.nodes.are_several):
         raise InvalidCall(
-            "--api elastic measures on CPUs of one node: leave out --mode, --device, --nodes and --against"
+            "--api elastic measures on one node: leave out --mode, --nodes, --against and --sms"
         )
 
 

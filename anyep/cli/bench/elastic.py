@@ -11,10 +11,11 @@ import torch
 from anyep.api.elastic import ElasticBuffer
 from anyep.api.elastic_handle import EPHandle
 from anyep.cli.bench.clock import Case, Clock, Group, equals
-from anyep.cli.bench.normal import NormalCases, Traffic
+from anyep.cli.bench.normal import NUM_WINDOWS, NormalCases, Traffic, in_graph
 from anyep.cli.bench.records import Label, Setup
 from anyep.cli.bench.sweep import swept
 from anyep.cli.ranks import Rank
+from anyep.sizes import NUM_BUFFER_ALIGNMENT_BYTES, align
 
 COMPACT: Final = "compact"
 EXPANDED: Final = "expanded"
@@ -42,7 +43,7 @@ class ElasticCases:
             hidden=setup.hidden,
             num_topk=setup.topk,
             device=setup.device,
-            num_window_bytes=traffic.num_window_bytes,
+            num_window_bytes=self._num_window_bytes,
         ) as buffer:
             cases = [
                 self._copy("bf16", self._compact_outputs, buffer),
@@ -51,6 +52,16 @@ class ElasticCases:
             for layout in (COMPACT, EXPANDED):
                 cases += self._of_layout(buffer, layout)
             yield cases
+
+    @property
+    def _num_window_bytes(self) -> int | None:
+        """On a GPU windows only grow where the host waits for counts: they have room for the most rows."""
+        setup, traffic = self._setup, self._traffic
+        if setup.device == "cpu":
+            return None
+        most_rows = traffic.num_ranks * traffic.num_tokens
+        num_bytes = NUM_WINDOWS * (most_rows * (setup.row_bytes + 16 * setup.topk) + 4096)
+        return align(num_bytes, NUM_BUFFER_ALIGNMENT_BYTES)
 
     def _of_layout(self, buffer: ElasticBuffer, layout: str) -> list[Case]:
         traffic, expands = self._traffic, layout == EXPANDED
@@ -75,16 +86,25 @@ class ElasticCases:
 
         return [
             self._case("dispatch", layout, dispatch, is_dispatched),
-            self._case("dispatch", layout + WITHOUT_SYNC, lambda: dispatch(waits=False), is_begun),
-            self._case(
-                "cached_dispatch",
-                layout,
-                lambda: buffer.dispatch(traffic.x, handle=handle, do_expand=expands),
-                is_dispatched,
+            *self._graph_too(
+                self._case("dispatch", layout + WITHOUT_SYNC, lambda: dispatch(waits=False), is_begun)
             ),
-            self._case("combine", layout, lambda: buffer.combine(received, handle), is_combined),
+            *self._graph_too(
+                self._case(
+                    "cached_dispatch",
+                    layout,
+                    lambda: buffer.dispatch(traffic.x, handle=handle, do_expand=expands),
+                    is_dispatched,
+                )
+            ),
+            *self._graph_too(
+                self._case("combine", layout, lambda: buffer.combine(received, handle), is_combined)
+            ),
             *self._staged(buffer, handle, is_combined, layout),
         ]
+
+    def _graph_too(self, case: Case) -> list[Case]:
+        return [case, in_graph(case)] if self._clock.has_graphs else [case]
 
     def _staged(
         self, buffer: ElasticBuffer, handle: EPHandle, is_combined: Callable[[Any], bool], layout: str

@@ -212,7 +212,7 @@ class DecodingCases:
         num_bytes = Buffer.get_low_latency_rdma_size_hint(
             tokens, setup.hidden, self._rank.num_ranks, setup.experts
         )
-        place = {"device": setup.device, **setup.nodes.place}
+        place = {"device": setup.device, "heap": setup.heap, **setup.nodes.place}
         with Buffer(self._rank.group, 0, num_bytes, low_latency_mode=True, **place) as buffer:
             use_fp8 = self._clock.has_graphs
             calls = Calls.of(buffer, decoding, tokens, setup.experts, use_fp8)

@@ -19,6 +19,7 @@ from anyep.cli.bench.rival import AllToAll
 from anyep.cli.bench.sweep import swept
 from anyep.cli.gate import choose
 from anyep.cli.ranks import Rank
+from anyep.errors import NotSupported
 from anyep.sizes import CHANNELS_PER_SCALE, NUM_BUFFER_ALIGNMENT_BYTES, NUM_MAX_SCALES, align
 
 NUM_WINDOWS: Final = 12
@@ -116,6 +117,14 @@ class Traffic:
         here = topology.ranks_on(topology.node_of(self._rank))
         return int(self.in_rank.sum() - self.in_rank[:, list(here)].sum()) * self._setup.row_bytes
 
+    @property
+    def crossing_bytes(self) -> int:
+        """The bytes of rows that this rank sends to other nodes, one row per node."""
+        topology = self._setup.nodes.topology
+        shape = (len(self.in_rank), topology.num_nodes, topology.ranks_per_node)
+        by_node: list[int] = self.in_rank.reshape(shape).any(2).sum(0).tolist()
+        return (sum(by_node) - by_node[topology.node_of(self._rank)]) * self._setup.row_bytes
+
     def combined(self, ranks_per_node: int) -> torch.Tensor:
         """The expected result of combine when every rank returns its received rows unchanged.
 
@@ -161,7 +170,17 @@ def new_buffer(rank: Rank, setup: Setup, sms: int | None, num_window_bytes: int 
     if sms is not None:
         Buffer.set_num_sms(sms)
     sizes = setup.nodes.of_buffer(setup.row_bytes, Buffer.num_sms)
-    return Buffer(rank.group, device=setup.device, num_window_bytes=num_window_bytes, **sizes)
+    buffer = Buffer(
+        rank.group, device=setup.device, num_window_bytes=num_window_bytes, heap=setup.heap, **sizes
+    )
+    assert buffer.runtime is not None
+    if buffer.runtime.is_heap_on_host and not setup.is_on_host:
+        buffer.destroy()
+        raise NotSupported(
+            "ranks on these GPUs share memory of the host, where there are no windows to measure:"
+            " `anyep bench --device cuda --heap host` measures what there is"
+        )
+    return buffer
 
 
 def first_dispatch(buffer: Buffer, setup: Setup, traffic: Traffic) -> Prepared:
@@ -187,6 +206,8 @@ class NormalCases:
         self._rank = rank
         self._setup = setup
         self._clock = clock
+        self._path = path_of(setup)
+        self._copied_from = ", host" if setup.is_on_host else ""
         self._traffic = Traffic(rank, setup, tokens)
         self._outputs = self._traffic.rows.clone()  # of the experts, in ordinary memory
         self._rivals = tuple(rival for rival in (clock.rival, setup.against) if rival)
@@ -195,7 +216,7 @@ class NormalCases:
 
     @contextmanager
     def by_window(self, sms: int | None = None) -> Iterator[list[Case]]:
-        """With the clock's number of SMs, or another one."""
+        """With the clock's number of SMs, or another one; where there are windows."""
         setup, traffic = self._setup, self._traffic
         with prepared(self._rank, setup, traffic, sms or self._clock.sms, traffic.num_window_bytes) as there:
             buffer, handle, received, x = there.buffer, there.handle, there.received, traffic.x
@@ -214,17 +235,17 @@ class NormalCases:
                 self._copy("bf16", self._outputs, send),
                 *self._graph_too(layout),
                 *([] if has_graphs else [self._notify(there)]),
-                self._case("dispatch", "window", there, lambda: buffer.dispatch(x, **there.routing)),
+                self._case("dispatch", self._path, there, lambda: buffer.dispatch(x, **there.routing)),
                 *([self._in_worst_case(there)] if has_graphs else []),
-                *self._graph_too(self._case("cached_dispatch", "window", there, send)),
+                *self._graph_too(self._case("cached_dispatch", self._path, there, send)),
                 *(self._in_fp8(there) if has_graphs else []),
                 *self._graph_too(
-                    self._case("combine", "window", there, lambda: buffer.combine(received, handle))
+                    self._case("combine", self._path, there, lambda: buffer.combine(received, handle))
                 ),
                 *self._graph_too(
                     self._case("combine", "staged", there, lambda: buffer.combine(self._outputs, handle))
                 ),
-                *([] if has_graphs else [self._pair("window", there)]),
+                *([] if has_graphs else [self._pair(self._path, there)]),
             ]
 
     @contextmanager
@@ -297,7 +318,7 @@ class NormalCases:
             traffic.num_tokens,
             rows_moved * traffic.num_bytes,
             self._clock.sms,
-            ("bf16",) * rows_moved,
+            (f"bf16{self._copied_from}",) * rows_moved,
             self._rivals,
             self._crossing(there, work, rows_moved),
         )
@@ -306,6 +327,10 @@ class NormalCases:
     def _crossing(self, there: Prepared, work: Callable[[], Any], rows_moved: int) -> Crossing | None:
         if not self._setup.nodes.are_several:
             return None
+        if self._setup.device != "cpu":
+            # Only the CPU counts what it sends.
+            rows = self._traffic
+            return Crossing(rows_moved * rows.crossing_bytes, rows_moved * rows.bytes_elsewhere)
         session = there.buffer.runtime
         assert session is not None
         before = session.traffic.bytes_between_nodes
@@ -314,12 +339,25 @@ class NormalCases:
         return Crossing(sent, rows_moved * self._traffic.bytes_elsewhere)
 
     def _copy(self, path: str, source: torch.Tensor, barrier: Callable[[], Any]) -> Case:
-        """A plain copy of the received data, on all ranks at once. It is listed among the cases of a GPU."""
+        """A plain copy of the received data, on all ranks at once. It is listed among the cases of a GPU.
+
+        Where ranks share memory of the host, it is a copy from there: every row takes this way.
+        """
+        path += self._copied_from
         label = Label("copy", path, self._traffic.num_tokens, source.nbytes, is_listed=self._clock.has_graphs)
-        return Case(label, self._clock.copy_of(source), equals(source), barrier=barrier)
+        if not self._setup.is_on_host:
+            return Case(label, self._clock.copy_of(source), equals(source), barrier=barrier)
+        target, on_host = torch.empty_like(source), source.cpu()
+        if torch.cuda.is_available():
+            on_host = on_host.pin_memory()
+
+        def copy() -> Any:
+            return (target.copy_(on_host, non_blocking=True),)
+
+        return Case(label, copy, equals(source), barrier=barrier)
 
     def _graph_too(self, case: Case) -> list[Case]:
-        return [case, _in_graph(case)] if self._clock.has_graphs else [case]
+        return [case, in_graph(case)] if self._clock.has_graphs else [case]
 
     def _notify(self, there: Prepared) -> Case:
         """A dispatch of no tokens: what remains are the notify messages."""
@@ -348,11 +386,11 @@ class NormalCases:
         most_rows = traffic.most_rows
         case = self._case(
             "dispatch",
-            "window, worst",
+            f"{self._path}, worst",
             there,
             lambda: there.buffer.dispatch(traffic.x, num_worst_tokens=most_rows, **there.routing),
         )
-        return _in_graph(replace(case, is_right=lambda result: torch.equal(result[0][: len(rows)], rows)))
+        return in_graph(replace(case, is_right=lambda result: torch.equal(result[0][: len(rows)], rows)))
 
     def _in_fp8(self, there: Prepared) -> list[Case]:
         """A cached dispatch of FP8 data and scales."""
@@ -369,7 +407,12 @@ class NormalCases:
 
         both = torch.cat([data.flatten(), scales.view(torch.uint8).flatten()])
         label = Label(
-            "cached_dispatch", "window, fp8", traffic.num_tokens, both.nbytes, self._clock.sms, ("fp8",)
+            "cached_dispatch",
+            f"{self._path}, fp8",
+            traffic.num_tokens,
+            both.nbytes,
+            self._clock.sms,
+            (f"fp8{self._copied_from}",),
         )
         return [
             self._copy("fp8", both.view(1, -1), send),
@@ -377,7 +420,7 @@ class NormalCases:
         ]
 
 
-def _in_graph(case: Case) -> Case:
+def in_graph(case: Case) -> Case:
     """The same call, captured once and replayed."""
     return replace(case, label=replace(case.label, path=f"{case.label.path}, graph"), in_graph=True)
 
@@ -385,7 +428,11 @@ def _in_graph(case: Case) -> Case:
 def groups_of(rank: Rank, setup: Setup, clock: Clock, tokens: int) -> Sequence[Group]:
     """Every case at one number of tokens."""
     cases = NormalCases(rank, setup, clock, tokens)
-    groups = [cases.by_window(), cases.by_ring()]
+    groups = [cases.by_window()]
+    # On such heaps, and between nodes on GPUs, rows go to windows only.
+    windows_only = setup.is_on_host or (setup.device == "cuda" and setup.nodes.are_several)
+    if not windows_only:
+        groups.append(cases.by_ring())
     groups += [cases.by_rival()] if clock.rival else []
     return groups + ([cases.by_installed()] if setup.against else [])
 
@@ -394,7 +441,7 @@ def sweep_over_sms(rank: Rank, setup: Setup, clock: Clock) -> Sequence[Group]:
     """The calls of the sweeps with each number of SMs that a rank can have."""
     cases = NormalCases(rank, setup, clock, setup.tokens)
     return [
-        swept(cases.by_window(sms), "sms", _swept_calls(clock), sms)
+        swept(cases.by_window(sms), "sms", _swept_calls(setup, clock), sms)
         for sms in SWEPT_SMS
         if sms <= clock.most_sms
     ]
@@ -403,10 +450,16 @@ def sweep_over_sms(rank: Rank, setup: Setup, clock: Clock) -> Sequence[Group]:
 def sweep_over_tokens(rank: Rank, setup: Setup, clock: Clock, tokens: int) -> Sequence[Group]:
     """The same calls and a plain copy at one number of tokens."""
     cases = NormalCases(rank, setup, clock, tokens)
-    return [swept(cases.by_window(), "tokens", [("copy", "bf16"), *_swept_calls(clock)])]
+    copies = [("copy", "bf16, host" if setup.is_on_host else "bf16")]
+    return [swept(cases.by_window(), "tokens", copies + _swept_calls(setup, clock))]
 
 
-def _swept_calls(clock: Clock) -> list[tuple[str, str]]:
+def path_of(setup: Setup) -> str:
+    """How rows travel."""
+    return "ring" if setup.is_on_host else "window"
+
+
+def _swept_calls(setup: Setup, clock: Clock) -> list[tuple[str, str]]:
     """Cached dispatch by window and combine by pull; in graphs where there are any."""
-    path = "window, graph" if clock.has_graphs else "window"
+    path = f"{path_of(setup)}, graph" if clock.has_graphs else path_of(setup)
     return [("cached_dispatch", path), ("combine", path)]

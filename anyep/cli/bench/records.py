@@ -24,7 +24,7 @@ ONLY_ACROSS_NODES: Final = frozenset(
     ]
 )
 """The keys that a record of one node leaves out in JSON."""
-ONLY_ON_GPUS: Final = frozenset(["device", "gpu", "sms", "p99_s", "host_s", "swept", "enough"])
+ONLY_ON_GPUS: Final = frozenset(["device", "gpu", "heap", "sms", "p99_s", "host_s", "swept", "enough"])
 """The keys that a record of the CPU leaves out in JSON; all but `swept`, if it belongs to a sweep."""
 Sweep = Literal["sms", "tokens"]
 """What a sweep varies."""
@@ -54,6 +54,13 @@ class Setup:
     sweep_tokens: bool = False
     api: str = "buffer"
     """The class whose calls are measured."""
+    heap: str = "auto"
+    """Where ranks on GPUs keep what they share."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether ranks on GPUs share memory of the host: then all rows go through rings."""
+        return self.device == "cuda" and self.heap == "host"
 
     @property
     def row_bytes(self) -> int:
@@ -156,6 +163,7 @@ class Record:
     all_to_all_bytes_between_nodes: int | None = None
     device: str = "cpu"
     gpu: str = ""
+    heap: str = "auto"
     sms: int | None = None
     p99_s: float | None = None
     host_s: float | None = None
@@ -196,8 +204,9 @@ def lines_of(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 def description_of(setup: Setup, first: RankReport) -> str:
     calls = "ElasticBuffer" if setup.api == "elastic" else f"{setup.mode} mode"
+    heap = ", heaps in memory of the host" if setup.is_on_host else ""
     return (
-        f"{calls}, {setup.ranks} ranks{first.place}, {setup.tokens} tokens per rank,"
+        f"{calls}, {setup.ranks} ranks{first.place}{heap}, {setup.tokens} tokens per rank,"
         f" hidden {setup.hidden} bf16, top-{setup.topk} of {setup.experts} experts"
         f"{limit_in_words(setup.nodes.num_nodes, setup.nodes.topk_nodes)}; {first.method}"
     )
@@ -285,6 +294,7 @@ def _record_of(
         all_to_all_bytes_between_nodes=plain,
         device=setup.device,
         gpu=gpu,
+        heap=setup.heap,
         sms=label.sms,
         p99_s=percentile(seconds, 0.99) if has_percentiles else None,
         host_s=_host_seconds(timings),

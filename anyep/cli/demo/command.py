@@ -108,6 +108,10 @@ def _train(job: Job, as_json: bool) -> bool:
     check_row_bytes(4 * job.hidden)
     if job.path not in PATHS:
         raise InvalidCall(f"--path is {job.path!r}: choose one of {', '.join(PATHS)}")
+    if job.path == "ring" and job.device != "cpu" and job.nodes.are_several:
+        raise InvalidCall(
+            "--path ring is not for several nodes on GPUs: rows go to windows only there; leave it out"
+        )
 
     def describe(report: Any) -> str:
         return f"loss {report.loss:.4f}, difference {report.largest_difference:.1e}"

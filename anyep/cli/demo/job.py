@@ -71,6 +71,8 @@ class StepReport:
     bytes_within_node: int = 0
     bytes_between_nodes: int = 0
     """The traffic sent in this and all earlier steps; counted if there are several nodes."""
+    sent_to_nodes: list[int] = field(default_factory=list)
+    """The tokens for each node, if there are several."""
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

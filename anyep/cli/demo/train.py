@@ -27,6 +27,8 @@ class TimedBuffer(Buffer):
         with self.report.timed("layout"):
             layout = super().get_dispatch_layout(*arguments, **options)
         self.report.sent = layout[0].tolist()
+        if layout[1] is not None:
+            self.report.sent_to_nodes = layout[1].tolist()
         return layout
 
     def dispatch(self, *arguments: Any, **options: Any) -> Any:
@@ -60,7 +62,7 @@ def train(rank: Rank, job: Job) -> list[StepReport]:
     local = job.experts // job.ranks
     experts = all_experts[rank.rank * local : (rank.rank + 1) * local]
     reference = Reference(job) if rank.rank == 0 else None
-    reports = []
+    reports: list[StepReport] = []
     windows = job.num_window_bytes
     buffer = TimedBuffer(rank.group, device=job.device, num_window_bytes=windows, **settings)
     with buffer:
@@ -78,13 +80,29 @@ def train(rank: Rank, job: Job) -> list[StepReport]:
             report.largest_difference = _compare(rank, step, gate.choices, results, reference)
             descend(layer.parameters())
             if job.nodes.are_several:
-                assert buffer.runtime is not None
-                traffic = buffer.runtime.traffic
-                report.bytes_within_node = traffic.bytes_within_node
-                report.bytes_between_nodes = traffic.bytes_between_nodes
+                _add_traffic(report, reports, buffer, job)
             reports.append(report)
             rank.report(report)
     return reports
+
+
+def _add_traffic(report: StepReport, earlier: list[StepReport], buffer: Buffer, job: Job) -> None:
+    """Note the bytes sent so far: as counted, or on GPUs, where nobody counts, those of the rows."""
+    assert buffer.runtime is not None
+    if job.device == "cpu":
+        traffic = buffer.runtime.traffic
+        report.bytes_within_node = traffic.bytes_within_node
+        report.bytes_between_nodes = traffic.bytes_between_nodes
+        return
+    # Rows are sent in both directions, and so are their gradients.
+    there_and_back = 4 * job.row_bytes
+    own_node = job.nodes.topology.node_of(buffer.rank)
+    num_elsewhere = sum(report.sent_to_nodes) - report.sent_to_nodes[own_node]
+    report.bytes_within_node = there_and_back * sum(report.sent)
+    report.bytes_between_nodes = there_and_back * num_elsewhere
+    if earlier:
+        report.bytes_within_node += earlier[-1].bytes_within_node
+        report.bytes_between_nodes += earlier[-1].bytes_between_nodes
 
 
 def _sum_over_ranks(value: torch.Tensor, rank: Rank) -> torch.Tensor:

@@ -46,6 +46,8 @@ class RankOfTest:
         self.plan = plan
         self._timeout_s = settings.TIMEOUT_S.text
         """What the user has set."""
+        self._has_windows = True
+        """Whether Buffers on GPUs have windows, where they choose their heap."""
 
     def everyone(self, thing: T) -> list[T]:
         """What every rank passes, in rank order."""
@@ -79,13 +81,21 @@ class RankOfTest:
     def _why_not(self, place: Place) -> str:
         """Why nothing can be tested in a place; empty if it can."""
         needs_network = place.nodes.network == "nixl" or place.hosts > 1
+        if place.nodes.are_several and needs_network and place.device == "cuda":
+            return "nodes of GPUs are connected by memory only, so far"
         if place.nodes.are_several and needs_network and None in self.everyone(find_nixl(None)):
             return "NIXL is not installed on all hosts"
         return ""
 
     def _test_normal(self, place: Place) -> None:
         cases = self.plan.normal_cases(place.device)
-        for uses_rings in (False, True):
+        # Between nodes on GPUs rows go to windows only.
+        windows_only = place.device == "cuda" and place.nodes.are_several
+        if windows_only and not self._has_windows:
+            reason = "ranks on these GPUs share memory of the host, where there are no windows"
+            self.rank.report(Check("normal mode", "all cases", str(place), "skipped", reason))
+            return
+        for uses_rings in (False,) if windows_only else (False, True):
             these = [case for case in cases if case.uses_rings == uses_rings]
             new_buffer = partial(self._normal_buffer, place, uses_rings)
             run = partial(self._run_normal, place)
@@ -113,14 +123,30 @@ class RankOfTest:
     def _normal_buffer(self, place: Place, uses_rings: bool) -> Buffer:
         num_window_bytes = 0 if uses_rings else None
         sizes = place.nodes.of_buffer(LARGEST_ROW_BYTES)
-        return Buffer(self.rank.group, device=place.device, num_window_bytes=num_window_bytes, **sizes)
+        buffer = Buffer(
+            self.rank.group,
+            device=place.device,
+            num_window_bytes=num_window_bytes,
+            heap=place.heap,
+            **sizes,
+        )
+        assert buffer.runtime is not None
+        if place.heap is None:
+            self._has_windows = not buffer.runtime.is_heap_on_host
+        return buffer
 
     def _low_latency_buffer(self, place: Place) -> Buffer:
         num_ranks = self.rank.num_ranks
         experts = low_latency.LOCAL_EXPERTS * num_ranks
         slots = Buffer.get_low_latency_rdma_size_hint(LL_MAX_TOKENS, LL_HIDDEN, num_ranks, experts)
         return Buffer(
-            self.rank.group, 0, slots, low_latency_mode=True, device=place.device, **place.nodes.place
+            self.rank.group,
+            0,
+            slots,
+            low_latency_mode=True,
+            device=place.device,
+            heap=place.heap,
+            **place.nodes.place,
         )
 
     def _go_through(

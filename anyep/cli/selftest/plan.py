@@ -130,6 +130,8 @@ class Place:
     device: str
     nodes: Nodes
     hosts: int = 1
+    heap: str | None = None
+    """Where ranks on GPUs keep what they share, if not where Buffers choose."""
 
     def __str__(self) -> str:
         """
@@ -140,7 +142,8 @@ class Place:
         """
         if not self.nodes.are_several:
             count = self.nodes.num_ranks
-            return f"{self.device}, {count} {'rank' if count == 1 else 'ranks'}"
+            heap = f", heaps on the {self.heap}" if self.heap else ""
+            return f"{self.device}, {count} {'rank' if count == 1 else 'ranks'}{heap}"
         kind = "virtual nodes" if self.hosts == 1 else "nodes"
         network = "" if self.nodes.network == "auto" else f", {self.nodes.network}"
         return f"{self.device}, {self.nodes.num_nodes} {kind} of {self.nodes.ranks_per_node} ranks{network}"
@@ -155,6 +158,9 @@ def places_of(plan: Plan, device: str, num_ranks: int, hosts: int) -> Iterator[P
     cpu, 2 virtual nodes of 2 ranks, nixl
     >>> for place in places_of(Plan(False, 0), "cpu", 16, 2): print(place)
     cpu, 2 nodes of 8 ranks
+    >>> for place in places_of(Plan(False, 0), "cuda", 3, 1): print(place)
+    cuda, 3 ranks
+    cuda, 3 ranks, heaps on the host
     """
     if plan.nodes.are_several:
         yield Place(device, plan.nodes, hosts)
@@ -163,6 +169,8 @@ def places_of(plan: Plan, device: str, num_ranks: int, hosts: int) -> Iterator[P
         yield Place(device, Nodes(hosts, num_ranks // hosts), hosts)
         return
     yield Place(device, Nodes(1, num_ranks))
+    if device == "cuda" and not plan.quick:
+        yield Place(device, Nodes(1, num_ranks), heap="host")
     if num_ranks % 2 == 0 and not plan.quick:
         halves = Nodes(2, num_ranks // 2, network="loopback")
         yield Place(device, halves)

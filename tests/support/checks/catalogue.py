@@ -21,11 +21,14 @@ from tests.support.checks import (
     node_parts,
     normal,
     notify,
+    origins,
     parts,
     relays,
     rings,
     slots,
 )
+
+MODULES = (casts, commands, expand, node_parts, normal, notify, origins, parts, relays, rings, slots)
 
 
 def checks_for(backend: str) -> list[Any]:
@@ -38,7 +41,7 @@ def checks_for(backend: str) -> list[Any]:
             id=f"{backend}-{module.__name__.rpartition('.')[2]}-{name.removeprefix('check_')}",
             marks=[pytest.mark.property] if check in DEEPER else [],
         )
-        for module in (casts, commands, expand, node_parts, normal, notify, parts, relays, rings, slots)
+        for module in MODULES
         for name, check, argument in checks_of(module)
         if argument in wanted
     ]

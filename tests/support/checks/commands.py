@@ -20,7 +20,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: pip inst
 
 import triton.language as tl  # noqa: E402 - Triton is optional
 
-from anyep.backends.cuda.kernels.commands import acquire_words, has_proxy, put  # noqa: E402
+from anyep.backends.cuda.kernels.atomics import load_acquire  # noqa: E402
+from anyep.backends.cuda.kernels.commands import has_proxy, put  # noqa: E402
 
 TIMEOUT_NS = 20 * 10**9
 ABORT_WORD = 2
@@ -53,7 +54,7 @@ def put_many(constants, commands, was_put, first, num_commands, room: tl.constex
 def acquire_some(constants, words, wanted, found, count: tl.constexpr):
     indices = tl.arange(0, count)
     is_wanted = tl.load(wanted + indices) != 0
-    tl.store(found + indices, acquire_words(words + indices, indices, is_wanted, count))
+    tl.store(found + indices, load_acquire(words + indices, is_wanted))
     tl.store(found + count, has_proxy(constants).to(tl.int64))
 
 
@@ -177,7 +178,7 @@ def check_many_commands(device: str) -> None:
 
 
 def check_words_of_the_host(device: str) -> None:
-    """The example of `acquire_words`."""
+    """The example of `load_acquire`."""
     rings = Rings(device, num_writers=1, num_entries=1)
     words = pinned_words(4)
     words[:] = [5, 6, 7, 8]

@@ -180,7 +180,7 @@ def check_layout(backend: str) -> None:
 
 
 def place(
-    layout: Layout, num_channels: int, backend: str, with_ids: bool = True
+    layout: Layout, num_channels: int, backend: str, with_ids: bool = True, are_distinct: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The positions, the rows by channel, and what is wrong with the counts."""
     num_tokens, num_topk = layout.ids.shape
@@ -209,6 +209,7 @@ def place(
         TOPK_BLOCK=power_of_two(num_topk) if with_ids else 0,
         EXPERT_BLOCK=EXPERT_BLOCK,
         TILE_TOKENS=16,
+        ARE_DISTINCT=are_distinct,
     )
     wrong = int(state[constants.IS_WRONG])
     state[constants.IS_WRONG] = GUARD
@@ -255,6 +256,22 @@ def changed(values: Array, at: Any, value: int) -> Array:
     values = values.copy()
     values[at] = value
     return values
+
+
+def check_experts_chosen_twice(device: str) -> None:
+    """place_tokens where the experts of a token must be distinct: the later one of the first two is named."""
+
+    def wrong(ids: torch.Tensor, num_experts: int, num_ranks: int, are_distinct: bool = True) -> int:
+        layout = Layout.of(ids, num_experts, num_ranks)
+        return place(layout, 3, device, are_distinct=are_distinct)[2]
+
+    assert wrong(int64([[0, 1], [2, 2]]), 4, 2) == constants.wrong_word(constants.WRONG_ID, 3)
+    assert wrong(int64([[0, 1], [2, 2]]), 4, 2, are_distinct=False) == 0
+    assert wrong(int64([[-1, -1], [1, 0], [0, 1]]), 4, 2) == 0
+    ids = routing(40, 3, 12, 3)
+    assert wrong(ids, 12, 3) == 0
+    ids[33], ids[35] = int64([7, 2, 7]), int64([5, 5, 5])
+    assert wrong(ids, 12, 3) == constants.wrong_word(constants.WRONG_ID, 33 * 3 + 2)
 
 
 def check_contradictions(backend: str) -> None:

@@ -112,6 +112,8 @@ class Sums(NamedTuple):
     topk_weights: Floats2D
     order: Words2D = NO_ORDER
     """[token, ranks]: the ranks in the order in which their rows are added; without rows, ascending."""
+    is_keyed: Number = 0
+    """Between nodes: whether rows are added in the order of the last of their weights, which is no weight."""
 
 
 class Scratch(NamedTuple):

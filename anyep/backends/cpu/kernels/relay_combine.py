@@ -57,6 +57,29 @@ def push_to_relay(channel, index, nvl, parts, bells, outputs, pushed, streaming)
 
 
 @inlined
+def key_at(weights, num_topk):
+    """The last of a row's weights."""
+    return float32_at(weights + 4 * (num_topk - 1), 1)[0]
+
+
+@inlined
+def sort_by_key(scratch, num_rows, num_topk):
+    """Sort rows by the last of their weights; those with the same one stay as they are.
+
+    Example:
+        With the weights [0.5, 2] of row 0 and [0.7, 1] of row 1, row 1 comes first.
+    """
+    for index in range(1, num_rows):
+        row, weights = scratch.rows[index], scratch.weights[index]
+        key, place = key_at(weights, num_topk), index
+        while place > 0 and key_at(scratch.weights[place - 1], num_topk) > key:
+            scratch.rows[place] = scratch.rows[place - 1]
+            scratch.weights[place] = scratch.weights[place - 1]
+            place -= 1
+        scratch.rows[place], scratch.weights[place] = row, weights
+
+
+@inlined
 def sum_of_node(to, channel, virtual, nvl, parts, bells, outputs, sums, tokens, scratch):
     """Sum a token's rows on this node into a ring entry; if some have not arrived, do nothing and return
     False.
@@ -69,10 +92,14 @@ def sum_of_node(to, channel, virtual, nvl, parts, bells, outputs, sums, tokens, 
     num_rows = find_rows(heads, virtual, channel, nvl, parts, outputs, scratch, ascending)
     if num_rows < 0:
         return False
+    if sums.is_keyed:
+        sort_by_key(scratch, num_rows, parts.num_topk)
     sum_rows(to, scratch.rows, num_rows, 0, 0, sums.hidden, sums.dtype, scratch.sums)
     if parts.num_topk:
         weights = float32_at(to + parts.weights_at, parts.num_topk)
         sum_weights(weights, scratch.weights, num_rows, parts.num_topk)
+        if sums.is_keyed and num_rows:
+            weights[parts.num_topk - 1] = key_at(scratch.weights[num_rows - 1], parts.num_topk)
     release_rows(tokens.send_nvl_head, virtual, channel, nvl, outputs, bells)
     return True
 
@@ -133,6 +160,8 @@ def sum_of_nodes(token, channel, own_node, own_entry, net, parts, bells, sums, t
             scratch.rows[count] = entry
             scratch.weights[count] = entry + parts.weights_at
             count += 1
+    if sums.is_keyed:
+        sort_by_key(scratch, count, parts.num_topk)
     sum_token(token, count, sums, scratch)
     for node in range(heads.shape[0]):
         if heads[node] >= 0 and node != own_node:

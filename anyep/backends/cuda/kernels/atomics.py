@@ -96,6 +96,9 @@ def load_acquire(flags, mask):
     """Load a vector of flags; everything that their writers stored before is visible from here on.
 
     A flag whose mask does not hold is read as 0. The compiler would move a plain load out of a loop.
+
+    Example:
+        With the flags [5, 6, 7], and a mask for the first and the third, the result is [5, 0, 7].
     """
     if USES_ATOMICS:
         found = tl.atomic_add(flags, 0, mask=mask, sem="acquire", scope="sys")

@@ -19,7 +19,6 @@ from anyep.backends.cuda.kernels.atomics import (
     abort_of_host,
     is_aborted,
     is_time_to_ask,
-    load_acquire,
     load_one,
     nanoseconds,
     store_release,
@@ -115,12 +114,3 @@ def wait_for_room(constants, writer, number, num_entries):
         is_over = is_aborted(abort)
         room_until = load_one(taken) + num_entries
     return room_until
-
-
-@triton.jit
-def acquire_words(words, indices, is_wanted, COUNT: tl.constexpr):
-    """Load the words of a vector of `COUNT` pointers that may point into memory of the host.
-    Example:
-        With the words [5, 6, 7], of which the first and the third are wanted, the result is [5, 0, 7].
-    """
-    return load_acquire(words, is_wanted)

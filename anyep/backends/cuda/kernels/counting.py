@@ -39,15 +39,24 @@ def local_choices(topk_idx, tokens, is_token, num_topk, rank, local_experts, TOP
 
 @triton.jit
 def first_wrong_id(
-    topk_idx, num_tokens, num_topk, num_experts, TOPK_BLOCK: tl.constexpr, TILE_TOKENS: tl.constexpr
+    topk_idx,
+    num_tokens,
+    num_topk,
+    num_experts,
+    TOPK_BLOCK: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    ARE_DISTINCT: tl.constexpr = False,
 ):
     """The first place (token * top-k + choice) of an id that is neither an expert nor -1; -1 if none is.
+
+    If ARE_DISTINCT is set, an expert that an earlier choice of its token names is wrong as well.
 
     A separate program looks at all ids: in the programs that also use the ids for other work, they would not
     fit into registers.
 
     Example:
-        With 4 experts, the ids [[0, -1], [3, 4]] have such an id at place 3.
+        With 4 experts, the ids [[0, -1], [3, 4]] have such an id at place 3, and [[0, 1], [2, 2]] have one
+        there if experts are to be distinct.
     """
     choices = tl.arange(0, TOPK_BLOCK)
     wrong_tokens = tl.full((TILE_TOKENS,), NO_TOKEN, tl.int32)
@@ -56,6 +65,11 @@ def first_wrong_id(
         is_choice = (tokens < num_tokens)[:, None] & (choices < num_topk)[None, :]
         ids = tl.load(topk_idx + tokens[:, None] * num_topk + choices[None, :], mask=is_choice, other=-1)
         is_wrong = ((ids < -1) | (ids >= num_experts)).to(tl.int32)
+        if ARE_DISTINCT:
+            for choice in range(num_topk):
+                chosen = tl.load(topk_idx + tokens * num_topk + choice, mask=tokens < num_tokens, other=-1)
+                is_later = is_choice & (choices > choice)[None, :] & (ids >= 0)
+                is_wrong |= (is_later & (ids == chosen[:, None])).to(tl.int32)
         found = tl.where(tl.max(is_wrong, axis=1) > 0, tokens, NO_TOKEN)
         wrong_tokens = tl.minimum(wrong_tokens, found)
     wrong_token = tl.min(wrong_tokens, axis=0)
@@ -63,7 +77,12 @@ def first_wrong_id(
     if wrong_token < NO_TOKEN:
         first = wrong_token.to(tl.int64) * num_topk
         ids = tl.load(topk_idx + first + choices, mask=choices < num_topk, other=-1)
-        place = first + tl.min(tl.where((ids < -1) | (ids >= num_experts), choices, TOPK_BLOCK), axis=0)
+        is_bad = (ids < -1) | (ids >= num_experts)
+        if ARE_DISTINCT:
+            for choice in range(num_topk):
+                chosen = tl.load(topk_idx + first + choice)
+                is_bad |= (choices > choice) & (ids >= 0) & (ids == chosen)
+        place = first + tl.min(tl.where(is_bad, choices, TOPK_BLOCK), axis=0)
     return place
 
 
@@ -177,12 +196,14 @@ def place_tokens(
     TOPK_BLOCK: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
+    ARE_DISTINCT: tl.constexpr = False,
 ):
     """Number the rows that go to each rank, count them by channel, and check the caller's counts.
 
     Channels are contiguous ranges of `tokens_per_channel` tokens. A word of `state` says whether
     tokens_per_rank is wrong. If there are choices of experts (TOPK_BLOCK is not 0), it also says whether they
-    contradict in_rank or tokens_per_expert, or whether one of them is neither an expert nor -1.
+    contradict in_rank or tokens_per_expert, or whether one of them is neither an expert nor -1, or (if
+    ARE_DISTINCT is set) an expert that its token has already chosen.
 
     There is one program per rank and channel. If there are choices, these are followed by one program per
     rank and `EXPERT_BLOCK` of its experts, and by one more per rank, of which the first looks at all ids.
@@ -217,7 +238,9 @@ def place_tokens(
         if TOPK_BLOCK:  # noqa: SIM102 - it decides what is compiled
             if rank == 0:
                 num_experts = NUM_RANKS * local_experts
-                place = first_wrong_id(topk_idx, num_tokens, num_topk, num_experts, TOPK_BLOCK, TILE_TOKENS)
+                place = first_wrong_id(
+                    topk_idx, num_tokens, num_topk, num_experts, TOPK_BLOCK, TILE_TOKENS, ARE_DISTINCT
+                )
                 problem = tl.where(place >= 0, wrong_word(WRONG_ID, place), 0)
     else:
         problem = check_experts(
