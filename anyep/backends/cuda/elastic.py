@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from anyep.backends.cuda import driver
 from anyep.backends.cuda.batch import Batches, Recipes
 from anyep.backends.cuda.expand_kernels import (
     ExpandKernels,
@@ -70,8 +71,10 @@ class GpuElasticOps:
 
     def _let_go(self) -> None:
         """Drop the tensors of work that is done."""
-        if not self._gpu.stream.is_capturing():
-            self._captured.clear()
+        if self._gpu.stream.is_capturing():
+            return
+        self._captured.clear()
+        if self._running:
             self._running = [(end, work) for end, work in self._running if not _has_come(end)]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -135,7 +138,11 @@ class GpuElasticOps:
 
 
 def _has_come(event: EventHandle) -> bool:
-    return event.moment is None or bool(event.moment.query())
+    if event.moment is None:
+        return True
+    # Another thread may be capturing a graph.
+    with driver.relaxed():
+        return bool(event.moment.query())
 
 
 def _last(received: torch.Tensor) -> tuple[torch.Tensor, int]:
