@@ -18,7 +18,8 @@ NUM_EXPERTS, HIDDEN, TOPK, TOKENS = 8, 32, 3, 12
 SIGNATURES = {
     "__init__": "self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0,"
     " num_topk=0, use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True,"
-    " allow_multiple_reduction=True, prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300,"
+    " allow_multiple_reduction=True, prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0,"
+    " num_cpu_timeout_secs=300,"
     " num_gpu_timeout_secs=100, explicitly_destroy=False",
     "get_buffer_size_hint": "group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False,"
     " allow_hybrid_mode=True, allow_multiple_reduction=True",
