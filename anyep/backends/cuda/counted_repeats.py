@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -193,7 +194,7 @@ class CountedRepeats:
         control.control.publish(number, DISPATCH, SEND)
         at = headers.next_place()
         headers.memory[at : at + len(kept.header)] = kept.header
-        words = len(offers), 0, *(word for offer in offers for word in offer)
+        words = len(offers), 0, *chain.from_iterable(offers)
         OFFERED[len(offers)].pack_into(headers.memory, at + OFFERS_AT, *words)
         ticket = control.next_ticket()
         prefix, channels, recv_channels, source, handle_in_rank, send_head, digests = routing

@@ -73,6 +73,8 @@ class GpuWindows:
         """
         with self._lock:
             self._take_back(is_captured)
+            if len(self._blocks) == 1:
+                return self._free_lists[0].offers(most)
             found: list[tuple[int, int]] = []
             for index in reversed(range(len(self._blocks))):
                 first = index << WINDOW_BLOCK_BITS
