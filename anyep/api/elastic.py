@@ -456,7 +456,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         session = self._session()
         if _is_number(num_sms) and _are_absent(
             *(topk_weights, bias, previous_event, previous_event_before_epilogue),
-            *(async_with_compute_stream or None,),
+            *(async_with_compute_stream or None, not self.allow_multiple_reduction or None),
         ):
             sums = self._calls.combine_again(x, handle, self._default_config())
             if sums is not None:
