@@ -77,7 +77,8 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         device: As for `Buffer`.
         ranks_per_node: As for `Buffer`; several nodes work on CPUs.
         num_window_bytes: As for `Buffer`.
-        network: As for `Buffer`.
+        network: As for `Buffer`, like the next one.
+        heap: Where GPUs keep what ranks share.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         ranks_per_node: int | None = None,
         num_window_bytes: int | None = None,
         network: str | None = None,
+        heap: str | None = None,
     ) -> None:
         if num_cpu_bytes:
             raise NotSupported("num_cpu_bytes is for remote tables, which AnyEP does not have: pass 0")
@@ -122,6 +124,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
             ranks_per_node=ranks_per_node,
             num_window_bytes=num_window_bytes,
             network=network,
+            heap=heap,
         )
         topology = self._buffer.topology
         session = self._session()
@@ -140,6 +143,8 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.num_allocated_qps = num_allocated_qps
         self.explicitly_destroy = explicitly_destroy
+        self.nccl_comm_handle = None
+        """There is no communicator of NCCL."""
         self._domains = domains = elastic_sizes.Domains.of(
             topology.num_nodes, topology.ranks_per_node, allow_hybrid_mode
         )
@@ -456,7 +461,7 @@ class ElasticBuffer(SizeHints, AbsentCalls):
         session = self._session()
         if _is_number(num_sms) and _are_absent(
             *(topk_weights, bias, previous_event, previous_event_before_epilogue),
-            *(async_with_compute_stream or None,),
+            *(async_with_compute_stream or None, not self.allow_multiple_reduction or None),
         ):
             sums = self._calls.combine_again(x, handle, self._default_config())
             if sums is not None:

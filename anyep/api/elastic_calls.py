@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from anyep.api.arguments import FLOAT_DTYPES
 from anyep.api.elastic_arguments import Streams, Tokens
 from anyep.api.elastic_handle import EPHandle
 from anyep.api.elastic_nodes import Source, fold, with_tokens, without_tokens
@@ -31,7 +32,7 @@ from anyep.core.calls import Call
 from anyep.core.terms import Terms
 from anyep.events import EventHandle, EventOverlap
 from anyep.modes.normal import Combined, Dispatch, Dispatched, NormalMode
-from anyep.sizes import Config
+from anyep.sizes import ROW_ALIGNMENT_BYTES, Config
 from anyep.topology import Topology
 
 Event = EventHandle | EventOverlap
@@ -157,10 +158,31 @@ class ElasticCalls:
         return self._finish(done, handle, layout, False, Streams(), None)
 
     def combine_again(self, x: Any, handle: Any, config: Config) -> torch.Tensor | None:
-        """The same for the sums of a combine of compact rows."""
-        if not _is_filled(handle) or handle.do_expand:
+        """The same for the sums of a combine. Expanded rows may have been added up in vain."""
+        if not _is_filled(handle):
             return None
+        if handle.do_expand:
+            if not self._can_reduce(x, handle):
+                return None
+            x, _, _ = self.prepared(x, None, handle, Streams())
         return self._normal.ops.combine_again(x, handle.routing, config, handle.order)
+
+    def _can_reduce(self, x: Any, handle: EPHandle) -> bool:
+        """Whether these are expanded rows that need no other check, and calls may be repeated."""
+        return (
+            self._normal.ops.is_quiet()
+            and not self._has_nodes
+            and x.__class__ is torch.Tensor
+            and x.dtype in FLOAT_DTYPES
+            and x.dim() == 2
+            and x.shape[0] == handle.num_expanded_tokens
+            and x.shape[1] * x.element_size() % ROW_ALIGNMENT_BYTES == 0
+            and x.device == handle.order.device
+            and x.layout is torch.strided
+            and x.is_contiguous()
+            and not (x.requires_grad and torch.is_grad_enabled())
+            and not x.is_neg()
+        )
 
     def barrier(self, call: Call, config: Config, device: torch.device) -> None:
         """Wait until all ranks have made this call: a dispatch of no tokens."""

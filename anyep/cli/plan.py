@@ -156,7 +156,7 @@ def _check_trace_options(context: typer.Context, balance: Balance | None) -> Non
     """A trace has its own ranks, tokens and top-k; a drawn one has those of the options."""
     given = _given(context)
     own = "figures trace" if "trace" in given else "skew seed ranks tokens topk"
-    common = ("machine", "library", "plot_file", "with_balance", "compute_us")
+    common = ("machine", "library", "plot_file", "with_balance", "compute_us", "low_latency_tokens")
     allowed = (*ROWS, *own.split(), *common, *OF_BALANCE)
     _check_alone(context, allowed, given["trace" if "trace" in given else "skew"])
     if "library" in given and "machine" not in given:

@@ -17,7 +17,17 @@ from anyep.cli.units import format_bytes, parse_bytes
 from anyep.core.traffic import LINKS, Amount
 from anyep.errors import InvalidCall, whole_number
 from anyep.planning import sent
-from anyep.planning.balancing import Measured, Moved, Shape, in_place, measure, move, move_us, step_us
+from anyep.planning.balancing import (
+    LowLatencyShape,
+    Measured,
+    Moved,
+    Shape,
+    in_place,
+    measure,
+    move,
+    move_us,
+    step_us,
+)
 from anyep.planning.counts import Array
 from anyep.planning.machines import Machine
 from anyep.planning.placement import Placement, place
@@ -56,6 +66,13 @@ class TraceAsked:
         check_nodes(self.trace.num_ranks, self._per_node, "--ranks-per-node")
         self.trace.check(self.workload.num_experts)
         in_place(self.workload.num_experts, self.trace.num_ranks)
+        most = self.workload.low_latency_tokens
+        tokens = round(max(int(each.max()) for each in self.trace.num_tokens) * self.trace.scale)
+        if most is not None and tokens > most:
+            raise InvalidCall(
+                f"--low-latency-tokens is {most}, but a rank of the trace has {tokens} tokens: raise it, or"
+                f" leave it out"
+            )
         if self.machine is not None and self.library is not None:
             known = self.machine.libraries(NORMAL)
             if self.library not in known:
@@ -80,6 +97,17 @@ class TraceAsked:
             sent.Rows(token.hidden_bytes, token.num_scales, self.trace.num_topk),
             sent.Rows(self.workload.hint_hidden_bytes),
             config.num_channels,
+            self._low_latency,
+        )
+
+    @property
+    def _low_latency(self) -> LowLatencyShape | None:
+        workload = self.workload
+        if workload.low_latency_tokens is None:
+            return None
+        token = workload.token
+        return LowLatencyShape(
+            workload.hidden, token.hidden_bytes, token.num_scales, workload.low_latency_tokens
         )
 
     @property
@@ -206,14 +234,17 @@ def _record(asked: TraceAsked, measured: Measured, balanced: Balanced | None) ->
         "steps": len(trace.steps),
         "tokens": [[int(count) for count in counts] for counts in trace.num_tokens],
         "scale": trace.scale,
-        "calls": {
-            name: _call_record(measured, call)
-            for name, call in ((DISPATCH, measured.dispatch), (COMBINE, measured.combine))
-        },
+        "calls": {name: _call_record(measured, call) for name, call in _calls(measured)},
         "load": _load_record(measured),
         "times": None if times is None else _times_record(asked, times),
         "balance": None if balanced is None else _balance_record(balanced),
     }
+
+
+def _calls(measured: Measured) -> list[tuple[str, sent.CallTraffic]]:
+    """All calls that were counted, by name."""
+    of_mode = [(f"low-latency {what}", call) for what, call in measured.low_latency.items()]
+    return [(DISPATCH, measured.dispatch), (COMBINE, measured.combine), *of_mode]
 
 
 def _call_record(measured: Measured, call: sent.CallTraffic) -> dict[str, Any]:
@@ -312,7 +343,7 @@ def _print(asked: TraceAsked, measured: Measured, balanced: Balanced | None) -> 
     table = Table(box=box.SIMPLE_HEAD, title="sent per step, all ranks together", title_justify="left")
     for number, heading in enumerate(("call", "link", "rows", "data", "beside", "messages", "busiest rank")):
         table.add_column(heading, justify="left" if number < 2 else "right")
-    for name, call in ((DISPATCH, measured.dispatch), (COMBINE, measured.combine)):
+    for name, call in _calls(measured):
         for cells in _link_cells(measured, call):
             table.add_row(name, *cells)
     console.print(table)

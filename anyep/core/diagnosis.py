@@ -114,16 +114,12 @@ def no_window(call: Call, rank: int | None) -> InvalidCall:
     )
 
 
-def masked_out(rank: int, can_return: bool = True) -> Masked:
+def masked_out(rank: int) -> Masked:
     """The error on a rank that the others have masked."""
-    back = (
-        f"all of them together can take it back by low_latency_update_mask_buffer({rank}, mask=False)"
-        if can_return
-        else "between hosts it cannot be taken back so far: make a new Buffer"
-    )
     return Masked(
         f"the other ranks go on without rank {rank}: it did not answer in time, or was masked by a"
-        f" call; {back}"
+        f" call; all of them together can take it back by"
+        f" low_latency_update_mask_buffer({rank}, mask=False)"
     )
 
 

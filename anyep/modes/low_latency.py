@@ -305,8 +305,8 @@ class LowLatencyMode:
             self.ops.clean(call, sizes)
             if self._slots is not None and sizes != self._slots.sizes and self.masks.may_put:
                 raise InvalidCall(
-                    "the sizes cannot change any more: a masked rank on another host may still put rows where"
-                    " the slots are now; make a new Buffer"
+                    "the sizes cannot change while ranks are masked that a network connects: they may still"
+                    " put rows where the slots are now; take them back first, or make a new Buffer"
                 )
             self._num_cleanings += 1
             self._slots_for(sizes)
@@ -377,7 +377,6 @@ class LowLatencyMode:
 
     def unmask(self, ranks: Sequence[int]) -> None:
         """Unmask ranks, together with all unmasked ranks and with those ranks themselves."""
-        self.masks.check_can_return()
         self.ops.before_unmask()
         self.masks.adopt()
         self._forget_dropped_hooks()

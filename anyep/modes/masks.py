@@ -32,13 +32,16 @@ from anyep.backends import cpu
 from anyep.control.plane import ControlPlane
 from anyep.core import diagnosis
 from anyep.core.calls import CALLS_PER_ROUND, Array, Call, Phase, Stall, Topic
+from anyep.core.digests import FACTOR_1, FIRST, SHIFT_3
 from anyep.core.majority import has_majority
-from anyep.errors import AnyEPError, Disagreement, Masked, NotSupported
-from anyep.layout import NUM_SLOT_SETS, REJOIN_HEADER_BYTES, ControlRegion
+from anyep.errors import AnyEPError, Disagreement, Masked
+from anyep.layout import COUNTER_BYTES, NUM_SLOT_SETS, REJOIN_HEADER_BYTES, ControlRegion
+from anyep.transport.remote import Transport
 
 NUM_HEADER_WORDS: Final = REJOIN_HEADER_BYTES // 8
-SEQUENCE, VERSION, SIZES = 0, 1, slice(2, 5)
-"""Words of a rejoin request's header: twice the round's number, and the layout of the slots."""
+SEQUENCE, VERSION, SIZES, DIGEST = 0, 1, slice(2, 5), 5
+"""Words of a rejoin request's header: twice the round's number, the layout of the slots, and a digest of all
+other words: over a network a request arrives piece by piece."""
 PAUSE_S: Final = 0.001
 log = logging.getLogger("anyep")
 
@@ -75,7 +78,7 @@ class Masks:
         self.control = control
         self._kernels = kernels
         self._hosts = hosts
-        self._transport = control.transport
+        self.transport = control.transport
         self.rank = control.rank
         self.num_ranks = control.num_ranks
         mask, request = region.blocks.mask, region.blocks.rejoin
@@ -85,14 +88,16 @@ class Masks:
         self._own = int(control.own_counters(mask)[0])
         self._stride = mask.stride
         sets = range(NUM_SLOT_SETS)
+        self.request_at = [request.offset(control.rank, turn) for turn in range(NUM_SLOT_SETS)]
+        """Where this rank's requests lie in every rank's heap."""
         self.requests_at_peers = [control.peer_counters(request, turn) for turn in sets]
         self.own_requests = [control.own_counters(request, turn) for turn in sets]
         self.generations = np.zeros(self.num_ranks, np.int64)
         self._changed = np.zeros(self.num_ranks, np.bool_)
-        self._far = np.zeros(self.num_ranks, np.bool_)
+        self.far = np.zeros(self.num_ranks, np.bool_)
         """The ranks that are reached over a network."""
-        if self._transport is not None:
-            self._far[list(self._transport.ranks)] = True
+        if self.transport is not None:
+            self.far[list(self.transport.ranks)] = True
         self.round = 0
         # The caller calls `look` before a call, while the stream may still be running another one.
         self._lock = threading.Lock()
@@ -122,7 +127,7 @@ class Masks:
         """The same, without masks that only kernels have published."""
         with self._lock:
             state = self.generations, self.masked, self._changed
-            if cpu.adopt_masks(self._own, self._stride, self._far, *state):
+            if cpu.adopt_masks(self._own, self._stride, self.far, *state):
                 for rank in np.flatnonzero(self._changed):
                     self._tell(int(rank))
 
@@ -134,9 +139,9 @@ class Masks:
     def _raise_if_masked_out(self) -> None:
         if self.is_masked_out:
             raise self.masked_out()
-        self._check_majority((), "")
+        self.check_majority((), "")
 
-    def _check_majority(self, lost: Sequence[int], reason: str) -> None:
+    def check_majority(self, lost: Sequence[int], reason: str) -> None:
         """Raise if this rank cannot go on without these ranks and those that are masked: ranks on other hosts
         may be alive, and go on without this one."""
         masked = self.masked.copy()
@@ -147,21 +152,13 @@ class Masks:
     @property
     def may_put(self) -> bool:
         """Whether ranks are masked that may still put rows into memory of others, over a network."""
-        return self._transport is not None and bool(self.masked.any())
-
-    def check_can_return(self) -> None:
-        """Raise where ranks cannot be taken back."""
-        if self._transport is not None:
-            raise NotSupported(
-                "masked ranks cannot be taken back so far where a network connects the ranks: make a new"
-                " Buffer"
-            )
+        return self.transport is not None and bool(self.masked.any())
 
     def mask(self, ranks: Sequence[int], reason: str) -> None:
         """Mask ranks, and tell every rank; kernels are not asked, as they may be waiting for these ranks."""
         self.adopt_from_hosts()
         self._raise_if_masked_out()
-        self._check_majority(ranks, reason)
+        self.check_majority(ranks, reason)
         for rank in ranks:
             if not self.masked[rank]:
                 self.mask_in(rank, 2 * self.round + 1, reason)
@@ -188,13 +185,13 @@ class Masks:
     def _tell_hosts(self, rank: int) -> None:
         generation = int(self.generations[rank])
         self.control.signal(self._at_peers + 8 * rank, Topic.MASK, generation)
-        if self._transport is not None:
-            for peer in self._transport.ranks:
-                self._transport.send(peer, [], [(self._told_at + 8 * rank, generation)])
+        if self.transport is not None:
+            for peer in self.transport.ranks:
+                self.transport.send(peer, [], [(self._told_at + 8 * rank, generation)])
 
     def masked_out(self) -> Masked:
         """The error that a masked rank raises."""
-        return diagnosis.masked_out(self.rank, can_return=self._transport is None)
+        return diagnosis.masked_out(self.rank)
 
     def take_back(self, call: Call, ranks: Sequence[int], layout: Layout) -> tuple[int, Layout]:
         """Unmask ranks, in a round of these ranks and all unmasked ones; some may not be masked at all.
@@ -204,17 +201,55 @@ class Masks:
         """
         self.adopt()
         self.control.enter(call, Phase.NOTIFY)
+        if self.transport is not None:
+            self._wait_until_sent(call, self.transport)
         rejoining = _Round(self, list(ranks), layout)
         self.control.wait_until(call, rejoining.step, rejoining.stalled, give_up=rejoining.give_up)
         result = rejoining.finish()
         self.control.end(call)
         return result
 
+    def _wait_until_sent(self, call: Call, transport: Transport) -> None:
+        """Wait until nothing is under way to other hosts, or given up for good: rows of a call before the
+        round must not arrive after it. The others do the same before they send requests."""
+        unsent: list[int] = []
+
+        def step(num_spins: int) -> int:
+            transport.poll()
+            unsent[:] = [rank for rank in transport.ranks if not transport.is_idle(rank)]
+            if unsent:
+                time.sleep(PAUSE_S)
+            return len(unsent)
+
+        def give_up(peers: Sequence[int], error: AnyEPError) -> None:
+            for peer in peers:
+                transport.drop(peer, str(error))
+
+        what = "receipt of rows that were put"
+        self.control.wait_until(call, step, lambda: Stall(tuple(unsent), what, 0, 0), give_up=give_up)
+
     def refuse_round(self) -> None:
         """End the others' round at once, with no rank unmasked, because this rank's call was wrong."""
-        if not self.is_masked_out and self._transport is None:
+        if not self.is_masked_out:
             _Round(self, [], Layout(0, (0, 0, 0)))
             self.round += 1
+
+
+def digests_of(requests: Array) -> Array:
+    """A digest of each request, of all words but its own.
+
+    >>> one = np.array([[4, 1, 8, 64, 2, 0, 0, 0, 5]])
+    >>> digests_of(one) == digests_of(one + [0, 0, 0, 0, 0, 7, 0, 0, 0])
+    array([ True])
+    >>> digests_of(one) == digests_of(one + [0, 0, 0, 0, 0, 0, 0, 1, -1])
+    array([False])
+    """
+    factors = np.arange(1, 2 * requests.shape[1], 2) * FACTOR_1
+    mixed = (requests + FIRST) * factors
+    mixed ^= mixed >> SHIFT_3
+    mixed[:, DIGEST] = 0
+    digests: Array = mixed.sum(axis=1)
+    return digests
 
 
 class _Round:
@@ -232,6 +267,9 @@ class _Round:
         self._words = np.zeros((masks.num_ranks, NUM_HEADER_WORDS + masks.num_ranks), np.int64)
         self._missing = np.zeros(masks.num_ranks, np.bool_)
         self._ignored = np.zeros(masks.num_ranks, np.bool_)
+        self._unsent: set[int] = set()
+        """The ranks on other hosts to which the request is still to be sent."""
+        self._tickets: dict[int, int] = {}
         self._post_request()
 
     def _post_request(self) -> None:
@@ -240,14 +278,36 @@ class _Round:
         header[SEQUENCE] = 2 * self._number
         header[VERSION] = self._layout.version
         header[SIZES] = self._layout.sizes
-        words = np.concatenate([header, masks.generations << 1 | self._returning])
+        self._request = words = np.concatenate([header, masks.generations << 1 | self._returning])
+        words[DIGEST] = digests_of(words.reshape(1, -1))[0]
         turn = self._number % NUM_SLOT_SETS
-        cpu.post_requests(masks.requests_at_peers[turn], self._control.wake_ups, Topic.REJOIN + turn, words)
+        near = ~masks.far
+        cpu.post_requests(
+            masks.requests_at_peers[turn][near], self._control.wake_ups[near], Topic.REJOIN + turn, words
+        )
+        self._unsent = set(np.flatnonzero(masks.far).tolist())
+        self._send_requests()
+
+    def _send_requests(self) -> None:
+        """Send the request to ranks on other hosts, once the one before has left its place in the outbox."""
+        transport = self._masks.transport
+        assert transport is not None or not self._unsent
+        for rank in sorted(self._unsent):
+            if transport is not None and transport.is_sent(rank, self._tickets.get(rank, 0)):
+                start = self._masks.request_at[self._number % NUM_SLOT_SETS]
+                num_bytes = self._request.nbytes
+                transport.outbox(rank, start, num_bytes).view(np.int64)[:] = self._request
+                after_sequence = (start + COUNTER_BYTES, num_bytes - COUNTER_BYTES)
+                self._tickets[rank] = transport.send(
+                    rank, [after_sequence], [(start, int(self._request[SEQUENCE]))]
+                )
+                self._unsent.discard(rank)
 
     def step(self, num_spins: int) -> int:
         """Look for requests, and wait briefly for missing ones. Returns 0 when all have arrived."""
         masks = self._masks
         masks.adopt()
+        self._send_requests()
         # This rank may have been masked before the round, or during it by ranks that want no round.
         is_masked = masks.is_masked_out
         is_named = self._returning[self._rank] and masks.generations[self._rank] <= 2 * self._number
@@ -263,7 +323,7 @@ class _Round:
         self._taking_part = taking_part
         is_alone = taking_part.sum() == 1
         if not self._missing.any() and not (is_masked and is_alone):
-            return 0
+            return self._wait_for_sending(taking_part)
         if is_masked:
             if self._follow_newer_requests():
                 return 1
@@ -281,6 +341,16 @@ class _Round:
         ):
             # Requests have arrived that do not count, or not for this rank; those that do are still missing.
             time.sleep(PAUSE_S)
+        return 1
+
+    def _wait_for_sending(self, taking_part: Array) -> int:
+        """All requests are here: wait briefly until this rank's has left for the others. Returns 0 then."""
+        waiting = [rank for rank in self._unsent if taking_part[rank]]
+        if self._masks.transport is None or not waiting:
+            return 0
+        self._missing[waiting] = True
+        self._masks.transport.poll()
+        time.sleep(PAUSE_S)
         return 1
 
     def _follow_others(self) -> bool:
@@ -316,6 +386,7 @@ class _Round:
     def _read(self, number: int) -> None:
         """Read the requests at the place of this round's; they may belong to an older or newer round."""
         cpu.read_requests(self._masks.own_requests[number % NUM_SLOT_SETS], self._words)
+        self._words[digests_of(self._words) != self._words[:, DIGEST], SEQUENCE] = 0
 
     def _sets(self) -> Array:
         """[sender, rank]: whether the sender of a request wants to unmask a rank."""
@@ -336,6 +407,9 @@ class _Round:
     def _has_request(self) -> Array:
         """Which ranks sent a request that counts for this round; if this rank is masked, it must be named."""
         made: Array = self._words[:, SEQUENCE] == 2 * self._number
+        if self._masks.transport is not None:
+            # Those to which nothing gets through cannot come back.
+            made[list(self._masks.transport.lost())] = False
         made &= ~self._is_maker_masked() | (self._sets() == self._returning).all(axis=1)
         if self._masks.is_masked_out:
             made &= self._names(self._rank)
@@ -347,7 +421,11 @@ class _Round:
         view = masks.generations.copy()
         if masks.is_masked_out:
             theirs = self._words[:, NUM_HEADER_WORDS:] >> 1
-            for request in theirs[self._has_request() & ~self._is_maker_masked()]:
+            theirs = theirs[self._has_request() & ~self._is_maker_masked()]
+            if masks.transport is not None and len(theirs):
+                # Between hosts nobody may have heard whom this rank masked while it was masked itself.
+                view[:] = 0
+            for request in theirs:
                 np.maximum(view, request, out=view)
             view[self._rank] = masks.generations[self._rank]
         return view
@@ -355,7 +433,10 @@ class _Round:
     def stalled(self) -> Stall:
         counters = self._masks.own_requests[self._number % NUM_SLOT_SETS]
         what = f"readiness for round {self._number}, which takes ranks back,"
-        return self._control.stall(counters, self._missing, what, 2 * self._number)
+        # Where a rank has just turned to another round, it does not know yet who takes part.
+        is_other = np.arange(len(self._missing)) != self._rank
+        missing = self._missing if self._missing.any() else is_other
+        return self._control.stall(counters, missing, what, 2 * self._number)
 
     def give_up(self, peers: Sequence[int], error: AnyEPError) -> None:
         masks, control = self._masks, self._control
@@ -366,6 +447,7 @@ class _Round:
         late = [peer for peer in peers if peer in gone or control.blame.waits_for(peer) != self._rank]
         masks.adopt()
         if not masks.is_masked_out:
+            masks.check_majority(late, str(error))
             for peer in late:
                 masks.mask_in(peer, 2 * self._number + 1, str(error))
         elif set(peers) <= gone:
@@ -382,9 +464,13 @@ class _Round:
         masks.round = self._number
         agree = bool((requests[:, NUM_HEADER_WORDS:] & 1 == self._returning).all())
         if agree:
-            masks.generations[:] = np.where(
-                self._returning, np.maximum(view, 2 * self._number), np.maximum(view, masks.generations)
-            )
+            if masks.transport is None or not masks.is_masked_out:
+                np.maximum(view, masks.generations, out=view)
+            masks.generations[:] = np.where(self._returning, np.maximum(view, 2 * self._number), view)
+            if masks.transport is not None:
+                # What a rank told others before it came back, and they did not hear, no longer counts.
+                is_in = there & (masks.generations % 2 == 0)
+                masks.generations[is_in] = np.maximum(masks.generations[is_in], 2 * self._number)
             masks.masked[:] = masks.generations % 2 == 1
         newest = requests[int(requests[:, VERSION].argmax())]
         self._layout = Layout(int(newest[VERSION]), tuple(newest[SIZES].tolist()))

@@ -22,12 +22,22 @@ from anyep.planning.traces import Trace
 from anyep.topology import Topology
 
 
+class LowLatencyShape(NamedTuple):
+    """Of the rows of low-latency calls, if these are counted too."""
+
+    hidden: int
+    payload_bytes: int
+    num_scale_words: int
+    num_max_tokens: int
+
+
 class Shape(NamedTuple):
     """Of the rows that are sent: those of a dispatch and of a combine, and of the call."""
 
     dispatch_rows: sent.Rows
     combine_rows: sent.Rows
     num_channels: int
+    low_latency: LowLatencyShape | None = None
 
 
 class Measured(NamedTuple):
@@ -45,6 +55,8 @@ class Measured(NamedTuple):
     """Of all steps together."""
     combine: sent.CallTraffic
     scale: float
+    low_latency: dict[str, sent.CallTraffic]
+    """A dispatch and a combine in low-latency mode; empty unless asked for."""
 
     @property
     def node_load(self) -> Array:
@@ -89,7 +101,21 @@ def measure(trace: Trace, placement: Placement, topology: Topology, shape: Shape
         _sum(dispatches, trace.scale),
         _sum(combines, trace.scale),
         trace.scale,
+        _low_latency(steps, shape.low_latency, topology, trace.scale),
     )
+
+
+def _low_latency(
+    steps: list[Counts], shape: LowLatencyShape | None, topology: Topology, scale: float
+) -> dict[str, sent.CallTraffic]:
+    if shape is None:
+        return {}
+    hidden, payload_bytes, scale_words, most = shape
+    dispatches = [
+        sent.low_latency_dispatch(each, payload_bytes, scale_words, most, topology) for each in steps
+    ]
+    combines = [sent.low_latency_combine(each, hidden, most, topology) for each in steps]
+    return {DISPATCH: _sum(dispatches, scale), COMBINE: _sum(combines, scale)}
 
 
 def in_place(num_experts: int, num_ranks: int) -> Placement:

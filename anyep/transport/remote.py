@@ -53,10 +53,11 @@ class Transport(ending.Part):
         self._pump.start()
         ending.register(self)
 
-    def send(self, rank: int, pieces: Sequence[tuple[int, int]], signals: Sequence[Signal] = ()) -> None:
-        """Send pieces of a rank's outbox to it: (offset, bytes); then raise words there: (offset, value)."""
+    def send(self, rank: int, pieces: Sequence[tuple[int, int]], signals: Sequence[Signal] = ()) -> int:
+        """Send pieces of a rank's outbox to it: (offset, bytes); then raise words there: (offset, value).
+        Returns the engine's ticket."""
         start = self._outboxes[rank].address
-        self.put(rank, [(start + offset, offset, num_bytes) for offset, num_bytes in pieces], signals)
+        return self.put(rank, [(start + offset, offset, num_bytes) for offset, num_bytes in pieces], signals)
 
     def put(self, rank: int, pieces: Sequence[Piece], signals: Sequence[Signal] = ()) -> int:
         """The same, with pieces of any memory: (address, offset there, bytes). Returns the engine's ticket.
@@ -70,6 +71,10 @@ class Transport(ending.Part):
     def is_sent(self, rank: int, ticket: int) -> bool:
         """Whether a put is done here, or never will be."""
         return rank in self.engine.lost or self.engine.num_done(rank) >= ticket
+
+    def is_idle(self, rank: int) -> bool:
+        """Whether every put to a rank is done here, or never will be."""
+        return is_done(self.engine, rank)
 
     def drop(self, rank: int, why: str) -> None:
         """Give up a rank for good: what is under way to it has no effect there, and nothing more is sent."""
@@ -126,7 +131,7 @@ class Transport(ending.Part):
             self.poll()
 
     def _is_done(self) -> bool:
-        return all(is_done(self.engine, rank) for rank in self.ranks)
+        return all(self.is_idle(rank) for rank in self.ranks)
 
     def close(self) -> None:
         """Send this rank's last status, and release the engine."""

@@ -42,11 +42,11 @@ def repeat(context: RankContext, case: ElasticCase) -> None:
         assert (again[1] is None) == case.expands
         for found, wanted in zip(tensors_of(again), tensors_of(right), strict=True):
             assert same_bits(found, wanted)
-        if case.expands:
-            continue
-        outputs = experts(again[0], context.rank)
-        again[0].copy_(outputs)
-        for rows in (outputs, again[0]):  # staged, and in a window
+        outputs = experts(tensors_of(again)[0], context.rank)
+        given_back = [outputs]
+        if not case.expands:
+            given_back.append(again[0].copy_(outputs))  # in a window
+        for rows in given_back:
 
             def give_back(rows: torch.Tensor = rows, handle: Any = handle) -> torch.Tensor:
                 return buffer.combine(rows, handle)[0]
@@ -55,7 +55,8 @@ def repeat(context: RankContext, case: ElasticCase) -> None:
             before = watched.num_repeats
             assert same_bits(give_back(), sums)
             assert watched.num_repeats == before + 1
-        weights = there(torch.ones(handle.recv_topk_idx.shape, device="cpu"))
+        shape = (len(outputs),) if case.expands else handle.recv_topk_idx.shape
+        weights = there(torch.ones(shape, device="cpu"))
         found, found_weights, _ = buffer.combine(outputs, handle, weights)
         assert found_weights is not None
         assert same_bits(found, sums)

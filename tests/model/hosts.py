@@ -12,15 +12,18 @@ host are those of `low_latency.py`. In a call every rank
     return    looks whether it is masked; acknowledges, and returns the rows
     clean     is a call without rows, after which the slots lie elsewhere; it raises where a rank is masked
 
-    land      the bytes of a put are copied, from where they lie now; puts land in any order
+    load      the bytes of a put are read, as they are now
+    land      they are written into the slots; puts land in any order
     signal    the words of the oldest put to a rank are stored there: a completion record, an acknowledgement
               or a mask
     give up   a rank that waits masks one that it may find slow, and tells all others
     drop      a rank gives up what is under way to a rank that it has masked: nothing more arrives there
+    request   in a round, which takes all ranks back: a rank waits until nothing that it has put is under
+              way, and sends a request to all others; with those of all it goes on, with new numbers of calls
 
-A rank that finds itself masked stops, and so does one whose host is in the minority: hosts of ranks that it
-has not masked are less than half of all, or half and without rank 0. A rank of `may_die` may die at any time;
-what it has put may still arrive.
+A rank that finds itself masked goes on to the next round, or stops. A rank stops, too, if its host is in the
+minority: hosts of ranks that it has not masked are less than half of all, or half and without rank 0. A rank
+of `may_die` may die at any time; what it has put may still arrive.
 
 The invariants, by the kind of their violation:
 
@@ -40,9 +43,11 @@ from typing import NamedTuple
 from tests.model.explorer import Violation
 from tests.model.protocol import put
 
-SEND, RECEIVE, RETURN, DONE, MASKED, CUT_OFF, REFUSED, DEAD = range(8)
+SEND, RECEIVE, RETURN, DONE, MASKED, CUT_OFF, REFUSED, DEAD, REQUEST, JOIN = range(10)
 ENDS = (DONE, MASKED, CUT_OFF, REFUSED, DEAD)
-ROWS, RECORD, ACK, MASK = "rows", "record", "ack", "mask"
+ROWS, RECORD, ACK, MASK, ROUND = "rows", "record", "ack", "mask", "round"
+CALLS_PER_ROUND = 100
+NUM_SETS = 2
 
 
 class Step(NamedTuple):
@@ -64,6 +69,8 @@ class Rules:
     needs_majority: bool = True
     keeps_layout: bool = True
     """The slots do not move while a rank is masked."""
+    idle_before_a_round: bool = True
+    """A request is sent when nothing is under way."""
 
 
 class Put(NamedTuple):
@@ -72,6 +79,8 @@ class Put(NamedTuple):
     """The call, or the rank that is masked."""
     layout: int
     has_landed: bool
+    content: int = 0
+    """What was read, once it was."""
 
 
 class Rank(NamedTuple):
@@ -90,6 +99,9 @@ class Rank(NamedTuple):
     """The ranks that are masked according to words that have arrived."""
     read: tuple[int, ...] = ()
     """The calls of the rows that were read."""
+    round: int = 0
+    requests: frozenset[int] = frozenset()
+    """The ranks whose requests for the next round have arrived."""
 
 
 class State(NamedTuple):
@@ -109,6 +121,8 @@ class Hosts:
     may_die: frozenset[int] = frozenset()
     cleans: frozenset[int] = frozenset()
     """The calls that move the slots."""
+    calls_before: int = 0
+    """After so many calls there is a round, and then so many calls as `calls` says."""
     rules: Rules = Rules()
 
     @property
@@ -131,6 +145,11 @@ class Hosts:
                 yield Step(rank, "die", own.call), self._with(state, rank, own._replace(at=DEAD))
             if own.at == SEND:
                 yield from self._send(state, rank, own)
+            elif own.at == REQUEST:
+                yield from self._request(state, rank, own)
+            elif own.at == JOIN:
+                if len(own.requests) == self.num_ranks - 1:
+                    yield Step(rank, "join", own.round + 1), self._with(state, rank, self._joined(own))
             elif own.at == RECEIVE:
                 yield from self._receive(state, rank, own)
             else:
@@ -165,7 +184,7 @@ class Hosts:
         is_cut_off = 2 * left < self.num_ranks or (2 * left == self.num_ranks and 0 in known)
         own = own._replace(masked=known)
         if rank in known:
-            own = own._replace(at=MASKED)
+            own = own._replace(at=REQUEST if self._has_round(own) else MASKED, read=())
         elif is_cut_off and self.rules.needs_majority:
             # Nobody is told what a minority thinks.
             return self._with(state, rank, own._replace(at=CUT_OFF))
@@ -187,11 +206,38 @@ class Hosts:
                 after = self._adopt(state, rank, own, frozenset({other}))
                 yield Step(rank, "give up", other), after
 
+    def _has_round(self, own: Rank) -> bool:
+        return own.round == 0 and self.calls_before > 0
+
+    def _request(self, state: State, rank: int, own: Rank) -> Iterator[tuple[Step, State]]:
+        wires = [rank * self.num_ranks + other for other in self._others(rank)]
+        is_idle = all(each.has_landed for wire in wires for each in state.wires[wire])
+        if not is_idle and self.rules.idle_before_a_round:
+            return
+        after = self._with(state, rank, own._replace(at=JOIN))
+        for other in self._others(rank):
+            after = self._put(after, rank, other, Put(ROUND, rank, 0, True))
+        yield Step(rank, "request", own.round + 1), after
+
+    def _joined(self, own: Rank) -> Rank:
+        nobody = frozenset[int]()
+        number = own.round + 1
+        return own._replace(
+            at=SEND,
+            call=number * CALLS_PER_ROUND + 1,
+            masked=nobody,
+            heard=nobody,
+            requests=nobody,
+            round=number,
+        )
+
     # Calls
 
     def _send(self, state: State, rank: int, own: Rank) -> Iterator[tuple[Step, State]]:
         call, set_ = own.call, own.call % 2
         awaited = [other for other in self._open(rank, own) if own.acks[other] < call - 2]
+        if call % CALLS_PER_ROUND <= NUM_SETS:
+            awaited = []
         yield from self._waits(state, rank, own, awaited)
         if awaited:
             return
@@ -234,24 +280,26 @@ class Hosts:
         step = Step(rank, "return", own.call)
         if own.heard - own.masked:
             after = self._adopt(state, rank, own, own.heard)
-            if after.ranks[rank].at in ENDS:
+            if after.ranks[rank].at != RETURN:
                 return step, after
             state, own = after, after.ranks[rank]
         if any(call != own.call for call in own.read):
             raise Violation("rows", f"rank {rank} returns rows of {own.read} in call {own.call}")
         if own.call in self.cleans and own.masked and self.rules.keeps_layout:
             return step, self._with(state, rank, own._replace(at=REFUSED))
-        is_last = own.call == self.calls[rank]
+        num_calls = self.calls_before if self._has_round(own) else self.calls[rank]
+        is_last = own.call % CALLS_PER_ROUND == num_calls
         opened = self._open(rank, own)
         layout = own.layout + (own.call in self.cleans)
-        after = own._replace(at=DONE if is_last else SEND, call=own.call + 1, read=(), layout=layout)
+        at = SEND if not is_last else REQUEST if self._has_round(own) else DONE
+        after = own._replace(at=at, call=own.call + 1, read=(), layout=layout)
         state = self._with(state, rank, after)
         for other in opened:
             state = self._put(state, rank, other, Put(ACK, own.call, 0, True))
         for other in after.masked:
             there = state.ranks[other]
             groups = {rank, *self._open(rank, after)}, {other, *self._open(other, there)}
-            if is_last and there.at == DONE and groups[0].isdisjoint(groups[1]):
+            if at == DONE and there.at == DONE and groups[0].isdisjoint(groups[1]):
                 raise Violation("split", f"ranks {groups[0]} and {groups[1]} go on without each other")
         return step, state
 
@@ -261,10 +309,13 @@ class Hosts:
         sender, receiver = divmod(wire, self.num_ranks)
         puts, there = state.wires[wire], state.ranks[receiver]
         for index, each in enumerate(puts):
-            if not each.has_landed:
-                set_ = each.value % 2
-                content = state.ranks[sender].sets[set_]
-                slots = put(there.slots, sender, put(there.slots[sender], set_, content))
+            set_ = each.value % 2
+            if not each.content and not each.has_landed:
+                held = each._replace(content=state.ranks[sender].sets[set_])
+                wires = put(state.wires, wire, put(puts, index, held))
+                yield Step(sender, "load", each.value), state._replace(wires=wires)
+            elif not each.has_landed:
+                slots = put(there.slots, sender, put(there.slots[sender], set_, each.content))
                 if each.layout < there.layout:
                     raise Violation("layout", f"rows of rank {sender} land where the slots of others may be")
                 after = self._with(state, receiver, there._replace(slots=slots))
@@ -272,7 +323,9 @@ class Hosts:
                 yield Step(sender, "land", each.value), after._replace(wires=wires)
         if puts and puts[0].has_landed:
             first = puts[0]
-            if first.kind == MASK:
+            if first.kind == ROUND:
+                there = there._replace(requests=there.requests | {first.value})
+            elif first.kind == MASK:
                 there = there._replace(heard=there.heard | {first.value})
             elif first.kind == ACK:
                 there = there._replace(acks=put(there.acks, sender, first.value))

@@ -14,7 +14,7 @@ import torch
 
 from anyep.errors import InvalidCall, NotSupported
 from anyep.planning import sent
-from anyep.planning.balancing import Shape, in_place, in_places, load_of, measure, move
+from anyep.planning.balancing import LowLatencyShape, Shape, in_place, in_places, load_of, measure, move
 from anyep.planning.counts import count_choices
 from anyep.planning.placement import place, placement_of
 from anyep.planning.traces import Trace, draw_trace, read_trace
@@ -198,6 +198,20 @@ def test_measured() -> None:
     assert measured.imbalance == measured.rank_load.max() / measured.rank_load.mean()
 
 
+def test_low_latency_calls() -> None:
+    """The bytes are those of `sent`, which a test compares with what a Buffer sends."""
+    trace = Trace(tuple(ROUTING), (np.full(4, 16),) * 2)
+    topology = Topology(4, 2)
+    shape = SHAPE._replace(low_latency=LowLatencyShape(128, 128, 1, 16))
+    measured = measure(trace, in_place(32, 4), topology, shape)
+    counts = [count_choices(step, topology, 32) for step in ROUTING]
+    dispatches = [sent.low_latency_dispatch(each, 128, 1, 16, topology).bytes for each in counts]
+    combines = [sent.low_latency_combine(each, 128, 16, topology).bytes for each in counts]
+    assert np.array_equal(measured.low_latency["dispatch"].bytes, sum(dispatches))
+    assert np.array_equal(measured.low_latency["combine"].bytes, sum(combines))
+    assert measure(trace, in_place(32, 4), topology, SHAPE).low_latency == {}
+
+
 def test_the_most_loaded_link() -> None:
     """All tokens of rank 0 go to rank 3 on the other node, by its relay, rank 2."""
     topology = Topology(4, 2)
@@ -316,6 +330,10 @@ def test_a_table_for_people(tmp_path: Path) -> None:
         (
             ("--trace", "a.npy", "--balance", "--experts", "32", "--expert-bytes", "x"),
             "--expert-bytes is 'x'",
+        ),
+        (
+            ("--trace", "a.npy", "--experts", "32", "--low-latency-tokens", "8"),
+            "--low-latency-tokens is 8, but a rank of the trace has 16 tokens",
         ),
         (("--balance",), "--balance is about a routing: give one with --trace or --skew"),
         (("--seed", "1"), "--seed is about a routing"),
