@@ -484,6 +484,7 @@ def test_signatures_are_those_of_the_api() -> None:
         "ranks_per_node",
         "num_window_bytes",
         "network",
+        "heap",
     ]
     events = ["previous_event", "async_finish", "allocate_on_comm_stream"]
     assert names(Buffer.get_dispatch_layout) == ["topk_idx", "num_experts", *events]
