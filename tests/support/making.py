@@ -34,7 +34,7 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "nixl": {"num_rdma_bytes": 1 << 20, "ranks_per_node": 1, "network": "nixl"},
     "simulated gpu": {"device": "cuda", "num_window_bytes": 1 << 20},
 }
-NUM_STEPS: Final = {"one node": 4, "low latency": 4, "virtual nodes": 5, "nixl": 7, "simulated gpu": 13}
+NUM_STEPS: Final = {"one node": 4, "low latency": 4, "virtual nodes": 5, "nixl": 7, "simulated gpu": 14}
 """How often the ranks exchange results to make such a Buffer."""
 SOON_S: Final = 10.0
 """Nobody waits so long for a rank that is lost; tests compare with `scaled(SOON_S)`."""

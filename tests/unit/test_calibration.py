@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -177,6 +178,7 @@ def test_what_is_refused(tmp_path: Path, arguments: tuple[str, ...], said: str) 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that torch can use")
 def test_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.toml"
     finished = anyep("calibrate", "--device", "cuda", "--tokens", "1024", "--output", str(file))
