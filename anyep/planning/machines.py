@@ -112,7 +112,11 @@ def shipped_machine(name: str) -> Machine:
 
 
 def find_machine(name: str) -> Machine:
-    """The machine with this name, or of this file if the name ends in .toml."""
+    """The machine with this name, in capitals or not, or of this file if the name ends in .toml.
+
+    >>> find_machine("h100") is find_machine("H100")
+    True
+    """
     if name.endswith(".toml"):
         path = Path(name)
         try:
@@ -123,7 +127,7 @@ def find_machine(name: str) -> Machine:
                 f"the machine {name!r} cannot be read ({reason}): name a file, or a machine in anyep/machines"
             ) from error
     for machine in all_machines():
-        if name in machine.names:
+        if name.lower() in map(str.lower, machine.names):
             return machine
     known = ", ".join(sorted(name for machine in all_machines() for name in machine.names))
     raise InvalidCall(
