@@ -20,13 +20,10 @@ from tests.support.checks.casts import (
     Numba,
     assert_fp8_like_the_slow_one,
     assert_logfmt_like_the_slow_one,
-    bf16_rows,
-    floats_of,
     slow_e4m3,
-    slow_exp2,
-    slow_log2,
 )
 from tests.support.depth import examples
+from tests.support.slow_logfmt import bf16_rows, floats_of, slow_exp2, slow_log2
 
 
 @st.composite

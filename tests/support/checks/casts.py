@@ -17,9 +17,15 @@ import torch
 
 from anyep.backends.cpu.kernels import casts as cpu_casts
 from anyep.core import formats
-from tests.support.checks import cast_kernels, deeper
+from tests.support.checks import cast_kernels, deeper, row_casts
 from tests.support.checks.launching import launch
 from tests.support.depth import IS_DEEP
+from tests.support.slow_logfmt import (
+    bf16_rows,
+    floats_of,
+    slow_decode,
+    slow_encode,
+)
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
 tl = importlib.import_module("triton.language")
@@ -30,16 +36,6 @@ BLOCK = formats.CHANNELS_PER_BLOCK
 GUARD = 0xA5
 FP8_MODES = ((False, False), (True, False), (True, True))
 """power_of_two and as_ue8m0."""
-
-
-def bf16_rows(values: Any) -> Array:
-    """Numbers as bf16 patterns."""
-    exact = torch.from_numpy(np.array(values, np.float32))
-    return exact.bfloat16().view(torch.int16).numpy().view(np.uint16)
-
-
-def floats_of(rows: Array) -> Array:
-    return np.left_shift(rows.astype(np.uint32), 16).view(np.float32)
 
 
 def padded(*values: float) -> list[float]:
@@ -123,7 +119,7 @@ class Numba:
         data = np.full((num_rows + 2, hidden), GUARD, np.uint8)
         scales = np.full((num_rows + 2, (1 if as_ue8m0 else 4) * (hidden // BLOCK)), GUARD, np.uint8)
         parts = (rows.ctypes.data, data[1:].ctypes.data, scales[1:].ctypes.data)
-        cpu_casts.cast_to_fp8(0, num_rows, *parts, hidden, power_of_two, as_ue8m0)
+        row_casts.cast_to_fp8(0, num_rows, *parts, hidden, power_of_two, as_ue8m0)
         for written in (data, scales):
             assert (written[[0, -1]] == GUARD).all()
         return data[1:-1], scales[1:-1] if as_ue8m0 else scales[1:-1].view(np.float32)
@@ -132,13 +128,13 @@ class Numba:
         """Messages of LogFMT, with guards behind each."""
         num_rows, hidden = rows.shape
         messages = np.full((num_rows, stride), GUARD, np.uint8)
-        cpu_casts.encode_logfmt_rows(0, num_rows, rows.ctypes.data, messages.ctypes.data, stride, hidden)
+        row_casts.encode_logfmt_rows(0, num_rows, rows.ctypes.data, messages.ctypes.data, stride, hidden)
         return messages
 
     def decode(self, messages: Array, hidden: int) -> Array:
         num_rows, stride = messages.shape
         out = np.full((num_rows + 2, hidden), np.nan, np.float32)
-        cpu_casts.decode_logfmt_rows(0, num_rows, messages.ctypes.data, stride, out[1:].ctypes.data, hidden)
+        row_casts.decode_logfmt_rows(0, num_rows, messages.ctypes.data, stride, out[1:].ctypes.data, hidden)
         assert np.isnan(out[[0, -1]]).all()
         return out[1:-1]
 
@@ -331,94 +327,6 @@ def check_rows_become_fp8(backend: str) -> None:
 
 
 # LogFMT, slowly.
-
-
-def slow_polynomial(coefficients: tuple[float, ...], t: Array) -> Array:
-    value = np.full_like(t, coefficients[-1])
-    for coefficient in coefficients[-2::-1]:
-        value = value * t
-        value = value + np.float32(coefficient)
-    return value
-
-
-def slow_log2(values: Array) -> Array:
-    half_mantissa, exponent = np.frexp(values)
-    t = half_mantissa * np.float32(2) - np.float32(1)
-    return (exponent - 1).astype(np.float32) + slow_polynomial(formats.LOG2_COEFFICIENTS, t) * t
-
-
-def slow_exp2(powers: Array) -> Array:
-    whole = np.floor(powers)
-    return np.ldexp(slow_polynomial(formats.EXP2_COEFFICIENTS, powers - whole), whole.astype(np.int32))
-
-
-def slow_range(amax: Array, amin: Array) -> tuple[Array, Array]:
-    """The logarithm of the smallest magnitude, and the octaves above it; of each block, as a column."""
-    log_max, log_min = slow_log2(amax)[:, None], slow_log2(amin)[:, None]
-    log_min = np.maximum(log_min, log_max - np.float32(32))
-    return log_min, log_max - log_min
-
-
-def slow_codes(values: Array) -> tuple[Array, Array, Array]:
-    """The codes of blocks that are encoded, their largest and their smallest magnitudes."""
-    magnitudes = np.abs(values)
-    amax = magnitudes.max(1)
-    amin = np.where(amax > 0, magnitudes.min(1, where=magnitudes > 0, initial=np.inf), np.float32(0))
-    log_min, octaves = slow_range(amax, amin)
-    with np.errstate(divide="ignore"):
-        factor = np.where(octaves > 0, np.float32(510) / octaves, np.float32(0))
-    steps = np.floor((slow_log2(magnitudes) - log_min) * factor + np.float32(0.5))
-    codes = np.where(magnitudes > 0, np.maximum(steps + 1, 0), 0).astype(np.int64)
-    assert codes.max(initial=0) <= 511
-    return codes + 512 * np.signbit(values), amax, amin
-
-
-def slow_encode(row: Array) -> bytes:
-    blocks = row.reshape(-1, BLOCK)
-    is_encoded = np.abs(floats_of(blocks)).max(1) < 1
-    codes, amax, amin = slow_codes(floats_of(blocks[is_encoded]))
-    tops = (codes >> 8).reshape(-1, 4, BLOCK // 4)
-    encoded = np.concatenate(
-        [
-            bf16_rows(np.stack([amax, amin], 1)).astype("<u2").view(np.uint8),
-            (codes & 0xFF).astype(np.uint8),
-            (tops << np.array([0, 2, 4, 6])[:, None]).sum(1).astype(np.uint8),
-        ],
-        axis=1,
-    )
-    mask = sum(1 << number for number in np.flatnonzero(is_encoded).tolist())
-    next_encoded = iter(encoded)
-    body = [
-        (next(next_encoded) if is_code else block.astype("<u2")).tobytes()
-        for is_code, block in zip(is_encoded, blocks, strict=True)
-    ]
-    return mask.to_bytes(16, "little") + b"".join(body)
-
-
-def slow_decode(message: bytes, hidden: int) -> Array:
-    mask, offset = int.from_bytes(message[:16], "little"), 16
-    out = np.empty((hidden // BLOCK, BLOCK), np.float32)
-    encoded = []
-    for number in range(len(out)):
-        is_encoded = mask >> number & 1
-        num_bytes = 164 if is_encoded else 256
-        part = np.frombuffer(message, np.uint8, num_bytes, offset)
-        offset += num_bytes
-        if is_encoded:
-            encoded.append((number, part))
-        else:
-            out[number] = floats_of(part.view("<u2"))
-    assert offset == len(message)
-    if encoded:
-        numbers, parts = (np.stack(column) for column in zip(*encoded, strict=True))
-        amax, amin = floats_of(np.ascontiguousarray(parts[:, :4]).view("<u2")).T
-        high = parts[:, None, 132:] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-        codes = parts[:, 4:132].astype(np.int64) | high.reshape(-1, BLOCK).astype(np.int64) << 8
-        log_min, octaves = slow_range(amax, amin)
-        powers = log_min + (codes % 512 - 1).astype(np.float32) * (octaves / np.float32(510))
-        values = np.where((codes % 512 > 0) & (amax > 0)[:, None], slow_exp2(powers), np.float32(0))
-        out[numbers] = np.where(codes >= 512, -values, values)
-    return out.reshape(-1)
 
 
 def assert_logfmt_like_the_slow_one(backend: Numba | Triton, rows: Array, spare_bytes: int = 48) -> None:

@@ -24,8 +24,9 @@ from anyep.core import formats, outcomes
 from anyep.core.calls import Kind
 from anyep.layout import RECORD_HEADER_BYTES, ControlRegion
 from anyep.sizes import LOW_LATENCY_HEADER_BYTES, LowLatencySizes
-from tests.support.checks.casts import rows_of_blocks, slow_decode, slow_encode, slow_fp8
+from tests.support.checks.casts import rows_of_blocks, slow_fp8
 from tests.support.checks.launching import launch
+from tests.support.slow_logfmt import slow_decode, slow_encode
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install anyep[cuda]")
 casts = importlib.import_module("anyep.backends.cuda.kernels.casts")
