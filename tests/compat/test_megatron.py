@@ -7,7 +7,6 @@ installed (`pip install --no-deps megatron-core`).
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import anyep
+from tests.support.expert_layer import HIDDEN, INNER, NUM_EXPERTS, TOPK, layer_of
 from tests.support.world import RankContext, get_world
 
 pytestmark = [
@@ -26,45 +26,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="Megatron's Buffer would be on the GPU"),
 ]
 
-NUM_EXPERTS = 8
-TOPK = 3
-HIDDEN = 64
-INNER = 32
 IMPORT_TIMEOUT_S = 180.0
-
-
-@dataclass(frozen=True)
-class Layer:
-    """All ranks' tokens and all experts' weights, with gradients: tokens[r] goes to experts[r]."""
-
-    tokens: list[torch.Tensor]
-    experts: list[torch.Tensor]
-    probs: list[torch.Tensor]
-    output_grads: list[torch.Tensor]
-    up: torch.Tensor
-    down: torch.Tensor
-
-
-def layer_of(num_ranks: int, dtype: torch.dtype) -> Layer:
-    chance = torch.Generator().manual_seed(1000 + num_ranks)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=chance).to(dtype)
-
-    num_tokens = [11 + 5 * rank for rank in range(num_ranks)]
-    probs, experts = [], []
-    for count in num_tokens:
-        chosen, ids = torch.rand((count, NUM_EXPERTS), generator=chance).topk(TOPK)
-        probs.append(chosen.requires_grad_())
-        experts.append(ids)
-    return Layer(
-        [draw(count, HIDDEN).requires_grad_() for count in num_tokens],
-        experts,
-        probs,
-        [draw(count, HIDDEN) for count in num_tokens],
-        (draw(NUM_EXPERTS, HIDDEN, INNER) / HIDDEN**0.5).requires_grad_(),
-        (draw(NUM_EXPERTS, INNER, HIDDEN) / INNER**0.5).requires_grad_(),
-    )
 
 
 def import_megatron() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch._library import opaque_object
 
 import anyep
-from tests.compat.test_megatron import HIDDEN, NUM_EXPERTS, TOPK, Layer, layer_of
+from tests.support.expert_layer import HIDDEN, NUM_EXPERTS, TOPK, Layer, layer_of
 from tests.support.world import RankContext, get_world
 
 pytestmark = [
