@@ -27,13 +27,14 @@ from anyep.core.calls import Kind
 from anyep.core.elastic_sizes import BUFFER_ALIGNMENT
 from anyep.errors import InvalidCall, whole_number
 from anyep.session import Session
-from anyep.sizes import align, check_num_experts
+from anyep.sizes import NUM_MAX_TOPK, align, check_num_experts
 
 T = TypeVar("T")
 DEFAULT_TOPK: Final = 32
 MOST_BYTES: Final = 1 << 62
 MOST_ROWS: Final = 1 << 30
 """Rows of all ranks, in a call whose host learns their number."""
+INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8)
 Dispatched = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, HybridHandle]
 Permuted = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, HybridHandle]
 
@@ -68,10 +69,10 @@ class HybridEPBuffer:
     Args:
         group: The process group of the ranks. Gloo is enough.
         hidden_dim: The values of a row.
-        max_num_of_tokens_per_rank: The most tokens that a rank sends in a non-blocking call. Other calls take
-            more, too.
+        max_num_of_tokens_per_rank: The most tokens that a rank sends in a non-blocking call, for which it
+            must be the same on all ranks. Other calls take more, too.
         num_local_experts: The experts of each rank.
-        use_fp8: Whether rows have values of 1 byte, with scaling factors.
+        use_fp8: Kept in `config`; both kinds of rows work either way.
         num_sms_dispatch_api: SMs of a dispatch; None: the library chooses.
         num_sms_combine_api: Accepted and ignored: a combine takes the SMs of its dispatch.
         num_sms_preprocessing_api: Accepted and ignored, as are the next six.
@@ -83,8 +84,8 @@ class HybridEPBuffer:
         num_of_hybrid_ep_ranks_per_nvlink_domain: Ranks of a node; None: as for `Buffer`.
         use_mnnvl: Ignored.
         device: As for `Buffer`.
-        num_topk: The most experts of a token in a routing map; 0: 32, or all experts if there are fewer. The
-            same on all ranks. What travels with a row grows by 12 bytes for each.
+        num_topk: The most experts of a token in a routing map, up to 128; 0: 32, or all experts if there are
+            fewer. The same on all ranks. What travels with a row grows by 12 bytes for each.
         num_window_bytes: As for `Buffer`.
     """
 
@@ -162,7 +163,7 @@ class HybridEPBuffer:
             num_of_tokens_per_rank: The most tokens that a rank sends in a non-blocking call.
             num_local_experts: The experts of each rank.
             pad_multiple: What groups are padded to where a call does not say it.
-            use_fp8: Whether rows have values of 1 byte.
+            use_fp8: As for the constructor.
             fuse_permute_dispatch: Accepted and ignored.
         """
         config = self.config
@@ -216,7 +217,8 @@ class HybridEPBuffer:
             lambda: self._inputs(
                 *(hidden, scaling_factor, topk_idx, topk_weights, num_of_experts),
                 *(probs, routing_map, handle, False, True),
-            )
+            ),
+            _kind_of(handle),
         )
         most = None if handle else self._most_tokens(inputs.ids)
         rows, ids, weights, found, _ = self._elastic.dispatch(
@@ -292,15 +294,16 @@ class HybridEPBuffer:
             topk_weights: As in `dispatch`.
             num_of_experts_per_rank: The experts of each rank, if not those of the buffer.
             num_of_experts: As in `dispatch`.
-            use_fp8: Must fit `hidden`, or be left out.
+            use_fp8: If True, `hidden` must have values of 1 byte.
             routing_map: As in `dispatch`.
             probs: As in `dispatch`.
             scaling_factor: As in `dispatch`.
             num_permuted_tokens: The rows of the result, a multiple of `pad_multiple`; None or below 0: as
                 many as there are. Rows that do not fit are dropped, and the overflow flag, the last part of
-                the handle, is 1.
+                the handle, is 1. With a handle: as many as its dispatch gave, or None.
             pad_multiple: Each group of rows is padded to a multiple of this with zero rows; None or 0: that
-                of the buffer, which is 1 unless `update_template_config` has changed it.
+                of the buffer, which is 1 unless `update_template_config` has changed it. With a handle that
+                of its dispatch holds.
             handle: That of an earlier dispatch, whose routing is used again.
             non_blocking: The host does not wait, so that the call can be captured in a CUDA graph; needs
                 `num_permuted_tokens`. Tokens of a map with more experts than the buffer's `num_topk` lose the
@@ -314,13 +317,10 @@ class HybridEPBuffer:
             (None without `probs`); scaling factors or None; int64 [local experts], the rows of each group
             with their padding, on the host unless `non_blocking`, None with a handle; the handle.
         """
-        capacity = (
-            num_permuted_tokens if num_permuted_tokens is not None and num_permuted_tokens >= 0 else None
-        )
-        alignment = pad_multiple or self.config.pad_multiple
 
-        def check() -> _Inputs:
-            whole_number("pad_multiple", alignment, minimum=1)
+        def check() -> tuple[_Inputs, int, int | None]:
+            alignment = whole_number("pad_multiple", pad_multiple or self.config.pad_multiple, minimum=1)
+            capacity = _capacity(num_permuted_tokens)
             most = self.config.max_num_of_tokens_per_rank
             if non_blocking and handle is None and isinstance(hidden, torch.Tensor) and len(hidden) > most:
                 raise InvalidCall(
@@ -332,7 +332,7 @@ class HybridEPBuffer:
                     "non_blocking needs num_permuted_tokens, since the host does not learn how many rows"
                     " there are: pass the rows that the result is to have"
                 )
-            if capacity is not None and capacity % alignment:
+            if capacity is not None and handle is None and capacity % alignment:
                 raise InvalidCall(
                     f"num_permuted_tokens is {capacity}: it must be a multiple of pad_multiple, {alignment}"
                 )
@@ -345,14 +345,15 @@ class HybridEPBuffer:
                         f"num_of_experts is {num_of_experts}, but num_of_experts_per_rank is {per_rank} on"
                         f" {self.group_size} ranks: leave one of them out"
                     )
-            if use_fp8 and hidden.element_size() != 1:
-                raise InvalidCall(f"use_fp8 is set, but hidden is of {hidden.dtype}: pass values of 1 byte")
-            return self._inputs(
+            inputs = self._inputs(
                 *(hidden, scaling_factor, topk_idx, topk_weights, experts),
                 *(probs, routing_map, handle, True, not non_blocking),
             )
+            if use_fp8 and hidden.element_size() != 1:
+                raise InvalidCall(f"use_fp8 is set, but hidden is of {hidden.dtype}: pass values of 1 byte")
+            return inputs, alignment, capacity
 
-        inputs = self._told(check)
+        inputs, alignment, capacity = self._told(check, _kind_of(handle))
         how: dict[str, Any] = {}
         if handle is None:
             most = self.config.max_num_of_tokens_per_rank if non_blocking else self._most_tokens(inputs.ids)
@@ -443,7 +444,7 @@ class HybridEPBuffer:
         """What a blocking call says to be the most tokens of a rank: the same on all ranks, and enough."""
         return int(MOST_ROWS // (self.group_size * max(1, ids.shape[1])))
 
-    def _told(self, check: Callable[[], T], kind: Kind = Kind.DISPATCH) -> T:
+    def _told(self, check: Callable[[], T], kind: Kind) -> T:
         """What `check` returns; if it refuses the arguments, the peers are told."""
         try:
             return check()
@@ -468,7 +469,11 @@ class HybridEPBuffer:
         """The rows of a dispatch, and where its tokens go."""
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 2:
             raise InvalidCall("hidden must be a tensor [tokens, hidden]")
-        x = hidden if scaling_factor is None else (hidden, scaling_factor)
+        # Gradients are often not contiguous.
+        rows = hidden.contiguous()
+        x = rows if scaling_factor is None else (rows, scaling_factor)
+        if topk_weights is not None and (routing_map is not None or probs is not None):
+            raise InvalidCall("topk_weights go with topk_idx, and probs with routing_map: pass one pair")
         if handle is not None:
             known = checked_handle(handle, is_permuted)
             if routing_map is not None or topk_idx is not None:
@@ -483,7 +488,8 @@ class HybridEPBuffer:
         if topk_idx is not None:
             if routing_map is not None or probs is not None:
                 raise InvalidCall("pass routing_map and probs, or topk_idx and topk_weights, and not both")
-            if not isinstance(topk_idx, torch.Tensor) or topk_idx.is_floating_point():
+            is_tensor = isinstance(topk_idx, torch.Tensor)
+            if not is_tensor or topk_idx.dtype not in INTEGERS or topk_idx.dim() != 2:
                 raise InvalidCall("topk_idx must be a tensor of integers [tokens, top-k]")
             return _Inputs(x, None, num_experts, topk_idx.to(torch.int64), topk_weights)
         if routing_map is None:
@@ -493,12 +499,15 @@ class HybridEPBuffer:
         _check("routing_map", routing_map, torch.bool, shape)
         if probs is not None:
             _check("probs", probs, torch.float32, shape)
-        num_topk = min(self._num_topk, num_experts)
+        num_topk = min(self._num_topk, num_experts, NUM_MAX_TOPK)
         most = routing.most_choices(routing_map)
         if host_waits and int(most) > num_topk:
+            has = f"routing_map has a token with {int(most)} experts"
+            if int(most) > NUM_MAX_TOPK:
+                raise InvalidCall(f"{has}: it must be at most {NUM_MAX_TOPK}")
             raise InvalidCall(
-                f"routing_map has a token with {int(most)} experts, but the buffer was made for {num_topk}:"
-                f" make the HybridEPBuffer with num_topk={int(most)} on all ranks"
+                f"{has}, but the buffer was made for {num_topk}: make the HybridEPBuffer with"
+                f" num_topk={int(most)} on all ranks"
             )
         ids = routing.choices_of(routing_map, num_topk)
         weights = None if probs is None else routing.gathered(probs, ids)
@@ -507,8 +516,23 @@ class HybridEPBuffer:
     def _combined(
         self, hidden: torch.Tensor, handle: EPHandle, weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(hidden, torch.Tensor):
+            hidden = self._told(hidden.contiguous, Kind.COMBINE)
         sums, back, _ = self._elastic.combine(hidden, handle, topk_weights=weights)
         return sums, None if back is None else routing.spread(back, handle.topk_idx, handle.num_experts)
+
+
+def _kind_of(handle: Any) -> Kind:
+    """What a dispatch is called, to the peers."""
+    return Kind.DISPATCH if handle is None else Kind.CACHED_DISPATCH
+
+
+def _capacity(num_permuted_tokens: Any) -> int | None:
+    """The rows of a result; below 0 is "as many as there are"."""
+    if num_permuted_tokens is None:
+        return None
+    rows = whole_number("num_permuted_tokens", num_permuted_tokens, minimum=-MOST_BYTES)
+    return rows if rows >= 0 else None
 
 
 def _overflow(handle: EPHandle, loses_choices: torch.Tensor | None, capacity: int | None) -> torch.Tensor:

@@ -46,13 +46,14 @@ class HybridHandle(tuple[Any, ...]):
 def checked_handle(handle: Any, is_permuted: bool) -> EPHandle:
     """The routing of a handle of the right call."""
     maker = "dispatch_with_permute" if is_permuted else "dispatch"
-    if not isinstance(handle, HybridHandle):
+    routing = getattr(handle, "routing", None) if isinstance(handle, HybridHandle) else None
+    if not isinstance(routing, EPHandle):
         raise InvalidCall(
             f"handle is of type {type(handle).__name__}: pass what {maker} of HybridEPBuffer returned last,"
             f" and not a copy of its parts"
         )
-    if handle.routing.do_expand is not is_permuted:
+    if routing.do_expand is not is_permuted:
         raise InvalidCall(
             f"the handle was not made by {maker}: pass the handle of the call that gave the rows"
         )
-    return handle.routing
+    return routing

@@ -105,6 +105,18 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"routing_map": None, "probs": None},
         "the routing is missing: pass routing_map, topk_idx",
     ),
+    "choices in one dimension": (
+        {"routing_map": None, "probs": None, "topk_idx": torch.zeros(3).long()},
+        "topk_idx must be a tensor of integers [tokens, top-k]",
+    ),
+    "a map as choices": (
+        {"routing_map": None, "probs": None, "topk_idx": torch.ones(3, 4).bool()},
+        "topk_idx must be a tensor of integers [tokens, top-k]",
+    ),
+    "weights with a map": (
+        {"topk_weights": torch.ones(3, 2), "probs": None},
+        "topk_weights go with topk_idx, and probs with routing_map",
+    ),
     "both": ({"topk_idx": torch.zeros(3, 1).long()}, "pass routing_map and probs, or topk_idx and"),
     "a map of numbers": (
         {"routing_map": torch.ones(3, 4)},
@@ -124,8 +136,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"num_permuted_tokens": 9, "pad_multiple": 4},
         "num_permuted_tokens is 9: it must be a multiple of pad_multiple, 4",
     ),
+    "a capacity as text": (
+        {"num_permuted_tokens": "8"},
+        "num_permuted_tokens is '8': it must be a whole number",
+    ),
     "padding": ({"pad_multiple": -1}, "pad_multiple is -1: it must be at least 1"),
     "FP8": ({"use_fp8": True}, "use_fp8 is set, but hidden is of torch.bfloat16"),
+    "FP8, no rows": ({"hidden": 3, "use_fp8": True}, "hidden must be a tensor [tokens, hidden]"),
     "a handle and a map": ({"handle": "good"}, "a dispatch with a handle takes no routing_map"),
     "a copied handle": ({"handle": (1, 2), "routing_map": None}, "handle is of type tuple: pass what"),
     "too many rows": (
@@ -169,6 +186,7 @@ def combine_wrongly_on_rank_0(context: RankContext, name: str) -> str:
         wrong: dict[str, Any] = {
             "another handle": {"handle": other},
             "no handle": {"handle": None},
+            "a rebuilt handle": {"handle": type(handle)(handle)},
             "probabilities": {"probs": torch.ones(1)},
             "rows": {"hidden": rows[1:]},
         }
@@ -189,6 +207,7 @@ def combine_wrongly_on_rank_0(context: RankContext, name: str) -> str:
     [
         ("another handle", "the handle was not made by dispatch_with_permute"),
         ("no handle", "handle is of type NoneType: pass what dispatch_with_permute"),
+        ("a rebuilt handle", "handle is of type HybridHandle: pass what dispatch_with_permute"),
         ("probabilities", "probs is of torch.float32 and shape [1]"),
         ("rows", "rows, but the handle's dispatch gave"),
     ],
@@ -227,6 +246,11 @@ def use_a_buffer(context: RankContext) -> None:
         expected = [32, 32, 0, 0] if context.rank == 0 else [0] * 4
         assert counts is not None
         assert (counts.tolist(), len(rows)) == (expected, sum(expected))
+        # Along the handle its own padding holds.
+        sizes.pad_multiple = 24
+        how_again: dict[str, Any] = {"hidden": x, "num_permuted_tokens": len(rows)}
+        assert torch.equal(buffer.dispatch_with_permute(handle=handle, **how_again)[0], rows)
+        sizes.pad_multiple = 16
         # Without the host no token is refused: choices that are too many are dropped, and the flag tells.
         *_, flagged = buffer.dispatch_with_permute(hidden=x, routing_map=wide, **how)
         assert flagged[-1].tolist() == [1]
@@ -234,11 +258,66 @@ def use_a_buffer(context: RankContext) -> None:
         assert type(kept) is type(handle)
         combined, _ = buffer.combine_with_unpermute(hidden=rows, handle=kept)
         assert torch.equal(combined, 2 * x)
+        buffer.update_template_config(num_local_experts=128)
+        with pytest.raises(AnyEPError, match="a token with 256 experts: it must be at most 128"):
+            buffer.dispatch_with_permute(hidden=x[:1], routing_map=torch.ones(1, 256, dtype=torch.bool))
     assert buffer.runtime is None
 
 
 def test_a_buffer() -> None:
     get_world(2).run(use_a_buffer)
+
+
+class _Dispatch(torch.autograd.Function):
+    """As programs that train write it, and so is `_Combine`: the backward goes along the handle."""
+
+    @staticmethod
+    def forward(ctx: Any, buffer: HybridEPBuffer, *tensors: torch.Tensor) -> Any:
+        hidden, routing_map, probs = tensors
+        given = buffer.dispatch_with_permute(
+            hidden=hidden, routing_map=routing_map, probs=probs, pad_multiple=4
+        )
+        ctx.buffer, ctx.handle = buffer, given[4]
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden, probs = ctx.buffer.combine_with_unpermute(hidden=grads[0], probs=grads[1], handle=ctx.handle)
+        return None, hidden, None, probs
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: HybridEPBuffer, rows: torch.Tensor, handle: Any) -> torch.Tensor:
+        ctx.buffer, ctx.handle, ctx.num_rows = buffer, handle, len(rows)
+        return buffer.combine_with_unpermute(hidden=rows, handle=handle)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        how = {"pad_multiple": 4, "num_permuted_tokens": ctx.num_rows}
+        return None, ctx.buffer.dispatch_with_permute(hidden=grads[0], handle=ctx.handle, **how)[0], None
+
+
+def train_a_step(context: RankContext) -> None:
+    """Experts multiply by the probability. The gradient of a sum is one expanded value: not contiguous."""
+    buffer, mine = hybrid_buffer(context, 2), inputs_of(GOOD)[context.rank]
+    hidden, probs = mine.hidden.float().requires_grad_(), mine.probs.clone().requires_grad_()
+    rows, row_probs, _, _, handle = _Dispatch.apply(buffer, hidden, mine.routing_map, probs)  # type: ignore[no-untyped-call]
+    combined = _Combine.apply(buffer, rows * row_probs[:, None], handle)  # type: ignore[no-untyped-call]
+    combined.sum().backward()
+    assert hidden.grad is not None
+    assert probs.grad is not None
+    torch.testing.assert_close(hidden.grad, mine.probs.sum(1, keepdim=True).expand(-1, HIDDEN))
+    wanted = mine.hidden.float().sum(1, keepdim=True) * mine.routing_map
+    torch.testing.assert_close(probs.grad, wanted, atol=1e-4, rtol=1e-4)
+    columns = mine.hidden.T.contiguous().T
+    assert not columns.is_contiguous()
+    how: dict[str, Any] = {"handle": handle}
+    assert torch.equal(buffer.dispatch_with_permute(hidden=columns, **how)[0], rows.detach().bfloat16())
+
+
+def test_gradients() -> None:
+    get_world(2).run(train_a_step)
 
 
 def test_what_programs_ask_for() -> None:
