@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 
 from anyep.api import hybrid_routing as routing
+from anyep.api.arguments import check_devices
 from anyep.api.elastic import ElasticBuffer
 from anyep.api.elastic_arguments import ring_bytes
 from anyep.api.elastic_handle import EPHandle
@@ -256,6 +257,7 @@ class HybridEPBuffer:
             known = checked_handle(handle, is_permuted=False)
             if probs is None:
                 return known, None
+            self._check_devices(probs=probs)
             local = known.num_experts // self.group_size
             shape = (known.num_recv_tokens, local * self._ranks_per_node)
             _check("probs", probs, torch.float32, shape)
@@ -411,6 +413,7 @@ class HybridEPBuffer:
         def check() -> EPHandle:
             known = checked_handle(handle, is_permuted=True)
             if probs is not None:
+                self._check_devices(probs=probs)
                 _check("probs", probs, torch.float32, (known.num_expanded_tokens,))
             return known
 
@@ -444,6 +447,9 @@ class HybridEPBuffer:
         """What a blocking call says to be the most tokens of a rank: the same on all ranks, and enough."""
         return int(MOST_ROWS // (self.group_size * max(1, ids.shape[1])))
 
+    def _check_devices(self, **tensors: Any) -> None:
+        check_devices(self._elastic._device, type(self).__name__, **tensors)
+
     def _told(self, check: Callable[[], T], kind: Kind) -> T:
         """What `check` returns; if it refuses the arguments, the peers are told."""
         try:
@@ -469,8 +475,9 @@ class HybridEPBuffer:
         """The rows of a dispatch, and where its tokens go."""
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 2:
             raise InvalidCall("hidden must be a tensor [tokens, hidden]")
+        self._check_devices(hidden=hidden, routing_map=routing_map, probs=probs, topk_idx=topk_idx)
         # Gradients are often not contiguous.
-        rows = hidden.contiguous()
+        rows = _contiguous(hidden)
         x = rows if scaling_factor is None else (rows, scaling_factor)
         if topk_weights is not None and (routing_map is not None or probs is not None):
             raise InvalidCall("topk_weights go with topk_idx, and probs with routing_map: pass one pair")
@@ -516,10 +523,15 @@ class HybridEPBuffer:
     def _combined(
         self, hidden: torch.Tensor, handle: EPHandle, weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if isinstance(hidden, torch.Tensor):
-            hidden = self._told(hidden.contiguous, Kind.COMBINE)
-        sums, back, _ = self._elastic.combine(hidden, handle, topk_weights=weights)
+        rows = self._told(lambda: _contiguous(hidden), Kind.COMBINE)
+        sums, back, _ = self._elastic.combine(rows, handle, topk_weights=weights)
         return sums, None if back is None else routing.spread(back, handle.topk_idx, handle.num_experts)
+
+
+def _contiguous(rows: Any) -> Any:
+    """The rows of a strided tensor without gaps; what is none is refused later."""
+    is_strided = isinstance(rows, torch.Tensor) and rows.layout is torch.strided
+    return rows.contiguous() if is_strided else rows
 
 
 def _kind_of(handle: Any) -> Kind:

@@ -125,6 +125,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a small map": ({"routing_map": torch.ones(3, 3).bool()}, "it must be of torch.bool and shape [3, 4]"),
     "probabilities": ({"probs": torch.ones(3, 5)}, "probs is of torch.float32 and shape [3, 5]"),
     "no rows": ({"hidden": 3}, "hidden must be a tensor [tokens, hidden]"),
+    "sparse rows": ({"hidden": torch.ones(3, HIDDEN).to_sparse()}, "x is sparse: pass x.to_dense()"),
+    "a map without data": (
+        {"routing_map": torch.ones(3, 4, dtype=torch.bool, device="meta")},
+        "routing_map is on meta, where tensors have no data",
+    ),
     "experts": ({"num_of_experts": 5}, "5 experts do not divide over 2 ranks"),
     "experts per rank": ({"num_of_experts_per_rank": 3}, "it must be of torch.bool and shape [3, 6]"),
     "experts, twice": (
@@ -188,6 +193,7 @@ def combine_wrongly_on_rank_0(context: RankContext, name: str) -> str:
             "no handle": {"handle": None},
             "a rebuilt handle": {"handle": type(handle)(handle)},
             "probabilities": {"probs": torch.ones(1)},
+            "probabilities without data": {"probs": torch.ones(len(rows), device="meta")},
             "rows": {"hidden": rows[1:]},
         }
         arguments = {"hidden": rows, "probs": probs, "handle": handle} | wrong[name]
@@ -209,6 +215,7 @@ def combine_wrongly_on_rank_0(context: RankContext, name: str) -> str:
         ("no handle", "handle is of type NoneType: pass what dispatch_with_permute"),
         ("a rebuilt handle", "handle is of type HybridHandle: pass what dispatch_with_permute"),
         ("probabilities", "probs is of torch.float32 and shape [1]"),
+        ("probabilities without data", "probs is on meta, where tensors have no data"),
         ("rows", "rows, but the handle's dispatch gave"),
     ],
 )
