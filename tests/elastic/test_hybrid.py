@@ -225,6 +225,25 @@ def test_wrong_combine(name: str, words: str) -> None:
     assert "rank 0" in second
 
 
+def dispatch_along_a_handle(context: RankContext) -> None:
+    """With probabilities and without, in turn: a call is not repeated as one of the other kind."""
+    buffer, mine = hybrid_buffer(context, 2), inputs_of(GOOD)[context.rank]
+    hidden, probs = there(mine.hidden), there(mine.probs)
+    rows, row_probs, _, handle = buffer.dispatch(hidden, routing_map=there(mine.routing_map), probs=probs)
+    for given_probs in (probs, None, None, None, probs, None):
+        again, found, _, _ = buffer.dispatch(hidden, probs=given_probs, handle=handle)
+        assert torch.equal(again, rows)
+        assert (found is None) is (given_probs is None)
+        assert found is None or torch.equal(found, row_probs)
+
+
+@pytest.mark.parametrize(
+    "place", [Place("cpu", 2).param(), Place("simulated", 2).param(), Place("cuda", 2).param()]
+)
+def test_probabilities_along_a_handle(place: Place) -> None:
+    place.world().run(dispatch_along_a_handle)
+
+
 def use_a_buffer(context: RankContext) -> None:
     """Attributes, sizes, and a map with more experts than the buffer was made for."""
     with HybridEPBuffer(context.group, HIDDEN, 8, 4, device="cpu", num_topk=2) as buffer:

@@ -293,7 +293,9 @@ class GpuCall:
         values["to_ids"], values["to_weights"] = _address(results.topk_idx), _address(results.topk_weights)
         values["to_scales"] = _address(results.scales)
         header = self._header
-        if header is not None and header[NUM_OFFERS] and results.x.shape[0]:
+        # A dispatch along a handle that is repeated has no top-k; those of the elastic API may have one.
+        has_topk = payload.topk_idx is not None
+        if header is not None and header[NUM_OFFERS] and results.x.shape[0] and not has_topk:
             of_call = payload, config, routing.num_channels, header
             self._keep = partial(self._ops.repeats.keep_dispatch, *of_call)
         rows = self._ops.rows
