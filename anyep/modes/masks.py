@@ -423,7 +423,7 @@ class _Round:
             theirs = self._words[:, NUM_HEADER_WORDS:] >> 1
             theirs = theirs[self._has_request() & ~self._is_maker_masked()]
             if masks.transport is not None and len(theirs):
-                # Between hosts nobody may have heard whom this rank masked while it was masked itself.
+                # Other hosts may not know which ranks this rank masked while it was masked itself.
                 view[:] = 0
             for request in theirs:
                 np.maximum(view, request, out=view)

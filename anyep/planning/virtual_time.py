@@ -96,7 +96,7 @@ class Result(NamedTuple):
     waits: Waits
     num_steps: int
     stuck: tuple[str, ...]
-    """Who waits for whom, if the run ended before all rows were taken; empty otherwise."""
+    """Which rank waits for which, if the run ended before all rows were taken; empty otherwise."""
     watched: dict[str, list[tuple[float, float]]]
     """When each stage of the watched rank worked: from, to."""
     steps: list[tuple[int, str, int]]
