@@ -70,7 +70,7 @@ def placement_of(experts: Array, num_experts: int) -> Placement:
 
 
 def replicate(load: Array, num_replicas: int) -> Array:
-    """How many replicas each expert gets: one, and each further one to the expert with the most load per replica.
+    """The replicas of each expert: one; each further one goes to the expert with the most load per replica.
 
     >>> replicate(np.array([90.0, 20.0, 40.0]), 5).tolist()
     [3, 1, 1]
